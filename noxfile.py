@@ -1,0 +1,315 @@
+"""The one place that knows how to run anything. `nox -l` lists what there is; `CONTRIBUTING.md` says when to use what.
+
+Everything runs against built wheels, never against the source tree. Two kinds of environment, under `.nox/`:
+
+- `unit(PACKAGE)` and `floor(PACKAGE)` have one each: the package's wheel, what it declares, and no other part of us;
+- `composed` holds all packages together and serves the suites of `tests/`, the documentation, recipes and benchmarks.
+
+An environment is kept between runs. It is made anew when `constraints.txt` or a `pyproject.toml` behind it changes; of
+our own wheels only those whose content changed are installed again (hatchling builds are reproducible, so equal sources
+give equal wheels).
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).resolve().parent
+TOOLS = ROOT / "tools"
+sys.path.insert(0, str(TOOLS))
+
+from projects import TESTING, Project, dependencies, lowest_version, read_project, read_projects, requirement_name
+
+PACKAGES = read_projects()
+PROJECTS = {**PACKAGES, TESTING: read_project(ROOT / "testing")}
+# tests/repo needs no environment of the packages: it belongs to lint
+SUITES = sorted({path.parent.name for path in ROOT.glob("tests/*/test_*.py")} - {"repo"})
+CONSTRAINTS = ROOT / "constraints.txt"
+DIST = ROOT / "dist"
+RECIPE_REQUIREMENTS = ("matplotlib", "tqdm", "transformers")
+
+# One thread per process: the ranks of a test share the machine. No PYTHONPATH: only the environment's packages count.
+# Nothing is fetched from a hub at run time.
+RUN_ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "unit", "integration"]
+
+each_package = nox.parametrize("package", list(PACKAGES), ids=list(PACKAGES))
+each_project = nox.parametrize("package", list(PROJECTS), ids=list(PROJECTS))
+each_suite = nox.parametrize("suite", SUITES, ids=SUITES)
+
+
+# ---------------------------------------------------------------------------------------------------- environments
+
+
+def digest(*files: Path) -> str:
+    """Return a short hash of the contents of some files."""
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+@functools.cache
+def builder(session_cache: Path) -> Path:
+    """Return the python of a small environment that has hatchling and nothing else; make it where it is missing."""
+    home = session_cache / f"build-{digest(CONSTRAINTS)}"
+    python = home / "bin" / "python"
+    if not (home / "complete").exists():
+        subprocess.run([sys.executable, "-m", "virtualenv", "--quiet", str(home)], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "-c", CONSTRAINTS, "hatchling"], check=True)
+        (home / "complete").touch()
+    return python
+
+
+@functools.cache
+def build_wheel(session_cache: Path, name: str) -> Path:
+    """Build a distribution's wheel into ``dist/``, once per run of nox, and return it."""
+    project = PROJECTS[name]
+    command = [builder(session_cache), "-m", "hatchling", "build", "-t", "wheel", "-d", DIST]
+    done = subprocess.run(command, cwd=project.folder, text=True, capture_output=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name} does not build:\n{done.stdout}{done.stderr}")
+    return DIST / project.wheel_name
+
+
+def start_environment(session: nox.Session, names: list[str], *more: str) -> None:
+    """Empty the session's environment if it was made for other constraints, declarations or ``more`` arguments."""
+    files = [CONSTRAINTS, *(PROJECTS[name].folder / "pyproject.toml" for name in names)]
+    key = "|".join([digest(*files), *names, *more])
+    stamp = session.env_dir / "vescale-installed.json"
+    if stamp.exists() and json.loads(stamp.read_text())["key"] == key:
+        return
+    if stamp.exists():
+        session.log("constraints or declared dependencies have changed: making the environment anew")
+        shutil.rmtree(session.env_dir)
+        session.virtualenv.create()
+    stamp.write_text(json.dumps({"key": key, "installed": {}}))
+
+
+def install(session: nox.Session, names: list[str], *requirements: str, constraints: Path = CONSTRAINTS) -> None:
+    """Install our wheels ``names`` (by path, so that no index is asked for them) with what they declare.
+
+    What the environment already holds is left alone. A wheel of which only the content changed is replaced alone.
+    """
+    stamp = session.env_dir / "vescale-installed.json"
+    record = json.loads(stamp.read_text())
+    installed = record["installed"]
+    wheels = {name: build_wheel(session.cache_dir, name) for name in names}
+    wanted = {str(wheel): digest(wheel) for wheel in wheels.values()} | dict.fromkeys(requirements, "")
+    new = [item for item in wanted if item not in installed]
+    changed = [item for item in wanted if item in installed and installed[item] != wanted[item]]
+    if new:
+        session.install("--quiet", "--constraint", str(constraints), *new)
+    if changed:
+        session.install("--quiet", "--no-deps", "--force-reinstall", *changed)
+    record["installed"] = installed | wanted
+    stamp.write_text(json.dumps(record, indent=1))
+
+
+def family(package: str) -> list[str]:
+    """Return a package and the siblings that it declares, directly or not."""
+    return sorted({package} | dependencies(PROJECTS, package))
+
+
+def run_python(session: nox.Session, *arguments: str | Path) -> None:
+    """Run the session's python outside of the source tree."""
+    with session.chdir(session.create_tmp()):
+        session.run("python", *map(str, arguments), env=RUN_ENV)
+
+
+def pytest_arguments(*paths: Path | str) -> list[str]:
+    """Return the arguments after `python -m` that run tests with the root's configuration from any folder."""
+    return ["pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *map(str, paths)]
+
+
+def run_unit_tests(session: nox.Session, package: str) -> None:
+    """Check the environment, run the README's example as a new user would, then the package's tests."""
+    folder = PROJECTS[package].folder
+    check = (TOOLS / "check_environment.py", *(name for name in family(package) if name != TESTING))
+    run_python(session, *check)
+    run_python(session, TOOLS / "run_examples.py", folder / "README.md")
+    install(session, [TESTING], *PROJECTS[package].test_requirements)
+    run_python(session, *check)
+    run_python(session, "-m", *pytest_arguments(folder / "tests", *session.posargs))
+
+
+def run_composed(session: nox.Session, *arguments: str | Path) -> None:
+    """Run the python of the composed environment from the root, with its programs first on the path."""
+    home = session.cache_dir.parent / "composed"
+    path = f"{home.resolve() / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    session.run(
+        str(home.resolve() / "bin" / "python"), *map(str, arguments), env={**RUN_ENV, "PATH": path}, external=True
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- sessions
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style, formatting and the rules of the repository."""
+    session.install("--quiet", "--constraint", str(CONSTRAINTS), "ruff", "pytest")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("pytest", "--quiet", "tests/repo")
+
+
+@nox.session(default=False, venv_backend="none")
+@each_package
+def build(session: nox.Session, package: str) -> None:
+    """Build one package's wheel into dist/."""
+    session.log(f"built {build_wheel(session.cache_dir, package).relative_to(ROOT)}")
+
+
+@nox.session
+@each_project
+def unit(session: nox.Session, package: str) -> None:
+    """Test one package's wheel with only what it declares."""
+    start_environment(session, [*family(package), TESTING])
+    install(session, family(package))
+    run_unit_tests(session, package)
+
+
+@nox.session(default=False)
+@each_package
+def floor(session: nox.Session, package: str) -> None:
+    """Test one package with the lowest versions that it declares."""
+    members = [PROJECTS[name] for name in family(package)]
+    pins = floor_pins(session, members)
+    start_environment(session, [*family(package), TESTING], *pins)
+    names = {requirement_name(pin) for pin in pins}
+    kept = [line for line in CONSTRAINTS.read_text().splitlines() if line.split("==")[0] not in names]
+    constraints = Path(session.create_tmp(), "constraints.txt").resolve()
+    constraints.write_text("\n".join([*kept, *pins]) + "\n")
+    install(session, family(package), *pins, constraints=constraints)
+    run_unit_tests(session, package)
+
+
+@nox.session(default=False)
+def composed(session: nox.Session) -> None:
+    """Install all packages together (what the sessions below run in)."""
+    names = [*PACKAGES, TESTING]
+    extras = {extra for project in PACKAGES.values() for extra in project.test_requirements}
+    start_environment(session, names)
+    install(session, names, *sorted(extras), *RECIPE_REQUIREMENTS)
+    run_python(session, TOOLS / "check_environment.py", *PACKAGES)
+
+
+@nox.session(venv_backend="none", requires=["composed"])
+@each_suite
+def integration(session: nox.Session, suite: str) -> None:
+    """Run one composed suite of tests/ over all built wheels."""
+    run_composed(session, "-m", *pytest_arguments(ROOT / "tests" / suite, *session.posargs))
+
+
+@nox.session(default=False, venv_backend="none", requires=["composed"])
+def docs(session: nox.Session) -> None:
+    """Execute every code block of the documentation."""
+    run_composed(session, "-m", *pytest_arguments(ROOT / "tests" / "docs", *session.posargs))
+
+
+@nox.session(default=False, venv_backend="none", requires=["composed"])
+def mixtral_4d(session: nox.Session) -> None:
+    """Train an unmodified Mixtral in 4D and compare with one process (arguments after -- go to train.py)."""
+    default_runs = ([], ["--dp", "2", "--tp", "2", "--pp", "1", "--dropout", "0.1", "--steps", "8"])
+    for arguments in [session.posargs] if session.posargs else default_runs:
+        train = ROOT / "recipes" / "mixtral_4d" / "train.py"
+        torchrun(session, num_processes(arguments), train, *arguments)
+
+
+@nox.session(default=False, venv_backend="none", requires=["composed"])
+def bench(session: nox.Session) -> None:
+    """Run the benchmarks (name some after --)."""
+    scripts = {path.stem.removeprefix("bench_"): path for path in sorted(ROOT.glob("benchmarks/**/bench_*.py"))}
+    if unknown := set(session.posargs) - set(scripts):
+        session.error(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(scripts) or 'none yet'}")
+    for name in session.posargs or scripts:
+        run_composed(session, scripts[name])
+
+
+@nox.session(default=False, venv_params=["--system-site-packages"])
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a CUDA device, with the machine's own torch where it has one."""
+    found = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], check=False).returncode == 0
+    if not found:
+        session.skip("no CUDA device on this machine (nvidia-smi finds none)")
+    names = [*PACKAGES, TESTING]
+    has_torch = session.run("python", "-c", "import torch; print(torch.__version__)", silent=True, success_codes=[0, 1])
+    start_environment(session, names, str(has_torch))
+    # A machine's torch fits its driver: keep it, whatever the constraints say, and add only what is missing.
+    torch_is_there = "Error" not in str(has_torch)
+    empty = Path(session.create_tmp(), "constraints.txt").resolve()
+    empty.write_text("")
+    install(session, names, constraints=empty if torch_is_there else CONSTRAINTS)
+    tests = [project.folder / "tests" for project in PACKAGES.values()]
+    run_python(session, "-m", *pytest_arguments(*tests, "-m", "gpu", *session.posargs))
+
+
+@nox.session(default=False, venv_backend="none")
+def dev(session: nox.Session) -> None:
+    """Make .venv with all packages editable, the test plugin and every tool."""
+    python = ROOT / ".venv" / "bin" / "python"
+    if not python.exists():
+        session.run(sys.executable, "-m", "virtualenv", str(ROOT / ".venv"), external=True)
+    install_command = [str(python), "-m", "pip", "install", "--constraint", str(CONSTRAINTS)]
+    session.run(*install_command, "hatchling", "editables", "nox", "ruff", *RECIPE_REQUIREMENTS, external=True)
+    editable = [argument for project in PROJECTS.values() for argument in ("--editable", f"{project.folder}[test]")]
+    session.run(*install_command, "--no-build-isolation", *editable, external=True)
+    session.log("ready: source .venv/bin/activate")
+
+
+# --------------------------------------------------------------------------------------------------------- helpers
+
+
+def torchrun(session: nox.Session, num: int, *command: str | Path) -> None:
+    """Run a script on ``num`` processes of this machine."""
+    run_composed(session, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", *command)
+
+
+def num_processes(arguments: list[str]) -> int:
+    """Return how many processes the degrees among a training script's arguments need (2 x 2 x 2 by default)."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for axis in ("--dp", "--tp", "--pp"):
+        parser.add_argument(axis, type=int, default=2)
+    degrees, _ = parser.parse_known_args(arguments)
+    return max(1, degrees.dp * degrees.tp * degrees.pp)
+
+
+def floor_pins(session: nox.Session, members: list[Project]) -> list[str]:
+    """Return pins to the lowest declared version of every third-party dependency that can be installed here."""
+    pins = []
+    for requirement in sorted({r for project in members for r in project.requirements}):
+        name, version = requirement_name(requirement), lowest_version(requirement)
+        if version is None:
+            continue
+        # On Linux a plain torch wheel is the CUDA build, gigabytes of it: only the CPU build will do.
+        pin = f"{name}=={version}{'.0+cpu' if name == 'torch' and sys.platform == 'linux' else ''}"
+        if name != "torch" or can_install(session, pin):
+            pins.append(pin)
+        else:
+            session.warn(f"{pin} cannot be had from the configured indexes: testing with the torch of constraints.txt")
+    return pins
+
+
+def can_install(session: nox.Session, pin: str) -> bool:
+    """Whether pip finds a wheel for ``pin``."""
+    command = [
+        str(Path(session.bin, "python")),
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-deps",
+        "--ignore-installed",
+        pin,
+    ]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0

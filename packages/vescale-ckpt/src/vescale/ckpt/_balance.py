@@ -1,0 +1,137 @@
+"""Share out replicated boxes over the ranks that hold them, so that all ranks write the same number of bytes.
+
+Boxes that only one rank holds are that rank's fixed load. The rest is taken in groups with the same holders, fewest
+holders first (they have the least choice). For each group the loads of its holders are filled like vessels with water:
+the level at which all of the group's bytes fit gives every holder a quota. The group's boxes, laid end to end, are then
+dealt out by cutting that line at the quotas (McNaughton's wrap-around rule):
+
+    loads before   quotas        boxes of the group on one line
+    r0 ####        r0 ..         |---- A ----|-- B --|---- C ----|
+    r1 ##          r1 ....       |r0 |   r1   |      r2          |
+    r2             r2 ......          ^ A is cut here, by rows; C and B stay whole
+
+So the balance does not depend on the sizes of single tensors (an embedding as large as ten layers is cut), and at most
+one cut per holder and group is made; giving whole tensors, largest first, to the least loaded rank cannot do that.
+Cuts fall between rows of a dim, and no part is smaller than ``min_cut_bytes``.
+
+Source: R. McNaughton, "Scheduling with deadlines and loss functions", Management Science 6(1), 1959.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ._boxes import Box
+
+MIN_CUT_BYTES = 16 * 1024
+# A row may hold at most this part of a quota; otherwise a later dim, with more and smaller rows, is cut.
+ROW_FRACTION = 1 / 200
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBox:
+    """A box of one tensor and the ranks that hold it.
+
+    Attributes:
+        name: the tensor's name.
+        box: place in the global tensor.
+        num_bytes: its size in bytes.
+        holders: ranks, ascending.
+    """
+
+    name: str
+    box: Box
+    num_bytes: int
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """An order to one rank: store ``box``, a part of (or all of) the box ``held`` that it holds."""
+
+    name: str
+    held: Box
+    box: Box
+
+
+def share_out(
+    held: Sequence[HeldBox], *, world_size: int, min_cut_bytes: int = MIN_CUT_BYTES
+) -> tuple[tuple[Write, ...], ...]:
+    """Give every box to one of its holders, or its parts to several, and return the writes of each rank."""
+    writes: list[list[Write]] = [[] for _ in range(world_size)]
+    loads = [0.0] * world_size
+    for holders, group in _by_holders(held).items():
+        quotas = _fill([loads[rank] for rank in holders], sum(item.num_bytes for item in group))
+        line = _Line(tuple(accumulate(quotas)), min_cut_bytes)
+        for item in group:
+            for vessel, box, num_bytes in line.deal(item):
+                writes[holders[vessel]].append(Write(item.name, item.box, box))
+                loads[holders[vessel]] += num_bytes
+    return tuple(map(tuple, writes))
+
+
+def _by_holders(held: Sequence[HeldBox]) -> Mapping[tuple[int, ...], list[HeldBox]]:
+    groups: dict[tuple[int, ...], list[HeldBox]] = {}
+    for item in held:
+        groups.setdefault(item.holders, []).append(item)
+    return dict(sorted(groups.items(), key=lambda entry: (len(entry[0]), entry[0])))
+
+
+def _fill(loads: Sequence[float], amount: float) -> list[float]:
+    """Pour ``amount`` onto ``loads`` up to a common level and return what each receives."""
+    lowest_first = sorted(loads)
+    total, level = amount, 0.0
+    for count, load in enumerate(lowest_first, 1):
+        total += load
+        level = total / count
+        if count == len(loads) or level <= lowest_first[count]:
+            break
+    return [max(0.0, level - load) for load in loads]
+
+
+class _Line:
+    """The boxes of one group, laid end to end and dealt to the vessels whose quotas end at ``ends``."""
+
+    def __init__(self, ends: Sequence[float], min_cut_bytes: int) -> None:
+        self._ends = ends
+        self._min_cut_bytes = min_cut_bytes
+        self._position = 0.0
+
+    def deal(self, item: HeldBox) -> list[tuple[int, Box, float]]:
+        """Place the next box and return its parts as ``(vessel, box, bytes)``."""
+        start, self._position = self._position, self._position + item.num_bytes
+        dim = self._dim_to_cut(item)
+        if dim is None:
+            return [(self._vessel_at(start + item.num_bytes / 2), item.box, item.num_bytes)]
+        num_rows = item.box.sizes[dim]
+        row_bytes = item.num_bytes / num_rows
+        cuts = [0, *self._rows_to_cut(start, num_rows, row_bytes), num_rows]
+        return [
+            (self._vessel_at(start + (first + last) / 2 * row_bytes), item.box.rows(dim, first, last),
+             (last - first) * row_bytes)
+            for first, last in zip(cuts, cuts[1:])
+        ]  # fmt: skip
+
+    def _vessel_at(self, position: float) -> int:
+        return min(bisect_right(self._ends, position), len(self._ends) - 1)
+
+    def _dim_to_cut(self, item: HeldBox) -> int | None:
+        """Choose the first dim whose rows are fine enough, else the longest; None if the box stays whole."""
+        if len(self._ends) == 1 or item.num_bytes < 2 * self._min_cut_bytes:
+            return None
+        dims = [dim for dim, size in enumerate(item.box.sizes) if size > 1]
+        fine = max(ROW_FRACTION * self._ends[-1] / len(self._ends), self._min_cut_bytes)
+        for dim in dims:
+            if item.num_bytes / item.box.sizes[dim] <= fine:
+                return dim
+        return max(dims, key=lambda d: item.box.sizes[d], default=None)
+
+    def _rows_to_cut(self, start: float, num_rows: int, row_bytes: float) -> list[int]:
+        cuts: list[int] = []
+        smallest = self._min_cut_bytes / row_bytes
+        for end in self._ends[:-1]:
+            row = round((end - start) / row_bytes)
+            if row - (cuts[-1] if cuts else 0) >= smallest and num_rows - row >= smallest:
+                cuts.append(row)
+        return cuts

@@ -1,0 +1,78 @@
+"""All that this package knows about torch's private names and versions (2.11 to 2.13): the box of a DTensor's shard.
+
+The offsets come from ``DTensor.__create_chunk_list__``, the protocol through which torch's own checkpoint reads them;
+it is the same in these versions. It gives only the first index of a shard, so for ``_StridedShard`` (FSDP2 over tensor
+parallel on the same dim) the indices are worked out here as well and must be consecutive.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ._boxes import Box
+from ._errors import CheckpointError
+
+
+def dtensor_box(tensor: DTensor) -> tuple[Box, torch.Tensor] | None:
+    """Return the box of the local shard and the local tensor, or None when this rank holds no element.
+
+    Raises:
+        CheckpointError: if the local shard is not a box of the global tensor.
+    """
+    _refuse_unknown(tensor)
+    coord = tensor.device_mesh.get_coordinate()
+    with torch.no_grad():
+        local = tensor.to_local()
+    if coord is None or local.numel() == 0:
+        return None
+    (chunk,) = tensor.__create_chunk_list__()
+    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    if box.sizes != tuple(local.shape):
+        raise CheckpointError(
+            f"local shard {tuple(local.shape)} is not the {box.sizes} that placements {tensor.placements} give for "
+            f"global shape {tuple(tensor.shape)} at mesh coordinate {tuple(coord)}; pass shape and stride to "
+            "DTensor.from_local for uneven shards"
+        )
+    for dim in {p.dim for p in tensor.placements if isinstance(p, _StridedShard)}:
+        _check_consecutive(tensor, dim, tuple(coord), box)
+    return box, local
+
+
+def _refuse_unknown(tensor: DTensor) -> None:
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or type(placement) in (Shard, _StridedShard):
+            continue
+        name = (tensor.device_mesh.mesh_dim_names or {axis: axis})[axis]
+        if placement.is_partial():
+            raise CheckpointError(f"{placement} on mesh axis {name!r}: an unreduced value; redistribute it first")
+        raise CheckpointError(
+            f"placement {placement} on mesh axis {name!r} does not say which box of the tensor this rank holds; "
+            "Shard and Replicate do, other layouts must offer __global_shape__ and __boxes__()"
+        )
+
+
+def _check_consecutive(tensor: DTensor, dim: int, coord: tuple[int, ...], box: Box) -> None:
+    """Split the indices of ``dim`` as the placements do, left to right, and compare with the box."""
+    indices = torch.arange(tensor.shape[dim])
+    for axis, placement in enumerate(tensor.placements):
+        if getattr(placement, "dim", None) != dim:
+            continue
+        num_shards = tensor.device_mesh.size(axis)
+        if isinstance(placement, _StridedShard):
+            parts = [_nth(part, num_shards, coord[axis]) for part in indices.chunk(placement.split_factor)]
+            indices = torch.cat(parts)
+        else:
+            indices = _nth(indices, num_shards, coord[axis])
+    held = indices.tolist()
+    if not held or held[0] != box.offsets[dim] or any(b - a != 1 for a, b in pairwise(held)):
+        raise CheckpointError(
+            f"placements {tensor.placements} give this rank indices of dim {dim} that are not consecutive; "
+            "redistribute the tensor to Shard or Replicate before it is saved or loaded"
+        )
+
+
+def _nth(indices: torch.Tensor, num_chunks: int, n: int) -> torch.Tensor:
+    chunks = indices.chunk(num_chunks)
+    return chunks[n] if n < len(chunks) else indices[:0]

@@ -1,0 +1,7 @@
+"""Module parallelization of veScale: tensor, sequence and expert parallelism for any module, without touching its code."""
+
+from . import plans
+from .errors import PlanError
+from .parallelize import parallelize_module
+
+__all__ = ["PlanError", "parallelize_module", "plans"]

@@ -1,0 +1,34 @@
+"""DTensor core of veScale: torch's own DTensor, made equal to one device.
+
+Importing this package registers rules with torch's dispatcher for DTensors (random operators, CPU attention); plain
+tensors are untouched. :func:`disabled` switches the random rules off for comparison with stock torch.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from . import random
+from ._boxes import flat_range_boxes
+from ._deferred import deferred_init, is_deferred, materialize
+from ._register import disabled, register
+from .errors import UnsupportedRandomOperator
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "UnsupportedRandomOperator",
+    "deferred_init",
+    "disabled",
+    "distribute_tensor",
+    "flat_range_boxes",
+    "init_device_mesh",
+    "is_deferred",
+    "materialize",
+    "random",
+]
+
+register()

@@ -1,0 +1,180 @@
+"""Plan of the flat gradient buckets: which parameter lies where, and which rank owns which part.
+
+Gradients are reduced in flat buffers, one collective each. Parameters enter in reverse registration order, which is
+roughly the order in which backward finishes them, so that the first bucket can leave while backward still runs. A
+bucket has one dtype and is closed before it would exceed ``bucket_bytes``; a larger parameter has a bucket of its own.
+
+    bucket 0      | head.weight       |pad| norm.weight |pad| layers.1.weight          |   padding   |
+    shards        |<-------- coord 0 -------->|<-------- coord 1 -------->|<-------- coord 2 ------->|
+
+A bucket is cut into equal shards, one per coord of the axis. Shards ignore where parameters begin and end: every rank
+owns the same number of elements, and a parameter may belong to several ranks. Padding lies between parameters and at the
+end only, and starts every parameter on a cache line: the views into the buffer are as fast as, and give the same bits as,
+tensors of their own.
+
+Everything here is integers: no tensors and no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["ALIGN_BYTES", "Bucket", "BucketPlan", "Part", "ParamInfo", "Slot", "plan_buckets"]
+
+#: A CPU cache line. It also covers the 16 bytes that GPU kernels and NCCL want for their fast paths.
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What the plan needs to know of a parameter: its name, and the size and dtype of its local tensor."""
+
+    fqn: str
+    numel: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Elements ``[start, start + numel)`` of a bucket, which hold one parameter."""
+
+    fqn: str
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements ``[start, stop)`` of a parameter's flat local tensor: what one coord owns of it (``start == stop``: nothing)."""
+
+    fqn: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat buffer.
+
+    Attributes:
+        index: Position in the plan, and so in the sequence of collectives.
+        dtype: Dtype of all its parameters.
+        slots: Its parameters, by increasing start.
+        num_shards: Size of the mesh axis.
+        shard_numel: Elements per coord; the buffer has ``num_shards * shard_numel``.
+    """
+
+    index: int
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    num_shards: int
+    shard_numel: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.num_shards * self.shard_numel
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffer, padding included."""
+        return self.numel * self.dtype.itemsize
+
+    def shard(self, coord: int) -> tuple[int, int]:
+        """Return the range ``[start, stop)`` of the buffer that ``coord`` owns."""
+        return coord * self.shard_numel, (coord + 1) * self.shard_numel
+
+    def parts(self, coord: int) -> tuple[Part, ...]:
+        """Return what ``coord`` owns of each slot, empty parts included, in the order of ``slots``."""
+        first, last = self.shard(coord)
+        parts = []
+        for slot in self.slots:
+            start = min(max(first - slot.start, 0), slot.numel)
+            stop = min(max(last - slot.start, start), slot.numel)
+            parts.append(Part(slot.fqn, start, stop))
+        return tuple(parts)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        head = f"bucket {self.index}: {name}, {self.num_shards} x {self.shard_numel} elements, {self.num_bytes} bytes"
+        return "\n".join([head, *(f"  [{s.start}, {s.start + s.numel})  {s.fqn}" for s in self.slots)])
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """All buckets, in the order in which every rank reduces them; ``print`` shows it."""
+
+    buckets: tuple[Bucket, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.buckets))
+
+
+def plan_buckets(
+    params: Sequence[ParamInfo], *, num_shards: int, bucket_bytes: int, align_bytes: int = ALIGN_BYTES
+) -> BucketPlan:
+    """Lay out parameters, given in registration order, in buckets.
+
+    Args:
+        params: Each parameter once, also if it is tied.
+        num_shards: Size of the mesh axis.
+        bucket_bytes: Largest size of a bucket that holds more than one parameter, before shards are made equal.
+        align_bytes: Parameters and shards start at a multiple of this.
+
+    Raises:
+        ValueError: If ``num_shards`` or ``bucket_bytes`` is not positive, or a name comes twice.
+
+    Example:
+        >>> params = [ParamInfo("a", 5, torch.float32), ParamInfo("b", 3, torch.float32)]
+        >>> print(plan_buckets(params, num_shards=2, bucket_bytes=1024, align_bytes=8))
+        bucket 0: float32, 2 x 6 elements, 48 bytes
+          [0, 3)  b
+          [4, 9)  a
+    """
+    if num_shards < 1 or bucket_bytes < 1:
+        raise ValueError(f"num_shards and bucket_bytes must be positive, got {num_shards} and {bucket_bytes}")
+    if len({param.fqn for param in params}) != len(params):
+        raise ValueError("a parameter name comes twice; give tied parameters once")
+    closed: list[_Open] = []
+    filling: dict[torch.dtype, _Open] = {}
+    for position, param in enumerate(reversed(params)):
+        open_ = filling.get(param.dtype)
+        if open_ is None or not open_.fits(param, bucket_bytes):
+            if open_ is not None:
+                closed.append(open_)
+            open_ = filling[param.dtype] = _Open(param.dtype, max(1, align_bytes // param.dtype.itemsize))
+        open_.add(param, position)
+    # A bucket is complete when its last parameter is: sequence the open ones, too, by their last parameter.
+    sequence = sorted([*closed, *filling.values()], key=lambda bucket: bucket.last_position)
+    return BucketPlan(tuple(bucket.close(index, num_shards) for index, bucket in enumerate(sequence)))
+
+
+class _Open:
+    """A bucket that still takes parameters."""
+
+    def __init__(self, dtype: torch.dtype, align: int):
+        self.dtype = dtype
+        self.align = align
+        self.slots: list[Slot] = []
+        self.end = 0
+        self.last_position = -1
+
+    def fits(self, param: ParamInfo, bucket_bytes: int) -> bool:
+        return (_round_up(self.end, self.align) + param.numel) * self.dtype.itemsize <= bucket_bytes
+
+    def add(self, param: ParamInfo, position: int) -> None:
+        slot = Slot(param.fqn, _round_up(self.end, self.align), param.numel)
+        self.slots.append(slot)
+        self.end = slot.start + slot.numel
+        self.last_position = position
+
+    def close(self, index: int, num_shards: int) -> Bucket:
+        shard_numel = _round_up(-(-self.end // num_shards), self.align)
+        return Bucket(index, self.dtype, tuple(self.slots), num_shards, shard_numel)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,60 @@
+"""Frozen dataclasses to JSON and back, exactly: tuples come back as tuples, nested dataclasses as their classes.
+
+An unknown field is refused with the nearest known name: a plan must mean what it meant when it was written.
+"""
+
+import dataclasses
+import difflib
+import typing
+from types import NoneType, UnionType
+from typing import Any
+
+
+def to_data(value: Any) -> Any:
+    """Return ``value`` as dicts, lists and JSON scalars."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: to_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [to_data(item) for item in value]
+    return value
+
+
+def from_data(cls: type, data: Any, *, where: str) -> Any:
+    """Build dataclass ``cls`` from `to_data`'s output.
+
+    Raises:
+        ValueError: ``data`` is not an object, has an unknown field or lacks a required one; ``where`` names the place.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"{where}: expected an object with the fields of {cls.__name__}, got {type(data).__name__}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name in data:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known fields: {', '.join(fields)}"
+            raise ValueError(f"{where}: unknown field {name!r}{hint}")
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in data and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"{where}: missing field {missing[0]!r} of {cls.__name__}")
+    types = typing.get_type_hints(cls)
+    return cls(**{name: _value(types[name], item, where=f"{where}.{name}") for name, item in data.items()})
+
+
+def _value(annotation: Any, item: Any, *, where: str) -> Any:
+    """Convert lists and objects as the annotation says; leave scalars to the class's own checks."""
+    if typing.get_origin(annotation) in (UnionType, typing.Union):
+        members = [member for member in typing.get_args(annotation) if member is not NoneType]
+        nested = [
+            member for member in members if dataclasses.is_dataclass(member) or typing.get_origin(member) is tuple
+        ]
+        annotation = nested[0] if nested and isinstance(item, dict | list) else None
+    if dataclasses.is_dataclass(annotation):
+        return from_data(annotation, item, where=where)
+    if isinstance(item, list):
+        inner = (typing.get_args(annotation) or (None,))[0]
+        return tuple(_value(inner, element, where=f"{where}[{index}]") for index, element in enumerate(item))
+    return item

@@ -1,0 +1,279 @@
+"""Estimate the bytes one rank needs: pure functions of a profile and a layout.
+
+Model states (P parameters held by a rank, N = dp; bytes per parameter p, g, o for parameters, gradients, optimizer):
+
+    ZeRO-0   (p + g + o) P
+    ZeRO-1   (p + g) P + o P/N
+    ZeRO-2   p P + (g + o) P/N
+
+With p, g, o = 2, 2, 12 these are the formulas of the ZeRO paper (arXiv 1910.02054, figure 1); with 2, 4, 12 and 4, 4, 8
+those of Megatron's distributed optimizer. P is the rank's share: its stage's parameters, the tp-sharded ones over tp.
+
+Activations of one block for one token, in bytes (Korthikanti et al., arXiv 2205.05198, section 4, written for any dtype
+of e bytes; h hidden, q and k widths of queries and keys, f feed-forward, a heads, s sequence; d = 1 with dropout):
+
+    between the linear layers   2 e h + 2 d h                inputs of the two norms; dropout masks
+    inputs of linear layers     2 e h                        of attention and of the feed-forward
+    inside, split over tp       2 e (q + k) + 2 e f          queries, output, keys, values; feed-forward in and out
+                                + 2 e f if gated             act(gate) and up
+                                + a s (e + d (e + 1))        scores, if they are kept: softmax, dropped, mask
+
+For e = 2, d = 1, q = k = h the sum is 18 h + 4 f, or 10 h + 24 h / tp for f = 4 h. Sequence parallelism splits the
+first row over tp; the second stays whole, because the gathered inputs are kept for the weight gradients (Megatron
+gathers them again in backward: ``regather=True``, everything over tp). With experts, f counts once per chosen expert,
+each choice keeps the token before and after, and all of it is split over tp: experts are taken to be evenly loaded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ._checks import DEFAULT_BUCKET_BYTES
+from ._profile import ModelProfile, dtype_bytes
+from ._units import format_bytes, format_percent
+
+ACTIVATIONS_COVER = (
+    "Activations are counted by the formula of arXiv 2205.05198 for what autograd keeps of a transformer block, the "
+    "embedding, the last norm and one float32 copy of the logits. Not counted: recomputation (which keeps less), casts "
+    "to float32 inside the model, further copies of the logits in an unfused loss, temporary tensors, workspaces and "
+    "allocator fragmentation: memory_fraction leaves room for them."
+)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter of the three model states.
+
+    Attributes:
+        params: the parameter itself.
+        grads: its gradient.
+        optimizer: what the optimizer keeps: two moments for AdamW, plus a master copy if there is one.
+
+    Example:
+        >>> StateBytes(params=2, grads=2, optimizer=12)      # mixed precision Adam of the ZeRO paper: 16 bytes
+        StateBytes(params=2, grads=2, optimizer=12)
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+
+    @staticmethod
+    def for_dtype(dtype: str) -> "StateBytes":
+        """Return AdamW's bytes if parameters, gradients and both moments have the same dtype."""
+        size = dtype_bytes(dtype)
+        return StateBytes(params=size, grads=size, optimizer=2 * size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The degrees and choices that decide memory: what a plan is about."""
+
+    dp: int
+    tp: int
+    pp: int
+    zero: int = 0
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    sequence_parallel: bool = False
+
+    def __str__(self) -> str:
+        sp = " sp" if self.sequence_parallel else ""
+        degrees = f"dp={self.dp} tp={self.tp} pp={self.pp}"
+        return f"{degrees} zero={self.zero} micro-batches={self.num_microbatches}{sp}"
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of a pipeline rank's time with equal stages: (pp - 1) / (m + pp - 1), for GPipe and 1F1B alike."""
+        return (self.pp - 1) / (self.num_microbatches + self.pp - 1)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each rank of one pipeline stage, by what they are for.
+
+    Attributes:
+        parameters, gradients, optimizer: the model states.
+        activations: kept for backward by the micro-batches in flight at the worst moment.
+        buffers: gradient buckets in communication, and the pipeline's sum of micro-batch gradients.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+    def __str__(self) -> str:
+        parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
+        listed = " + ".join(f"{name} {format_bytes(getattr(self, name))}" for name in parts)
+        return f"{format_bytes(self.total)} = {listed}"
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Return the smallest integer that is not below ``numerator / denominator``."""
+    return -(-numerator // denominator)
+
+
+def stage_blocks(num_blocks: int, pp: int) -> tuple[range, ...]:
+    """Return the blocks of each stage under the uniform split; the first stages take the remainder.
+
+    >>> stage_blocks(5, 2)
+    (range(0, 3), range(3, 5))
+    """
+    size, rest = divmod(num_blocks, pp)
+    starts = [stage * size + min(stage, rest) for stage in range(pp + 1)]
+    return tuple(range(starts[stage], starts[stage + 1]) for stage in range(pp))
+
+
+def microbatches_in_flight(schedule: str, pp: int, num_microbatches: int, stage: int) -> int:
+    """Return how many micro-batches a stage keeps activations of: all for GPipe, at most ``pp - stage`` for 1F1B."""
+    return num_microbatches if schedule == "gpipe" else min(num_microbatches, pp - stage)
+
+
+def model_state_bytes(num_params: int, *, state: StateBytes, dp: int = 1, zero: int = 0) -> tuple[int, int, int]:
+    """Return bytes of parameters, gradients and optimizer state on one rank.
+
+    Args:
+        num_params: trainable elements that the rank holds after tensor and pipeline parallelism.
+        state: bytes per element.
+        dp: data-parallel degree.
+        zero: ZeRO stage 0, 1 or 2.
+
+    Example:
+        >>> sum(model_state_bytes(1000, state=StateBytes(2, 2, 12), dp=4, zero=1)) == 4 * 1000 + 12 * 1000 // 4
+        True
+    """
+    shard = ceil_div(num_params, dp)
+    grads = shard if zero >= 2 else num_params
+    optimizer = shard if zero >= 1 else num_params
+    return num_params * state.params, grads * state.grads, optimizer * state.optimizer
+
+
+def block_activation_bytes(
+    profile: ModelProfile,
+    *,
+    tokens: int,
+    sequence_length: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    regather: bool = False,
+) -> int:
+    """Return the bytes one block keeps for backward on one rank, for ``tokens`` tokens (see the module's formulas)."""
+    e, h, dropout = dtype_bytes(profile.dtype), profile.hidden, int(profile.dropout)
+    queries, keys = profile.heads * profile.head_dim or h, profile.kv_heads * profile.head_dim or h
+    choices = max(profile.experts_per_token, 1)
+    between = 2 * e * h + 2 * dropout * h
+    inputs = 2 * e * h + 4 * profile.experts
+    split = 2 * e * (queries + keys) + choices * (4 if profile.gated else 2) * e * profile.ffn
+    split += 2 * e * h * profile.experts_per_token
+    if not profile.fused_attention:
+        split += profile.heads * sequence_length * (e + dropout * (e + 1))
+    between_tp = tp if sequence_parallel else 1
+    inputs_tp = tp if sequence_parallel and regather else 1
+    parts = (between, between_tp), (inputs, inputs_tp), (split, tp)
+    return sum(ceil_div(tokens * part, ranks) for part, ranks in parts)
+
+
+def edge_activation_bytes(
+    profile: ModelProfile, *, tokens: int, tp: int = 1, sequence_parallel: bool = False
+) -> tuple[int, int]:
+    """Return the bytes kept by the embedding and by norm + head + loss, for ``tokens`` tokens.
+
+    The embedding keeps 8-byte indices and a dropout mask; the end keeps the inputs of norm and head and the logits in
+    float32, which every tp rank holds whole.
+    """
+    e, h = dtype_bytes(profile.dtype), profile.hidden
+    split = tp if sequence_parallel else 1
+    embedding = tokens * 8 + ceil_div(tokens * h * int(profile.dropout), split)
+    head = ceil_div(tokens * e * h, split) + tokens * (e * h + 4 * profile.vocab)
+    return embedding, head
+
+
+def stage_params(profile: ModelProfile, *, tp: int, pp: int) -> tuple[tuple[int, int], ...]:
+    """Return (trainable, frozen) elements on one rank of every stage; a tied one counts on each stage that uses it."""
+    blocks = stage_blocks(profile.num_blocks, pp)
+    counts = [[0, 0] for _ in range(pp)]
+    for info in profile.parameters:
+        local = ceil_div(info.numel, tp) if info.sharded else info.numel
+        for stage in {_stage_of(position, blocks) for position in info.positions}:
+            counts[stage][0 if info.trainable else 1] += local
+    return tuple((trainable, frozen) for trainable, frozen in counts)
+
+
+def _stage_of(position: int, blocks: Sequence[range]) -> int:
+    for stage, covered in enumerate(blocks):
+        if position < covered.stop:
+            return stage
+    return len(blocks) - 1
+
+
+def estimate_memory(
+    profile: ModelProfile,
+    layout: Layout,
+    *,
+    global_batch_size: int,
+    sequence_length: int,
+    state: StateBytes | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> tuple[StageMemory, ...]:
+    """Estimate the bytes per rank of every pipeline stage.
+
+    Args:
+        profile: the model.
+        layout: degrees, ZeRO stage, micro-batches.
+        global_batch_size: sequences per step over all ranks; a multiple of ``dp * num_microbatches``.
+        sequence_length: tokens per sequence.
+        state: bytes per parameter; ``None`` = AdamW in the model's dtype.
+        bucket_bytes: size of a gradient bucket. One is filled while another is reduced.
+
+    Returns:
+        One `StageMemory` per stage.
+
+    Raises:
+        ValueError: the batch does not divide.
+    """
+    pieces = layout.dp * layout.num_microbatches
+    if global_batch_size % pieces:
+        raise ValueError(f"global batch {global_batch_size} is not divisible by dp * micro-batches = {pieces}")
+    state = state or StateBytes.for_dtype(profile.dtype)
+    tokens = global_batch_size // pieces * sequence_length
+    split = {"tokens": tokens, "tp": layout.tp, "sequence_parallel": layout.sequence_parallel}
+    per_block = block_activation_bytes(profile, sequence_length=sequence_length, **split)
+    embedding, head = edge_activation_bytes(profile, **split)
+    blocks = stage_blocks(profile.num_blocks, layout.pp)
+    stages = []
+    for stage, (trainable, frozen) in enumerate(stage_params(profile, tp=layout.tp, pp=layout.pp)):
+        parameters, gradients, optimizer = model_state_bytes(trainable, state=state, dp=layout.dp, zero=layout.zero)
+        kept = len(blocks[stage]) * per_block
+        kept += embedding * (stage == 0) + head * (stage == layout.pp - 1)
+        in_flight = microbatches_in_flight(layout.schedule, layout.pp, layout.num_microbatches, stage)
+        buckets = 2 * min(bucket_bytes, trainable * state.grads) if layout.dp > 1 else 0
+        stash = trainable * state.grads if layout.pp > 1 or layout.num_microbatches > 1 else 0
+        stages.append(
+            StageMemory(
+                parameters=parameters + frozen * state.params,
+                gradients=gradients,
+                optimizer=optimizer,
+                activations=kept * in_flight,
+                buffers=buckets + stash,
+            )
+        )
+    return tuple(stages)
+
+
+def describe_stages(stages: Sequence[StageMemory], *, limit: int | None = None) -> list[str]:
+    """Return one line per distinct run of equal stages, and the fullest stage's share of ``limit``."""
+    lines, first = [], 0
+    for stage in range(1, len(stages) + 1):
+        if stage == len(stages) or stages[stage] != stages[first]:
+            name = f"stage {first}" if stage - first == 1 else f"stages {first}-{stage - 1}"
+            lines.append(f"{name}: {stages[first]}")
+            first = stage
+    if limit is not None and stages:
+        lines.append(f"fullest rank uses {format_percent(max(part.total for part in stages) / limit)} of the limit")
+    return lines

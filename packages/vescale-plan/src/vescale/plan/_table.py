@@ -1,0 +1,59 @@
+"""The table a plan was chosen from: one row per layout that was looked at, in the order of preference."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ._memory import Layout
+from ._units import format_bytes, format_percent
+
+CHOSEN, FITS, REFUSED = "chosen", "fits", "refused"
+_COLUMNS = ("dp", "tp", "pp", "zero", "micro-batches", "sp", "bubble", "bytes per rank", "verdict")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout and what the search said about it.
+
+    Attributes:
+        layout: the degrees.
+        verdict: ``"chosen"``, ``"fits"`` (comes later in the order of preference) or ``"refused"``.
+        reason: why it was refused; empty otherwise.
+        bytes_per_rank: estimate for the fullest rank, ``None`` if the layout was refused before memory was looked at.
+    """
+
+    layout: Layout
+    verdict: str
+    reason: str = ""
+    bytes_per_rank: int | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the row's texts, one per column of the table."""
+        layout = self.layout
+        counted = self.bytes_per_rank is not None
+        return (
+            str(layout.dp),
+            str(layout.tp),
+            str(layout.pp),
+            str(layout.zero) if counted else "any",
+            str(layout.num_microbatches) if counted else "any",
+            "yes" if layout.sequence_parallel else "-",
+            format_percent(layout.bubble) if counted and layout.pp > 1 else "-",
+            format_bytes(self.bytes_per_rank) if counted else "-",
+            f"{self.verdict}: {self.reason}" if self.reason else self.verdict,
+        )
+
+
+def render(candidates: Sequence[Candidate], *, max_rows: int = 40) -> str:
+    """Return the table as text: at most ``max_rows`` rows, the chosen one among them, then how many are left out."""
+    shown = list(candidates[:max_rows])
+    chosen = next((candidate for candidate in candidates if candidate.verdict == CHOSEN), None)
+    if chosen is not None and chosen not in shown:
+        shown[-1] = chosen
+    rows = [_COLUMNS, *(candidate.cells() for candidate in shown)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
+    lines = [
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]
+    if len(candidates) > len(shown):
+        lines.append(f"... and {len(candidates) - len(shown)} rows more")
+    return "\n".join(lines)

@@ -1,0 +1,29 @@
+"""Write byte counts and ratios the way people read them.
+
+Everything the planner prints goes through here, so a number looks the same in a plan, in a table and in an error.
+"""
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return ``num_bytes`` with a binary unit: ``1536 -> '1.50 KiB'``, ``80 * 2**30 -> '80.00 GiB'``."""
+    value = float(num_bytes)
+    for unit in _UNITS:
+        if abs(value) < 1024 or unit == _UNITS[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable: the loop returns at the last unit")
+
+
+def format_count(count: int) -> str:
+    """Return ``count`` with a decimal unit as model cards do: ``46_702_792_704 -> '46.70B'``."""
+    for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= limit:
+            return f"{count / limit:.2f}{unit}"
+    return str(count)
+
+
+def format_percent(ratio: float) -> str:
+    """Return a ratio as a percentage with one decimal: ``0.2 -> '20.0%'``."""
+    return f"{100 * ratio:.1f}%"

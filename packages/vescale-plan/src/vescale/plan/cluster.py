@@ -1,0 +1,94 @@
+"""What a plan must fit: the machines (`Cluster`) and the training run (`Constraints`).
+
+Both are plain data. Nothing here looks at the machine the planner runs on: a plan for 1,024 GPUs is made on a laptop.
+"""
+
+from dataclasses import dataclass
+
+from ._checks import DEVICES, SCHEDULES, ZERO_STAGES, check_bool, check_choice, check_int
+from ._memory import StateBytes
+from ._units import format_bytes
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Describe the devices a plan may use.
+
+    Args:
+        num_devices: devices (= processes) in all, >= 1.
+        memory_bytes: memory of one device in bytes. For ``device="cpu"``: what one process may use.
+        device: ``"cuda"`` or ``"cpu"``; becomes the plan's device.
+        devices_per_host: devices that share a fast link. Tensor parallelism inside a host is preferred.
+
+    Raises:
+        ValueError: a count below 1, or a device that is neither ``"cuda"`` nor ``"cpu"``.
+
+    Example:
+        >>> print(Cluster(64, memory_bytes=80 * 2**30))
+        Cluster: 64 x cuda with 80.00 GiB, 8 per host
+    """
+
+    num_devices: int
+    memory_bytes: int
+    device: str = "cuda"
+    devices_per_host: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("num_devices", "memory_bytes", "devices_per_host"):
+            check_int("Cluster", name, getattr(self, name), at_least=1)
+        check_choice("Cluster", "device", self.device, DEVICES)
+
+    def __str__(self) -> str:
+        memory = format_bytes(self.memory_bytes)
+        return f"Cluster: {self.num_devices} x {self.device} with {memory}, {self.devices_per_host} per host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """State what the training run requires and which choices are already made.
+
+    Args:
+        global_batch_size: sequences per optimizer step over all ranks.
+        sequence_length: tokens per sequence.
+        dp, tp, pp, zero, num_microbatches, sequence_parallel: fix a choice; ``None`` leaves it to the search.
+        schedule: pipeline schedule, ``"1f1b"`` or ``"gpipe"``.
+        max_microbatches: the search never cuts a rank's batch into more pieces than this.
+        memory_fraction: share of the device memory that the estimate may fill. The rest is for what the estimate
+            does not cover: allocator fragmentation, workspaces, communication buffers.
+        state_bytes: bytes per parameter for parameters, gradients and optimizer; ``None`` derives them from the
+            model's dtype (`StateBytes.for_dtype`).
+
+    Raises:
+        ValueError: a count below 1, an unknown schedule, a ZeRO stage outside 0..2, a fraction outside (0, 1].
+
+    Example:
+        >>> Constraints(global_batch_size=64, sequence_length=4096, tp=8).tp
+        8
+    """
+
+    global_batch_size: int
+    sequence_length: int
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    zero: int | None = None
+    num_microbatches: int | None = None
+    sequence_parallel: bool | None = None
+    schedule: str = "1f1b"
+    max_microbatches: int = 32
+    memory_fraction: float = 0.9
+    state_bytes: StateBytes | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "sequence_length", "max_microbatches"):
+            check_int("Constraints", name, getattr(self, name), at_least=1)
+        for name in ("dp", "tp", "pp", "num_microbatches"):
+            if getattr(self, name) is not None:
+                check_int("Constraints", name, getattr(self, name), at_least=1)
+        if self.zero is not None:
+            check_choice("Constraints", "zero", self.zero, ZERO_STAGES)
+        if self.sequence_parallel is not None:
+            check_bool("Constraints", "sequence_parallel", self.sequence_parallel)
+        check_choice("Constraints", "schedule", self.schedule, SCHEDULES)
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"Constraints: memory_fraction must be in (0, 1], got {self.memory_fraction!r}")

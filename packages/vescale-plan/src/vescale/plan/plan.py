@@ -1,0 +1,223 @@
+"""A `Plan` is everything needed to train a model in parallel, as data.
+
+It is made by `generate_plan` or written by hand, prints readably, and is saved as JSON so that the run that trained a
+checkpoint can be read and repeated. It starts nothing and holds no process group: `vescale.parallelize` carries it out.
+
+The ranks form a mesh of three axes. With the default order ``("pp", "dp", "tp")``, tp varies fastest, so that a
+tensor-parallel group sits on neighbouring devices of one host:
+
+    rank = (pp_coord * dp + dp_coord) * tp + tp_coord
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ._checks import DEFAULT_BUCKET_BYTES, DEVICES, SCHEDULES, ZERO_STAGES, check_bool, check_choice, check_int
+from ._codec import from_data, to_data
+from ._memory import ACTIVATIONS_COVER, Layout, StageMemory, describe_stages
+from ._table import Candidate, render
+from ._units import format_bytes, format_percent
+
+FORMAT = 1
+MODES = ("eager",)
+AXES = ("pp", "dp", "tp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Degrees and choices that turn a plain model into a parallel one.
+
+    Args:
+        dp: data-parallel degree: ranks that hold the same parameters and different batches.
+        tp: tensor-parallel degree: ranks that share each layer.
+        pp: pipeline-parallel degree: stages that share the blocks.
+        zero: 0 = gradients all-reduced, 1 = optimizer state sharded over dp, 2 = gradients sharded too.
+        sequence_parallel: activations between tensor-parallel regions are split along the sequence over tp.
+        schedule: pipeline schedule, ``"1f1b"`` or ``"gpipe"``.
+        num_microbatches: pieces each rank's batch is cut into; with ``pp=1`` they are accumulated one after the other.
+        split: ``"uniform"``, or the FQNs of the modules with which the stages after the first one begin.
+        module_plan: name of a ready plan of ``vescale.dmodule``, such as ``"mixtral"``; ``None`` or ``"auto"`` looks at
+            the model.
+        mode: how the parallel modules run; ``"eager"``.
+        device: ``"cpu"`` or ``"cuda"``.
+        bucket_bytes: size of a gradient bucket of data parallelism.
+        axis_order: the mesh's axes, slowest first.
+        memory: estimated bytes per rank of every stage, if the plan was generated.
+        limit_bytes: bytes per rank it had to fit.
+        table: the layouts it was chosen from.
+
+    Raises:
+        ValueError: a value that no run could use; the message names the field, the value and what is possible.
+
+    Example:
+        >>> plan = Plan(dp=2, tp=2, pp=2, zero=1, num_microbatches=4)
+        >>> plan.world_size
+        8
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    split: str | tuple[str, ...] = "uniform"
+    module_plan: str | None = None
+    mode: str = "eager"
+    device: str = "cpu"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    axis_order: tuple[str, ...] = AXES
+    memory: tuple[StageMemory, ...] = field(default=(), repr=False)
+    limit_bytes: int | None = field(default=None, repr=False)
+    table: tuple[Candidate, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "num_microbatches", "bucket_bytes"):
+            check_int("Plan", name, getattr(self, name), at_least=1)
+        check_choice("Plan", "zero", self.zero, ZERO_STAGES)
+        check_choice("Plan", "schedule", self.schedule, SCHEDULES)
+        check_choice("Plan", "device", self.device, DEVICES)
+        check_choice("Plan", "mode", self.mode, MODES)
+        check_bool("Plan", "sequence_parallel", self.sequence_parallel)
+        self._check_axis_order()
+        self._check_split()
+        if self.module_plan is not None and (not isinstance(self.module_plan, str) or not self.module_plan):
+            raise ValueError(f"Plan: module_plan must be the name of a ready plan or None, got {self.module_plan!r}")
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "Plan: sequence_parallel splits activations over tp, but tp is 1; set tp > 1 or leave it off"
+            )
+
+    def _check_axis_order(self) -> None:
+        if not isinstance(self.axis_order, tuple | list) or sorted(self.axis_order) != sorted(AXES):
+            raise ValueError(f"Plan: axis_order must hold 'pp', 'dp' and 'tp' once each, got {self.axis_order!r}")
+        object.__setattr__(self, "axis_order", tuple(self.axis_order))
+
+    def _check_split(self) -> None:
+        if self.split == "uniform":
+            return
+        if isinstance(self.split, str) or not all(isinstance(fqn, str) and fqn for fqn in self.split):
+            raise ValueError(f"Plan: split must be 'uniform' or a list of FQNs, got {self.split!r}")
+        object.__setattr__(self, "split", tuple(self.split))
+        if len(self.split) != self.pp - 1 or len(set(self.split)) != len(self.split):
+            raise ValueError(
+                f"Plan: split needs {self.pp - 1} different FQNs for pp = {self.pp} (the modules with which the stages "
+                f"after the first one begin), got {list(self.split)}"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes: dp * tp * pp."""
+        return self.dp * self.tp * self.pp
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Degrees in the order of ``axis_order``."""
+        return tuple(getattr(self, axis) for axis in self.axis_order)
+
+    @property
+    def layout(self) -> Layout:
+        """The part of the plan that decides memory."""
+        return Layout(
+            dp=self.dp,
+            tp=self.tp,
+            pp=self.pp,
+            zero=self.zero,
+            num_microbatches=self.num_microbatches,
+            schedule=self.schedule,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def check_world(self, world_size: int) -> None:
+        """Raise `ValueError` unless ``world_size`` processes are what the plan needs."""
+        if world_size != self.world_size:
+            raise ValueError(
+                f"world size {world_size} is not dp*tp*pp = {self.dp}*{self.tp}*{self.pp} = {self.world_size}: "
+                f"start {self.world_size} processes, or choose degrees whose product is {world_size}"
+            )
+
+    def check_batch(self, global_batch_size: int) -> None:
+        """Raise `ValueError` unless this many sequences can be cut into dp * num_microbatches equal pieces."""
+        pieces = self.dp * self.num_microbatches
+        if global_batch_size % pieces:
+            raise ValueError(
+                f"global batch {global_batch_size} is not divisible by dp * num_microbatches = {self.dp} * "
+                f"{self.num_microbatches} = {pieces}: use {_nearest_multiples(global_batch_size, pieces)}"
+            )
+
+    def __str__(self) -> str:
+        split = self.split if isinstance(self.split, str) else ", ".join(self.split)
+        sp = "sequence parallel" if self.sequence_parallel else "activations whole"
+        degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axis_order)
+        cut = f"{self.schedule}, {self.num_microbatches} micro-batches, split {split}"
+        processes = "process" if self.world_size == 1 else "processes"
+        lines = [
+            f"Plan: {self.world_size} {processes} on {self.device} = {degrees}",
+            f"  dp {self.dp:<4} ZeRO-{self.zero}, buckets of {format_bytes(self.bucket_bytes)}",
+            f"  tp {self.tp:<4} module plan {self.module_plan or 'auto'}, {self.mode} mode, {sp}",
+            f"  pp {self.pp:<4} {cut}, bubble {format_percent(self.layout.bubble)}",
+        ]
+        if self.memory:
+            lines.append("  estimated bytes per rank")
+            lines += [f"    {line}" for line in describe_stages(self.memory, limit=self.limit_bytes)]
+        return "\n".join(lines)
+
+    def explain(self, *, max_rows: int = 40) -> str:
+        """Return the plan, the table it was chosen from and what the estimates cover.
+
+        Args:
+            max_rows: rows of the table to show; the chosen one is always among them.
+        """
+        if not self.table:
+            return f"{self}\nThis plan was written by hand: there is no table. generate_plan() makes plans with one."
+        limit = f", limit {format_bytes(self.limit_bytes)} per rank" if self.limit_bytes is not None else ""
+        header = f"Layouts in the order of preference{limit}:"
+        return "\n".join([str(self), "", header, render(self.table, max_rows=max_rows), "", ACTIVATIONS_COVER])
+
+    def to_json(self) -> str:
+        """Return the plan as JSON text; `from_json` gives an equal plan back."""
+        return json.dumps({"format": FORMAT, **to_data(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Build a plan from `to_json`'s text.
+
+        Raises:
+            ValueError: not JSON, another format number, an unknown field, or a value that `Plan` refuses.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"Plan.from_json: not JSON: {error}") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"Plan.from_json: expected an object with 'format': {FORMAT}, got {found!r}")
+        del data["format"]
+        return from_data(cls, data, where="Plan")
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the plan as JSON to ``path``."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Plan":
+        """Read a plan that `save` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: as `from_json`, naming the file.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def _nearest_multiples(value: int, step: int) -> str:
+    below = value // step * step
+    return " or ".join(str(multiple) for multiple in (below, below + step) if multiple > 0)

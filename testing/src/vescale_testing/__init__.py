@@ -1,0 +1,19 @@
+"""Test helpers of veScale: real ranks with hard time-outs, float64 throughout, and trainings compared by name."""
+
+from vescale_testing.compare import TrainingRecord, assert_same_training
+from vescale_testing.float64 import created_dtypes, keep_float64
+from vescale_testing.gather import gather_full, gather_named, gather_state
+from vescale_testing.ranks import RankFailure, ranks, run_ranks
+
+__all__ = [
+    "RankFailure",
+    "TrainingRecord",
+    "assert_same_training",
+    "created_dtypes",
+    "gather_full",
+    "gather_named",
+    "gather_state",
+    "keep_float64",
+    "ranks",
+    "run_ranks",
+]

@@ -1,0 +1,133 @@
+"""Whole tensors from what the ranks hold, so that a parallel run can be compared with one process.
+
+A rank may hold a plain tensor (a whole one: a replica, or the only copy in its pipeline stage), a torch DTensor, or an
+object that offers its parts by the box protocol:
+
+    value.__global_shape__   -> tuple[int, ...]
+    value.__boxes__()        -> list[tuple[tuple[int, ...], torch.Tensor]]     offsets in the global tensor, that box
+
+Everything is turned into boxes, the boxes of all ranks are exchanged once, and each tensor is put together from them.
+Boxes must cover the tensor, and where two ranks hold the same element they must agree in every bit: replicas that have
+drifted apart are an error here, not an average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What one rank holds of one tensor."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
+
+
+def gather_full(value: Any, *, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Return the whole tensor of a plain tensor, a DTensor or a boxed value; a copy, detached, on every rank.
+
+    A plain tensor is returned without communication. For the others it is a collective: over the mesh of a DTensor,
+    over `group` (by default the world) for a boxed value.
+
+    Raises:
+        AssertionError: If boxes leave a gap, or two ranks disagree on an element.
+
+    Example:
+        >>> gather_full(torch.nn.Parameter(torch.ones(2)))
+        tensor([1., 1.])
+    """
+    if _is_boxed(value):
+        return gather_named({"the value": value}, group=group)["the value"]
+    return _held(value).boxes[0][1].clone()
+
+
+def gather_named(named: Mapping[Any, Any], *, group: dist.ProcessGroup | None = None) -> dict[Any, torch.Tensor]:
+    """Return the whole tensors of all names that any rank of `group` holds, on every rank.
+
+    Ranks may hold different names (pipeline stages) or parts of the same (shards, replicas); `named` may be empty.
+    Without torch.distributed it only assembles what is there.
+
+    Args:
+        named: Names to plain tensors, DTensors or boxed values. Ranks of one DTensor mesh hold its names in one order.
+        group: Ranks that take part; by default the world.
+
+    Raises:
+        AssertionError: If the boxes of a name leave a gap, or two ranks disagree on its shape or on an element.
+    """
+    held = {name: _held(value) for name, value in named.items()}
+    per_rank: list[dict[Hashable, _Held]] = [held]
+    if dist.is_initialized():
+        per_rank = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(per_rank, held, group=group)
+    names = dict.fromkeys(name for holding in per_rank for name in holding)
+    return {name: _assemble(name, {r: h[name] for r, h in enumerate(per_rank) if name in h}) for name in names}
+
+
+def gather_state(
+    state: Mapping[str, Mapping[str, Any]], *, group: dist.ProcessGroup | None = None
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Do as `gather_named` for the two levels of an optimizer's state, `{fqn: {name: value}}`."""
+    flat = {(fqn, name): value for fqn, values in state.items() for name, value in values.items()}
+    whole: dict[str, dict[str, torch.Tensor]] = {}
+    for (fqn, name), tensor in gather_named(flat, group=group).items():
+        whole.setdefault(fqn, {})[name] = tensor
+    return whole
+
+
+def _is_boxed(value: Any) -> bool:
+    return hasattr(value, "__boxes__") and not isinstance(value, torch.Tensor)
+
+
+def _held(value: Any) -> _Held:
+    if _is_boxed(value):
+        boxes = tuple((tuple(offsets), box.detach().cpu()) for offsets, box in value.__boxes__())
+        return _Held(tuple(value.__global_shape__), boxes)
+    if not isinstance(value, torch.Tensor):
+        value = torch.as_tensor(value)
+    whole = value.detach()
+    whole = (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
+    return _Held(tuple(whole.shape), (((0,) * whole.ndim, whole),))
+
+
+def _assemble(name: Any, parts: dict[int, _Held]) -> torch.Tensor:
+    """Put one tensor together from the boxes of the ranks in `parts`."""
+    first, held = next(iter(parts.items()))
+    dtypes = {box.dtype for part in parts.values() for _, box in part.boxes}
+    assert len(dtypes) == 1, f"{name}: expected boxes of one dtype, got {sorted(map(str, dtypes)) or 'no boxes'}"
+    whole = torch.zeros(held.shape, dtype=dtypes.pop())
+    owner = torch.full(held.shape, -1, dtype=torch.int32)
+    for rank, part in parts.items():
+        assert part.shape == held.shape, f"{name}: rank {rank} has shape {part.shape}, rank {first} has {held.shape}"
+        for offsets, box in part.boxes:
+            region = tuple(slice(start, start + length) for start, length in zip(offsets, box.shape, strict=True))
+            _check_replica(name, rank, offsets, box, whole[region], owner[region])
+            whole[region] = box
+            owner[region] = rank
+    gaps = (owner < 0).nonzero()
+    assert not len(gaps), f"{name}: no rank holds {len(gaps)} of {owner.numel()} elements, such as {_index(gaps[0])}"
+    return whole
+
+
+def _check_replica(
+    name: Any, rank: int, offsets: tuple[int, ...], box: torch.Tensor, known: torch.Tensor, owner: torch.Tensor
+) -> None:
+    assert box.shape == known.shape, f"{name}: rank {rank}'s box of {tuple(box.shape)} at {offsets} leaves the tensor"
+    differing = ((owner >= 0) & (box != known) & ~(box.isnan() & known.isnan())).nonzero()
+    if len(differing):
+        at = _index(differing[0])
+        where = tuple(start + i for start, i in zip(offsets, at, strict=True))
+        raise AssertionError(
+            f"{name}: replicas differ in {len(differing)} elements, first at {where}: "
+            f"rank {owner[at].item()} has {known[at].item()!r}, rank {rank} has {box[at].item()!r}"
+        )
+
+
+def _index(row: torch.Tensor) -> tuple[int, ...]:
+    return tuple(row.tolist())

@@ -1,0 +1,57 @@
+"""Pytest plugin: an option, two markers, and one thread.
+
+`ranks` works without it. The plugin adds
+
+- `--ranks-timeout SECONDS`, the time-out of rank tests that name none (60);
+- the marker `gpu`: such tests are skipped, with a reason, where there is no CUDA device;
+- the marker `ranks`, given to every test decorated with `ranks`, so that `-m "not ranks"` selects the quick rest;
+- one torch thread in the parent, so that its results do not depend on the machine and a fork copies no worker threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from vescale_testing.ranks import default_timeout
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--ranks-timeout`."""
+    parser.getgroup("ranks", "tests on several processes").addoption(
+        "--ranks-timeout",
+        type=float,
+        default=default_timeout.get(),
+        metavar="SECONDS",
+        help="time-out of tests under @ranks that name none (default: %(default)g s)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers and limit torch to one thread."""
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped with a reason elsewhere")
+    config.addinivalue_line("markers", "ranks: runs on several processes; set by the decorator of that name")
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests decorated with `ranks`, and skip `gpu` tests where there is no GPU."""
+    # device_count() asks NVML; is_available() would start CUDA, which does not survive a fork.
+    no_gpu = torch.cuda.device_count() == 0
+    for item in items:
+        if hasattr(getattr(item, "function", None), "world_size"):
+            item.add_marker("ranks")
+        if no_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Apply `--ranks-timeout` while a test runs."""
+    token = default_timeout.set(item.config.getoption("--ranks-timeout"))
+    try:
+        return (yield)
+    finally:
+        default_timeout.reset(token)
