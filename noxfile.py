@@ -11,7 +11,6 @@ give equal wheels).
 """
 
 import argparse
-import functools
 import hashlib
 import json
 import os
@@ -23,8 +22,7 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).resolve().parent
-TOOLS = ROOT / "tools"
-sys.path.insert(0, str(TOOLS))
+sys.path.insert(0, str(ROOT / "tools"))
 
 from projects import TESTING, Project, dependencies, lowest_version, read_project, read_projects, requirement_name
 
@@ -34,6 +32,7 @@ PROJECTS = {**PACKAGES, TESTING: read_project(ROOT / "testing")}
 SUITES = sorted({path.parent.name for path in ROOT.glob("tests/*/test_*.py")} - {"repo"})
 CONSTRAINTS = ROOT / "constraints.txt"
 DIST = ROOT / "dist"
+BUILT: set[Path] = set()  # wheels of this run of nox
 RECIPE_REQUIREMENTS = ("matplotlib", "tqdm", "transformers")
 
 # One thread per process: the ranks of a test share the machine. No PYTHONPATH: only the environment's packages count.
@@ -58,10 +57,9 @@ def digest(*files: Path) -> str:
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-@functools.cache
-def builder(session_cache: Path) -> Path:
+def builder(session: nox.Session) -> Path:
     """Return the python of a small environment that has hatchling and nothing else; make it where it is missing."""
-    home = session_cache / f"build-{digest(CONSTRAINTS)}"
+    home = session.cache_dir.resolve() / f"build-{digest(CONSTRAINTS)}"
     python = home / "bin" / "python"
     if not (home / "complete").exists():
         subprocess.run([sys.executable, "-m", "virtualenv", "--quiet", str(home)], check=True)
@@ -70,15 +68,17 @@ def builder(session_cache: Path) -> Path:
     return python
 
 
-@functools.cache
-def build_wheel(session_cache: Path, name: str) -> Path:
+def build_wheel(session: nox.Session, name: str) -> Path:
     """Build a distribution's wheel into ``dist/``, once per run of nox, and return it."""
     project = PROJECTS[name]
-    command = [builder(session_cache), "-m", "hatchling", "build", "-t", "wheel", "-d", DIST]
-    done = subprocess.run(command, cwd=project.folder, text=True, capture_output=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name} does not build:\n{done.stdout}{done.stderr}")
-    return DIST / project.wheel_name
+    wheel = DIST / project.wheel_name
+    if wheel not in BUILT:
+        command = [builder(session), "-m", "hatchling", "build", "-t", "wheel", "-d", DIST]
+        done = subprocess.run(command, cwd=project.folder, text=True, capture_output=True, check=False)
+        if done.returncode:
+            session.error(f"{name} does not build:\n{done.stdout}{done.stderr}")
+        BUILT.add(wheel)
+    return wheel
 
 
 def start_environment(session: nox.Session, names: list[str], *more: str) -> None:
@@ -103,7 +103,7 @@ def install(session: nox.Session, names: list[str], *requirements: str, constrai
     stamp = session.env_dir / "vescale-installed.json"
     record = json.loads(stamp.read_text())
     installed = record["installed"]
-    wheels = {name: build_wheel(session.cache_dir, name) for name in names}
+    wheels = {name: build_wheel(session, name) for name in names}
     wanted = {str(wheel): digest(wheel) for wheel in wheels.values()} | dict.fromkeys(requirements, "")
     new = [item for item in wanted if item not in installed]
     changed = [item for item in wanted if item in installed and installed[item] != wanted[item]]
@@ -120,35 +120,27 @@ def family(package: str) -> list[str]:
     return sorted({package} | dependencies(PROJECTS, package))
 
 
-def run_python(session: nox.Session, *arguments: str | Path) -> None:
-    """Run the session's python outside of the source tree."""
-    with session.chdir(session.create_tmp()):
-        session.run("python", *map(str, arguments), env=RUN_ENV)
-
-
-def pytest_arguments(*paths: Path | str) -> list[str]:
-    """Return the arguments after `python -m` that run tests with the root's configuration from any folder."""
-    return ["pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *map(str, paths)]
-
-
 def run_unit_tests(session: nox.Session, package: str) -> None:
     """Check the environment, run the README's example as a new user would, then the package's tests."""
     folder = PROJECTS[package].folder
-    check = (TOOLS / "check_environment.py", *(name for name in family(package) if name != TESTING))
-    run_python(session, *check)
-    run_python(session, TOOLS / "run_examples.py", folder / "README.md")
+    check = ("python", "tools/check_environment.py", *(name for name in family(package) if name != TESTING))
+    session.run(*check, env=RUN_ENV)
+    session.run("python", "tools/run_examples.py", relative(folder / "README.md"), env=RUN_ENV)
     install(session, [TESTING], *PROJECTS[package].test_requirements)
-    run_python(session, *check)
-    run_python(session, "-m", *pytest_arguments(folder / "tests", *session.posargs))
+    session.run(*check, env=RUN_ENV)
+    session.run("pytest", relative(folder / "tests"), *session.posargs, env=RUN_ENV)
 
 
-def run_composed(session: nox.Session, *arguments: str | Path) -> None:
-    """Run the python of the composed environment from the root, with its programs first on the path."""
-    home = session.cache_dir.parent / "composed"
-    path = f"{home.resolve() / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    session.run(
-        str(home.resolve() / "bin" / "python"), *map(str, arguments), env={**RUN_ENV, "PATH": path}, external=True
-    )
+def relative(path: Path) -> str:
+    """Return a path as seen from the root, where every command runs. From there no part of `vescale` is importable."""
+    return str(path.relative_to(ROOT))
+
+
+def run_composed(session: nox.Session, program: str, *arguments: str) -> None:
+    """Run a program of the composed environment."""
+    programs = session.cache_dir.resolve().parent / "composed" / "bin"
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    session.run(str(programs / program), *arguments, env={**RUN_ENV, "PATH": path}, external=True)
 
 
 # -------------------------------------------------------------------------------------------------------- sessions
@@ -160,14 +152,14 @@ def lint(session: nox.Session) -> None:
     session.install("--quiet", "--constraint", str(CONSTRAINTS), "ruff", "pytest")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("pytest", "--quiet", "tests/repo")
+    session.run("pytest", "tests/repo")
 
 
 @nox.session(default=False, venv_backend="none")
 @each_package
 def build(session: nox.Session, package: str) -> None:
     """Build one package's wheel into dist/."""
-    session.log(f"built {build_wheel(session.cache_dir, package).relative_to(ROOT)}")
+    session.log(f"built {build_wheel(session, package).relative_to(ROOT)}")
 
 
 @nox.session
@@ -201,20 +193,20 @@ def composed(session: nox.Session) -> None:
     extras = {extra for project in PACKAGES.values() for extra in project.test_requirements}
     start_environment(session, names)
     install(session, names, *sorted(extras), *RECIPE_REQUIREMENTS)
-    run_python(session, TOOLS / "check_environment.py", *PACKAGES)
+    session.run("python", "tools/check_environment.py", *PACKAGES, env=RUN_ENV)
 
 
 @nox.session(venv_backend="none", requires=["composed"])
 @each_suite
 def integration(session: nox.Session, suite: str) -> None:
     """Run one composed suite of tests/ over all built wheels."""
-    run_composed(session, "-m", *pytest_arguments(ROOT / "tests" / suite, *session.posargs))
+    run_composed(session, "pytest", f"tests/{suite}", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
 def docs(session: nox.Session) -> None:
     """Execute every code block of the documentation."""
-    run_composed(session, "-m", *pytest_arguments(ROOT / "tests" / "docs", *session.posargs))
+    run_composed(session, "pytest", "tests/docs", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
@@ -222,8 +214,9 @@ def mixtral_4d(session: nox.Session) -> None:
     """Train an unmodified Mixtral in 4D and compare with one process (arguments after -- go to train.py)."""
     default_runs = ([], ["--dp", "2", "--tp", "2", "--pp", "1", "--dropout", "0.1", "--steps", "8"])
     for arguments in [session.posargs] if session.posargs else default_runs:
-        train = ROOT / "recipes" / "mixtral_4d" / "train.py"
-        torchrun(session, num_processes(arguments), train, *arguments)
+        num = num_processes(arguments)
+        train = ("recipes/mixtral_4d/train.py", *arguments)
+        run_composed(session, "torchrun", "--standalone", f"--nproc-per-node={num}", *train)
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
@@ -233,7 +226,7 @@ def bench(session: nox.Session) -> None:
     if unknown := set(session.posargs) - set(scripts):
         session.error(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(scripts) or 'none yet'}")
     for name in session.posargs or scripts:
-        run_composed(session, scripts[name])
+        run_composed(session, "python", relative(scripts[name]))
 
 
 @nox.session(default=False, venv_params=["--system-site-packages"])
@@ -250,8 +243,7 @@ def gpu(session: nox.Session) -> None:
     empty = Path(session.create_tmp(), "constraints.txt").resolve()
     empty.write_text("")
     install(session, names, constraints=empty if torch_is_there else CONSTRAINTS)
-    tests = [project.folder / "tests" for project in PACKAGES.values()]
-    run_python(session, "-m", *pytest_arguments(*tests, "-m", "gpu", *session.posargs))
+    session.run("pytest", "packages", "-m", "gpu", *session.posargs, env=RUN_ENV)
 
 
 @nox.session(default=False, venv_backend="none")
@@ -268,11 +260,6 @@ def dev(session: nox.Session) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- helpers
-
-
-def torchrun(session: nox.Session, num: int, *command: str | Path) -> None:
-    """Run a script on ``num`` processes of this machine."""
-    run_composed(session, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num}", *command)
 
 
 def num_processes(arguments: list[str]) -> int:

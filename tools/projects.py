@@ -27,6 +27,7 @@ class Project:
         siblings: Distributions of this repository that it declares as dependencies.
         requirements: Every other dependency, as written.
         test_requirements: What its ``test`` extra adds, as written.
+        optional_requirements: What its other extras add, as written.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Project:
     siblings: frozenset[str]
     requirements: tuple[str, ...]
     test_requirements: tuple[str, ...]
+    optional_requirements: tuple[str, ...]
 
     @property
     def module(self) -> str:
@@ -67,6 +69,7 @@ def read_project(folder: Path) -> Project:
     """Read one distribution from ``folder/pyproject.toml``."""
     table = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     dependencies = table.get("dependencies", [])
+    extras = table.get("optional-dependencies", {})
     siblings = {d for d in dependencies if requirement_name(d).split("-")[0] == "vescale"}
     return Project(
         name=table["name"],
@@ -74,7 +77,8 @@ def read_project(folder: Path) -> Project:
         version=table["version"],
         siblings=frozenset(map(requirement_name, siblings)),
         requirements=tuple(d for d in dependencies if d not in siblings),
-        test_requirements=tuple(table.get("optional-dependencies", {}).get("test", ())),
+        test_requirements=tuple(extras.get("test", ())),
+        optional_requirements=tuple(r for extra, added in extras.items() if extra != "test" for r in added),
     )
 
 

@@ -16,7 +16,6 @@ an empty folder, with one thread.
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -103,7 +102,7 @@ def has_gpu() -> bool:
 
 
 def run_command(command: list[str], folder: Path) -> tuple[int | None, str]:
-    """Run a command in its own process group; return its status (None after the time-out) and what it printed."""
+    """Run a command; return its status (None after the time-out) and what it printed."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -111,18 +110,21 @@ def run_command(command: list[str], folder: Path) -> tuple[int | None, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # torchrun's workers too: they are in its group
-        return None, process.communicate()[0]
+        process.terminate()  # not kill: only torchrun itself can end its workers, which are in sessions of their own
+        try:
+            return None, process.communicate(timeout=60)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return None, "it did not end when it was told to"
     return process.returncode, output
 
 
-def run(program: Program) -> None:
-    """Run one program with the current interpreter.
+def run(program: Program) -> str:
+    """Run one program with the current interpreter; return what it printed.
 
     Raises:
         RuntimeError: It ended with a non-zero status or ran into the time-out; the message holds its output.
@@ -139,6 +141,7 @@ def run(program: Program) -> None:
         raise RuntimeError(f"{place}: not finished after {TIMEOUT_SECONDS} s\n{output}")
     if status:
         raise RuntimeError(f"{place}: exit status {status}\n{output}")
+    return output
 
 
 def pages(root: Path) -> list[Path]:

@@ -75,7 +75,7 @@ def test_every_third_party_dependency_has_a_floor_and_a_constraint(name):
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if line and not line.startswith("#")
     }
-    for requirement in (*project.requirements, *project.test_requirements):
+    for requirement in (*project.requirements, *project.test_requirements, *project.optional_requirements):
         assert lowest_version(requirement), f"{name}: {requirement} has no lower bound (>=)"
         assert requirement_name(requirement) in constrained, f"constraints.txt pins no {requirement}"
 

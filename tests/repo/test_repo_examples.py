@@ -1,6 +1,7 @@
 """The runner of Markdown examples finds every block, runs it at its own line numbers and reports a failure."""
 
 import pytest
+import run_examples
 from run_examples import blocks, programs, run
 
 PAGE = """# Title
@@ -69,3 +70,10 @@ def test_a_block_that_is_never_closed_is_refused():
 
 def test_a_page_without_python_has_no_program(page):
     assert programs(page("```console\nls\n```\n```python\n\n```\n")) == []
+
+
+def test_an_example_that_hangs_is_ended(page, monkeypatch):
+    monkeypatch.setattr(run_examples, "TIMEOUT_SECONDS", 0.5)
+    (program,) = programs(page("```python\nprint('before', flush=True)\nimport time\ntime.sleep(60)\n```\n"))
+    with pytest.raises(RuntimeError, match=r"page.md:2: not finished after 0.5 s\nbefore"):
+        run(program)

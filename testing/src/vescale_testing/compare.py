@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_testing.gather import gather_named, gather_state
+from vescale_testing.gather import gather_full, gather_named, gather_state
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class TrainingRecord:
         Args:
             model: The module itself, not a wrapper that prefixes its names.
             optimizer: A `torch.optim.Optimizer` of its parameters, or any object with such a `state_dict()`.
-            losses: Loss of each step; tensors or numbers.
-            grad_norms: Gradient norm of each step; tensors or numbers.
+            losses: Loss of each step; numbers, tensors or DTensors.
+            grad_norms: Gradient norm of each step; numbers, tensors or DTensors.
         """
         params = dict(model.named_parameters(remove_duplicate=False))
         return cls(
-            losses=[float(loss) for loss in losses],
-            grad_norms=[float(norm) for norm in grad_norms],
+            losses=[_number(loss) for loss in losses],
+            grad_norms=[_number(norm) for norm in grad_norms],
             grads=gather_named({name: p.grad for name, p in params.items() if p.grad is not None}),
             params=gather_named(params),
             optimizer_state=gather_state(_state_by_name(params, optimizer)) if optimizer is not None else {},
@@ -105,7 +105,8 @@ def assert_same_training(
     """
     if (rtol is None) == (not bitwise):
         raise ValueError(f"give either rtol=... or bitwise=True, got rtol={rtol}, bitwise={bitwise}")
-    wanted, got = dict(_entries(expected)), dict(_entries(actual))
+    num_steps = max(len(expected.losses), len(expected.grad_norms))
+    wanted, got = dict(_entries(expected, num_steps)), dict(_entries(actual, num_steps))
     if not wanted:
         raise ValueError("the expected record is empty: there is nothing to compare with")
     _check_names(got, wanted)
@@ -115,13 +116,17 @@ def assert_same_training(
         raise AssertionError(f"{name} differs {text}\n{len(differing)} of {len(wanted)} compared values differ")
 
 
-def _entries(record: TrainingRecord) -> Iterator[tuple[str, torch.Tensor]]:
+def _number(value: Any) -> float:
+    return gather_full(value).item() if isinstance(value, torch.Tensor) else float(value)
+
+
+def _entries(record: TrainingRecord, num_steps: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield everything in `record` with the name by which an error calls it, in the order of comparison."""
     for step, (loss, norm) in enumerate(zip_longest(record.losses, record.grad_norms), start=1):
         for kind, value in (("loss", loss), ("gradient norm", norm)):
             if value is not None:
                 yield f"{kind} of step {step}", torch.tensor(value, dtype=torch.float64)
-    after = f" after step {len(record.losses)}" if record.losses else ""
+    after = f" after step {num_steps}" if num_steps else ""
     for name, tensor in record.grads.items():
         yield f"gradient of {name}{after}", _whole(name, tensor)
     for name, tensor in record.params.items():

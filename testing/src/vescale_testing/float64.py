@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from vescale_testing._torch import TorchDispatchMode, tree_leaves
+from vescale_testing._torch import TorchDispatchMode, autograd_is_no_torch_function, tree_leaves
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def keep_float64() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(_widened(default))
     try:
-        with _KeepFloat64():
+        with _KeepFloat64(), autograd_is_no_torch_function():
             yield
     finally:
         torch.set_default_dtype(default)
@@ -71,11 +71,21 @@ def created_dtypes() -> Iterator[dict[torch.dtype, set[str]]]:
 class _KeepFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.backward:  # a mode is off while it handles a call, but recomputation needs it
+            with self:
+                return _backward(*args, **kwargs)
         if func is torch.Tensor.float:
             return torch.Tensor.double(*args, **kwargs)
         if func is torch.Tensor.view:  # reinterprets bits
             return func(*args, **kwargs)
         return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+
+
+def _backward(
+    tensor: Any, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """Do what `Tensor.backward` does once it has offered itself to function modes."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _widened(value: Any) -> Any:

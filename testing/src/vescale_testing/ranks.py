@@ -37,6 +37,7 @@ from typing import Any
 import pytest
 
 from vescale_testing._rank import Report, Seat, rank_main
+from vescale_testing._torch import preload
 
 #: Seconds that the other ranks get, after the first failure, to report their own before their peers' sockets close.
 COURTESY = 0.5
@@ -133,12 +134,17 @@ class _Child:
 
 def _launch(body: Callable[[], Any], world_size: int, timeout: float | None, backend: str | None) -> list:
     timeout = default_timeout.get() if timeout is None else timeout
+    preload()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         children: list[_Child] = []
         try:
             for rank in range(world_size):
                 _fork(Seat(rank, world_size, Path(folder), timeout, backend), body, children)
             reports = _collect(children, timeout)
+        except BaseException:  # an interrupt: nobody will read what the ranks have to say
+            for child in children:
+                child.process.kill()
+            raise
         finally:
             _end(children)
             _print_output(children)
@@ -250,7 +256,9 @@ def _judge(reports: dict[int, Report]) -> list:
     kinds = {report.kind for report in reports.values()}
     if kinds == {"returned"}:
         return [reports[rank].value for rank in sorted(reports)]
-    first = next(rank for rank, report in reports.items() if report.kind != "returned")
+    failed = [rank for rank, report in reports.items() if report.kind != "returned"]
+    # A process that dies closes its sockets before its pipe: its peers may report their lost connection earlier.
+    first = next((rank for rank in failed if reports[rank].kind == "died"), failed[0])
     if kinds == {"skipped"}:
         pytest.skip(reports[first].summary)
     if kinds == {"xfailed"}:

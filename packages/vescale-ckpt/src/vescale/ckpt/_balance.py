@@ -20,7 +20,7 @@ Source: R. McNaughton, "Scheduling with deadlines and loss functions", Managemen
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ._boxes import Box
 
@@ -107,11 +107,11 @@ class _Line:
         num_rows = item.box.sizes[dim]
         row_bytes = item.num_bytes / num_rows
         cuts = [0, *self._rows_to_cut(start, num_rows, row_bytes), num_rows]
-        return [
-            (self._vessel_at(start + (first + last) / 2 * row_bytes), item.box.rows(dim, first, last),
-             (last - first) * row_bytes)
-            for first, last in zip(cuts, cuts[1:])
-        ]  # fmt: skip
+        parts = []
+        for first, last in pairwise(cuts):
+            middle = start + (first + last) / 2 * row_bytes
+            parts.append((self._vessel_at(middle), item.box.rows(dim, first, last), (last - first) * row_bytes))
+        return parts
 
     def _vessel_at(self, position: float) -> int:
         return min(bisect_right(self._ends, position), len(self._ends) - 1)

@@ -1,8 +1,8 @@
 """Boxes: axis-aligned blocks of a global tensor, and the arithmetic that planning needs.
 
 A box is ``offsets`` and ``sizes`` per tensor dim. Every layout that this package stores or fills (replicas, uneven
-shards, shards over several mesh axes, ranges of rows out of a flat buffer) is a set of boxes per rank, so planning knows
-nothing else:
+shards, shards over several mesh axes, ranges of rows out of a flat buffer) is a set of boxes per rank, so planning
+knows nothing else:
 
     global (4, 6)        +---+---+        Box((0, 3), (2, 3)) is the upper right block,
                          | A | B |        B intersect [1:4, 0:4] = [1:2, 3:4]
@@ -41,13 +41,18 @@ class Box:
         return math.prod(self.sizes)
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{start}:{start + size}" for start, size in zip(self.offsets, self.sizes)) + "]"
+        return (
+            "["
+            + ", ".join(f"{start}:{start + size}" for start, size in zip(self.offsets, self.sizes, strict=True))
+            + "]"
+        )
 
     def intersect(self, other: "Box") -> "Box | None":
         """Return the common box, or None when the boxes share no element."""
         starts = tuple(map(max, self.offsets, other.offsets))
-        ends = (min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes))
-        sizes = tuple(end - start for start, end in zip(starts, ends))
+        sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ends = (min(a + m, b + n) for a, m, b, n in sides)
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
         return None if any(size <= 0 for size in sizes) else Box(starts, sizes)
 
     def contains(self, other: "Box") -> bool:
@@ -58,7 +63,7 @@ class Box:
         """Return the index of this box in a tensor that holds the box ``inside``."""
         return tuple(
             slice(start - base, start - base + size)
-            for start, size, base in zip(self.offsets, self.sizes, inside.offsets)
+            for start, size, base in zip(self.offsets, self.sizes, inside.offsets, strict=True)
         )
 
     def rows(self, dim: int, start: int, end: int) -> "Box":
@@ -75,7 +80,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     if common is None:
         return [box]
     rest, core = [], box
-    for dim, (start, size) in enumerate(zip(common.offsets, common.sizes)):
+    for dim, (start, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
         before = start - core.offsets[dim]
         after = before + size
         if before > 0:

@@ -28,7 +28,7 @@ FORMAT = "vescale-checkpoint"
 VERSION = 1
 MANIFEST_NAME = "manifest.json"
 
-Json: TypeAlias = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
 
 @dataclass(frozen=True, slots=True)

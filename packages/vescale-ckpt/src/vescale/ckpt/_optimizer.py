@@ -53,15 +53,15 @@ class NamedOptimizer:
         """
         known = _parameter_names(state)
         names: dict[int, str] = {}
-        groups = zip(optimizer.state_dict()["param_groups"], optimizer.param_groups)
+        groups = zip(optimizer.state_dict()["param_groups"], optimizer.param_groups, strict=True)
         for index, (counted, group) in enumerate(groups):
-            for count, parameter in zip(counted["params"], group["params"]):
+            for count, parameter in zip(counted["params"], group["params"], strict=True):
                 name = known.get(id(parameter))
                 if name is None:
                     raise CheckpointError(
                         f"{path!r}: parameter {count} (param_groups[{index}], shape {tuple(parameter.shape)}) of "
-                        f"{type(optimizer).__name__} is in no module of the state, so it has no name; save and load the "
-                        'optimizer together with the module that owns it: {"model": model, "optimizer": optimizer}'
+                        f"{type(optimizer).__name__} is in no module of the state, so it has no name; save and load "
+                        'the optimizer together with the module that owns it: {"model": model, "optimizer": optimizer}'
                     )
                 if name in names.values():
                     raise CheckpointError(f"{path!r}: two parameters of one optimizer have the name {name!r}")
@@ -76,8 +76,8 @@ class NamedOptimizer:
             nested = [key for key, value in entry.items() if isinstance(value, dict | list | tuple)]
             if nested:
                 raise CheckpointError(
-                    f"{type(self.optimizer).__name__} keeps {nested[0]!r} of parameter {name!r} as a container; the state "
-                    "of an optimizer must be tensors and plain values per parameter"
+                    f"{type(self.optimizer).__name__} keeps {nested[0]!r} of parameter {name!r} as a container; the "
+                    "state of an optimizer must be tensors and plain values per parameter"
                 )
         return {"state": state, "param_groups": [_hyperparameters(group) for group in counted["param_groups"]]}
 
@@ -99,14 +99,16 @@ class NamedOptimizer:
         counts = {name: count for count, name in self.names.items()}
         groups = [
             {**new, **{key: old[key] for key in _NOT_HYPERPARAMETERS if key in old}}
-            for new, old in zip(filled["param_groups"], self.optimizer.state_dict()["param_groups"])
+            for new, old in zip(filled["param_groups"], self.optimizer.state_dict()["param_groups"], strict=True)
         ]
         state = {counts[name]: entry for name, entry in filled["state"].items()}
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _parameters(self) -> dict[int, torch.Tensor]:
-        groups = zip(self.optimizer.state_dict()["param_groups"], self.optimizer.param_groups)
-        return {count: p for counted, group in groups for count, p in zip(counted["params"], group["params"])}
+        groups = zip(self.optimizer.state_dict()["param_groups"], self.optimizer.param_groups, strict=True)
+        return {
+            count: p for counted, group in groups for count, p in zip(counted["params"], group["params"], strict=True)
+        }
 
 
 def _parameter_names(state: Mapping[str, Any]) -> dict[int, str]:

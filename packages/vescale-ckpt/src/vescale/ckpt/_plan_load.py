@@ -1,22 +1,21 @@
-"""Plan a load: compare what the ranks ask for with what a checkpoint has, then list what each rank reads.
+"""Plan a load: compare what each rank asks for with what a checkpoint has, then list what it reads.
 
-``find_mismatch`` sees the requests of all ranks at once, because only together they tell whether a checkpoint fits: a
-pipeline stage asks for its own names, and a stored name is left over only if no rank asks for it. ``plan_load`` is each
-rank's own business: for every box that it holds, the overlaps with stored pieces, grouped by file.
+Whether a checkpoint fits is a question about all ranks together: a stage of a pipeline asks for its own names only, and
+a stored name is left over only if no rank asks for it. So each rank compares its own request (``compare``), sends a
+small result (one byte per stored name, and its faults), and one rank draws them together (``find_mismatch``).
+``plan_load`` is each rank's own business: for every box that it holds, the overlaps with stored pieces, by file.
 
 Pure functions; nothing is read or written here.
 """
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ._boxes import Box
 from ._errors import format_ranks, format_some
 from ._manifest import Manifest, Piece, TensorMeta
-
-NUM_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -25,18 +24,31 @@ class Request:
 
     Attributes:
         tensors: dtype and global shape by name.
-        leaves: names of JSON values.
-        num_param_groups: length of every ``param_groups`` list, by name.
+        leaves: JSON values as they are now, by name.
     """
 
     tensors: Mapping[str, TensorMeta]
-    leaves: frozenset[str]
-    num_param_groups: Mapping[str, int]
+    leaves: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One rank's request against a manifest.
+
+    Attributes:
+        asked: byte i is 1 if the i-th stored name, in name order, is asked for, else 0.
+        missing: names asked for that are not stored.
+        faults: ``(kind, text)`` of everything that differs under the same name.
+    """
+
+    asked: bytes
+    missing: tuple[str, ...]
+    faults: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Fill ``box`` of the target's box ``into`` from a stored piece.
+    """Fill a part of the target's box ``into`` from a stored piece.
 
     Attributes:
         name: the tensor's name.
@@ -56,15 +68,8 @@ class Read:
         return self.box == self.piece.box
 
 
-@dataclass(frozen=True)
-class LoadPlan:
-    """What one rank reads, by data file."""
-
-    reads: Mapping[str, tuple[Read, ...]]
-
-
-def plan_load(boxes: Mapping[str, Sequence[Box]], manifest: Manifest) -> LoadPlan:
-    """List the reads that fill ``boxes``.
+def plan_load(boxes: Mapping[str, Sequence[Box]], manifest: Manifest) -> dict[str, tuple[Read, ...]]:
+    """List the reads that fill ``boxes``, by data file.
 
     Args:
         boxes: what this rank holds, by tensor name; names that the manifest lacks are left alone.
@@ -78,103 +83,125 @@ def plan_load(boxes: Mapping[str, Sequence[Box]], manifest: Manifest) -> LoadPla
             for piece in manifest.tensors[name].pieces:
                 if (common := into.intersect(piece.box)) is not None:
                     reads[piece.file].append(Read(name, into, common, piece))
-    return LoadPlan({file: tuple(reads[file]) for file in sorted(reads)})
+    return {file: tuple(reads[file]) for file in sorted(reads)}
+
+
+def compare(request: Request, manifest: Manifest, *, allow_dtype_cast: bool = False) -> Comparison:
+    """Compare one rank's request with a checkpoint.
+
+    Args:
+        request: what the rank asks for.
+        manifest: of the checkpoint.
+        allow_dtype_cast: whether a stored dtype may differ.
+    """
+    names = request.tensors.keys() | request.leaves.keys()
+    asked = bytes(name in names for name in _stored_names(manifest))
+    missing = tuple(sorted(name for name in names if name not in manifest.tensors and name not in manifest.leaves))
+    faults = [*_tensor_faults(request, manifest, allow_dtype_cast), *_leaf_faults(request, manifest)]
+    return Comparison(asked, missing, tuple(faults))
 
 
 def find_mismatch(
-    requests: Sequence[Request],
-    manifest: Manifest,
-    *,
-    strict: bool = True,
-    ignore: Collection[str] = (),
-    allow_dtype_cast: bool = False,
+    comparisons: Sequence[Comparison], manifest: Manifest, *, strict: bool = True, ignore: Collection[str] = ()
 ) -> str | None:
     """Say in what a checkpoint does not fit the state that the ranks ask to load, or return None when it fits.
 
     Args:
-        requests: one per rank.
+        comparisons: one per rank.
         manifest: of the checkpoint.
         strict: whether a name on one side only is a mismatch.
         ignore: stored names, or leading path components of names, that may be left over.
-        allow_dtype_cast: whether stored values may be cast to another dtype.
     """
-    names = {name: _ranks_with(requests, name) for r in requests for name in (*r.tensors, *r.leaves)}
-    stored = manifest.tensors.keys() | manifest.leaves.keys()
-    missing = [name for name in names if name not in stored]
-    left = sorted(name for name in stored - names.keys() if not _is_under(name, ignore))
-    faults = _find_kind_faults(requests, manifest)
-    faults += _find_meta_faults(requests, manifest, "shape", "global shape")
-    if not allow_dtype_cast:
-        faults += _find_meta_faults(requests, manifest, "dtype", "dtype", fix="pass allow_dtype_cast=True to convert")
-    faults += _find_group_faults(requests, manifest)
+    missing = _by_ranks((rank, name) for rank, own in enumerate(comparisons) for name in own.missing)
+    left = [name for name in left_over(comparisons, manifest) if not _is_under(name, ignore)]
+    lines = []
     if strict:
-        faults = [*_tell_missing(missing, names, left or sorted(stored)), *_tell_left(left, missing), *faults]
-    if not faults:
+        lines += _tell_missing(missing, left or _stored_names(manifest))
+        kept = {name.split("/", 1)[0] for name in set(_stored_names(manifest)).difference(left)}
+        lines += _tell_left(left, roots_in_use=kept)
+    lines += _tell_faults(comparisons)
+    if not lines:
         return None
-    return "the checkpoint does not fit the state:\n" + "\n".join(f"  - {fault}" for fault in faults)
+    return "the checkpoint does not fit the state:\n" + "\n".join(f"  - {line}" for line in lines)
 
 
-def _ranks_with(requests: Sequence[Request], name: str) -> list[int]:
-    return [rank for rank, request in enumerate(requests) if name in request.tensors or name in request.leaves]
+def left_over(comparisons: Sequence[Comparison], manifest: Manifest) -> list[str]:
+    """List the stored names that no rank asks for."""
+    stored = _stored_names(manifest)
+    asked = 0
+    for own in comparisons:
+        asked |= int.from_bytes(own.asked)
+    return [name for name, by_any in zip(stored, asked.to_bytes(len(stored)), strict=True) if not by_any]
+
+
+def _stored_names(manifest: Manifest) -> list[str]:
+    return sorted([*manifest.tensors, *manifest.leaves])
+
+
+def _tensor_faults(request: Request, manifest: Manifest, allow_dtype_cast: bool) -> Iterable[tuple[str, str]]:
+    for name, meta in request.tensors.items():
+        if name in manifest.leaves:
+            yield "kind", f"{name!r} is a plain value in the checkpoint and a tensor here"
+        if name not in manifest.tensors:
+            continue
+        stored = manifest.tensors[name].meta
+        if meta.shape != stored.shape:
+            yield "global shape", f"{name!r} is {stored.shape} in the checkpoint, {meta.shape} here"
+        if meta.dtype not in ("", stored.dtype) and not allow_dtype_cast:
+            yield "dtype", f"{name!r} is {stored.dtype} in the checkpoint, {meta.dtype} here"
+
+
+def _leaf_faults(request: Request, manifest: Manifest) -> Iterable[tuple[str, str]]:
+    for name, value in request.leaves.items():
+        if name in manifest.tensors:
+            yield "kind", f"{name!r} is a tensor in the checkpoint and a plain value here"
+        stored = manifest.leaves.get(name)
+        # Groups are matched by index, so another number of them would give parameters the wrong hyperparameters.
+        are_groups = name.endswith("/param_groups") and isinstance(stored, list) and isinstance(value, list)
+        if are_groups and len(stored) != len(value):
+            yield "number of groups", f"{name!r} is {len(stored)} in the checkpoint, {len(value)} here"
+
+
+def _by_ranks(found: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, item in found:
+        ranks_of[item].append(rank)
+    return ranks_of
 
 
 def _is_under(name: str, prefixes: Collection[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}/") for prefix in prefixes)
 
 
-def _tell_missing(missing: Sequence[str], names: Mapping[str, list[int]], candidates: Sequence[str]) -> list[str]:
+def _tell_missing(missing: Mapping[str, list[int]], candidates: Sequence[str]) -> list[str]:
     if not missing:
         return []
-    shown = []
-    for name in missing[:NUM_NAMES_SHOWN]:
-        near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-        shown.append(f"{name!r} on {format_ranks(names[name])}" + (f" (nearest stored: {near[0]!r})" if near else ""))
-    more = f" and {len(missing) - len(shown)} more" if len(missing) > len(shown) else ""
-    return [f"{len(missing)} asked for and not stored: {', '.join(shown)}{more}; strict=False leaves them as they are"]
+    told = []
+    for index, (name, ranks) in enumerate(missing.items()):
+        # Looking for the nearest name is slow: only for those that are shown.
+        near = difflib.get_close_matches(name, candidates, n=1) if index < 5 else []
+        told.append(f"{name!r} ({format_ranks(ranks)})" + (f" (nearest stored: {near[0]!r})" if near else ""))
+    return [f"asked for and not stored ({len(told)}): {format_some(told)}; strict=False leaves such values as they are"]
 
 
-def _tell_left(left: Sequence[str], missing: Sequence[str]) -> list[str]:
+def _tell_left(left: Sequence[str], *, roots_in_use: Collection[str]) -> list[str]:
     if not left:
         return []
-    roots = sorted({name.split("/", 1)[0] for name in left})
-    hint = "" if missing else f"; to leave them out on purpose pass ignore={roots!r} or strict=False"
-    return [f"{len(left)} stored and asked for by no rank: {format_some(map(repr, left), limit=NUM_NAMES_SHOWN)}{hint}"]
+    roots = sorted({name.split("/", 1)[0] for name in left}.difference(roots_in_use))
+    hint = f"; to leave out on purpose what no rank asks for pass ignore={roots!r}" if roots else ""
+    return [f"stored and asked for by no rank ({len(left)}): {format_some(map(repr, left))}{hint}"]
 
 
-def _find_kind_faults(requests: Sequence[Request], manifest: Manifest) -> list[str]:
-    faults = {}
-    for request in requests:
-        for name in request.tensors.keys() & manifest.leaves.keys():
-            faults[name] = f"{name!r} is a plain value in the checkpoint and a tensor here"
-        for name in request.leaves & manifest.tensors.keys():
-            faults[name] = f"{name!r} is a tensor in the checkpoint and a plain value here"
-    return [faults[name] for name in sorted(faults)]
-
-
-def _find_meta_faults(
-    requests: Sequence[Request], manifest: Manifest, attribute: str, title: str, *, fix: str = ""
-) -> list[str]:
-    get: Callable[[TensorMeta], object] = lambda meta: getattr(meta, attribute)  # noqa: E731
-    ranks_of: dict[tuple[str, object], list[int]] = defaultdict(list)
-    for rank, request in enumerate(requests):
-        for name, meta in request.tensors.items():
-            stored = manifest.tensors.get(name)
-            if stored is not None and get(meta) not in (get(stored.meta), ""):
-                ranks_of[name, get(meta)].append(rank)
-    differing = [
-        f"{name!r} has {title} {get(manifest.tensors[name].meta)} in the checkpoint, {asked} on {format_ranks(ranks)}"
-        for (name, asked), ranks in ranks_of.items()
+def _tell_faults(comparisons: Sequence[Comparison]) -> list[str]:
+    by_kind: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, own in enumerate(comparisons):
+        for kind, text in own.faults:
+            by_kind[kind][text].append(rank)
+    return [
+        f"different {kind} ({len(texts)}): "
+        + format_some(
+            text if len(comparisons) == 1 else f"{text} ({format_ranks(ranks)})" for text, ranks in texts.items()
+        )
+        + ("; allow_dtype_cast=True converts" if kind == "dtype" else "")
+        for kind, texts in by_kind.items()
     ]
-    if not differing:
-        return []
-    return [f"{len(differing)} differ in {title}: {format_some(differing)}" + (f"; {fix}" if fix else "")]
-
-
-def _find_group_faults(requests: Sequence[Request], manifest: Manifest) -> list[str]:
-    faults = {}
-    for request in requests:
-        for name, asked in request.num_param_groups.items():
-            stored = manifest.leaves.get(name)
-            if isinstance(stored, list) and len(stored) != asked:
-                faults[name] = f"{name!r} has {len(stored)} groups in the checkpoint, {asked} here"
-    return [faults[name] for name in sorted(faults)]

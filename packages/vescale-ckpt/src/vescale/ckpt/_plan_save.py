@@ -86,7 +86,7 @@ def plan_save(inventories: Sequence[Inventory], *, min_cut_bytes: int = MIN_CUT_
         if len(item.holders) > 1:
             for rank in item.holders:
                 replicas[rank].append((item.name, item.box))
-    shares = tuple(RankPlan(own, tuple(shared)) for own, shared in zip(writes, replicas))
+    shares = tuple(RankPlan(own, tuple(shared)) for own, shared in zip(writes, replicas, strict=True))
     return SavePlan(tensors, leaves, shares)
 
 
@@ -111,8 +111,8 @@ def find_torn_replicas(sums: Sequence[Mapping[tuple[str, Box], int]]) -> str | N
     if not torn:
         return None
     return (
-        f"replicas of the same value differ between ranks: {format_some(torn)}. Make them equal before saving (a missed "
-        "gradient reduction or broadcast), give values that belong to one rank a name of their own, or pass "
+        f"replicas of the same value differ between ranks: {format_some(torn)}. Make them equal before saving (a "
+        "missed gradient reduction or broadcast), give values that belong to one rank a name of their own, or pass "
         "check_replicas=False to store one of them"
     )
 

@@ -206,8 +206,8 @@ def _children(node: dict | list | tuple, path: str) -> Iterator[tuple[Any, Any]]
     odd = [key for key in node if not isinstance(key, str)]
     if odd:
         raise CheckpointError(
-            f"{path!r} is a dict with keys {format_some(map(repr, odd))}: the keys of a state must be str. If it is the "
-            "state dict of an optimizer, put the optimizer itself into the state, next to its model"
+            f"{path!r} is a dict with keys {format_some(map(repr, odd))}: the keys of a state must be str. If it is "
+            "the state dict of an optimizer, put the optimizer itself into the state, next to its model"
         )
     yield from node.items()
 

@@ -46,9 +46,9 @@ def _refuse_unknown(tensor: DTensor) -> None:
             continue
         name = (tensor.device_mesh.mesh_dim_names or {axis: axis})[axis]
         if placement.is_partial():
-            raise CheckpointError(f"{placement} on mesh axis {name!r}: an unreduced value; redistribute it first")
+            raise CheckpointError(f"{placement!r} on mesh axis {name!r}: an unreduced value; redistribute it first")
         raise CheckpointError(
-            f"placement {placement} on mesh axis {name!r} does not say which box of the tensor this rank holds; "
+            f"placement {placement!r} on mesh axis {name!r} does not say which box of the tensor this rank holds; "
             "Shard and Replicate do, other layouts must offer __global_shape__ and __boxes__()"
         )
 

@@ -33,6 +33,9 @@ __all__ = ["install_experts"]
 
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
+# Hugging Face's grouped kernels leave rows at the sentinel uninitialised and mask them only under this flag.
+EXPERT_PARALLEL_FLAG = "_is_expert_parallel"
+
 
 @dataclass
 class _Region:
@@ -94,15 +97,18 @@ class _ToRegion(torch.autograd.Function):
 @contextlib.contextmanager
 def _local_state(module: nn.Module, num_local_experts: int):
     """Show ``module`` its local parameters and its local number of experts while its forward runs."""
-    saved, num_experts = dict(module._parameters), module.num_experts
-    for name, parameter in saved.items():
-        module._parameters[name] = parameter.to_local()
-    module.num_experts = num_local_experts
+    parameters = dict(module._parameters)
+    attributes = {"num_experts": num_local_experts}
+    if hasattr(module, EXPERT_PARALLEL_FLAG):
+        attributes[EXPERT_PARALLEL_FLAG] = True
+    saved = {name: getattr(module, name) for name in attributes}
+    module._parameters.update({name: parameter.to_local() for name, parameter in parameters.items()})
+    vars(module).update(attributes)
     try:
         yield
     finally:
-        module._parameters.update(saved)
-        module.num_experts = num_experts
+        module._parameters.update(parameters)
+        vars(module).update(saved)
 
 
 def _plain(index: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -1,9 +1,22 @@
-"""Sharding rules for attention kernels that stock DTensor does not know.
+"""Fused attention on sharded operands.
 
-On CPU ``scaled_dot_product_attention`` without dropout runs a flash kernel for which stock DTensor has no rule. The kernel
-treats every (batch, head) pair on its own, so sharding the batch dim or the head dim of all operands alike is exact.
+Every attention kernel treats each (batch, head) pair on its own, so operands sharded alike over the batch or over the heads
+need no communication. Stock DTensor has such rules for CUDA kernels, but none for the flash kernel that
+``scaled_dot_product_attention`` chooses on CPU; this file adds it, forward and backward, with any mask that broadcasts::
 
-Shapes: query ``(B, H, L, E)``, key and value ``(B, H_kv, S, E)``, log-sum-exp ``(B, H, L)``.
+    query            (B, H,    L, E)        Shard(0) or Shard(1)
+    key, value       (B, H_kv, S, E)        the same
+    attn_mask        (B or 1, H or 1, L, S) the same where the dim is larger than 1, else Replicate
+    log-sum-exp      (B, H,    L)           the same
+
+Other placements (sharded over the sequence, uneven, H_kv that does not divide) are gathered first: an implicit
+redistribution, refused where those are refused.
+
+Dropout inside a fused kernel draws its mask in an order of the kernel's own, so it is refused; the unfused path of
+``scaled_dot_product_attention`` (``SDPBackend.MATH``, what CPU always takes with dropout) draws it as one device does.
+
+It is a handler rather than a ``register_sharding`` rule, because stock propagation neither redistributes keyword operands
+(the mask) nor makes their placements a part of its cache key.
 """
 
 from __future__ import annotations
@@ -11,40 +24,122 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-__all__ = ["register_attention_rules"]
+from . import _torch
+from .errors import UnsupportedRandomOperator
+
+__all__ = ["attention_handlers", "draws_dropout", "refuse_dropout"]
 
 aten = torch.ops.aten
+
 BATCH, HEAD = 0, 1
-
-Rule = tuple[list, list]
-
-
-def register_attention_rules() -> None:
-    """Teach DTensor the CPU flash attention kernel, forward and backward. Safe to call more than once."""
-    register_sharding(aten._scaled_dot_product_flash_attention_for_cpu.default)(_forward)
-    register_sharding(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_backward)
+NUM_DIMS = 4
 
 
-def _layouts(attn_mask: object) -> list[tuple[object, object]]:
-    """Return the acceptable ``(placement of operands, placement of the mask)`` pairs on one mesh axis."""
-    layouts: list[tuple[object, object]] = [(Replicate(), None if attn_mask is None else Replicate())]
-    for dim in (BATCH, HEAD):
-        mask = None
-        if attn_mask is not None:  # a mask dim of size 1 is shared by all rows or heads
-            shape = attn_mask.shape
-            mask = Shard(dim) if len(shape) == 4 and shape[dim] > 1 else Replicate()
-        layouts.append((Shard(dim), mask))
-    return layouts
+def attention_handlers() -> dict[_torch.Op, _torch.Handler]:
+    """Return the handlers of the CPU flash kernel."""
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_cpu_backward,
+    }
 
 
-def _forward(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None) -> Sequence[Rule]:  # noqa: ARG001
-    return [([p, p], [p, p, p, None, None, mask, None]) for p, mask in _layouts(attn_mask)]
+# ------------------------------------------------------------------------------------------------- dropout
 
 
-def _backward(  # noqa: PLR0913
-    grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None  # noqa: ARG001
-) -> Sequence[Rule]:
-    return [([p, p, p], [p] * 6 + [None, None, mask, None]) for p, mask in _layouts(attn_mask)]
+def draws_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
+    """Tell whether a call of a fused attention operator draws a dropout mask."""
+    names = [argument.name for argument in op._schema.arguments]
+    dropout = kwargs.get("dropout_p", 0.0)
+    if "dropout_p" in names and names.index("dropout_p") < len(args):
+        dropout = args[names.index("dropout_p")]
+    return dropout > 0
+
+
+def refuse_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> None:
+    """Raise UnsupportedRandomOperator where a fused attention operator would draw a dropout mask."""
+    if draws_dropout(op, args, kwargs):
+        raise UnsupportedRandomOperator.for_tensor(
+            op, args[0], "use torch.nn.attention.sdpa_kernel(SDPBackend.MATH) or eager attention for attention dropout"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- the CPU kernel
+
+
+def _flash_cpu(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[DTensor, ...]:
+    refuse_dropout(op, args, kwargs)
+    query, key, value, *rest = args
+    placements = _placements(query, key, value)
+    return _run(op, (query, key, value), rest, kwargs, query.device_mesh, placements)
+
+
+def _flash_cpu_backward(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[DTensor, ...]:
+    grad_out, query, key, value, out, logsumexp, *rest = args
+    operands = (grad_out, query, key, value, out, logsumexp)
+    return _run(op, operands, rest, kwargs, out.device_mesh, out.placements)
+
+
+def _placements(query: Tensor, key: Tensor, value: Tensor) -> tuple[Placement, ...]:
+    """Choose, for each mesh axis, the placement in which all operands meet: that of the first sharded one, if it fits."""
+    operands = (query, key, value)
+    mesh = next(operand.device_mesh for operand in operands if isinstance(operand, DTensor))
+    sharded = [operand.placements for operand in operands if isinstance(operand, DTensor)]
+    left = [[operand.shape[dim] for operand in operands] for dim in (BATCH, HEAD)]
+    chosen: list[Placement] = []
+    for axis in range(mesh.ndim):
+        dims = [p[axis].dim for p in sharded if type(p[axis]) is Shard and p[axis].dim in (BATCH, HEAD)]
+        num_ranks = mesh.size(axis)
+        if dims and all(size % num_ranks == 0 for size in left[dims[0]]):
+            left[dims[0]] = [size // num_ranks for size in left[dims[0]]]
+            chosen.append(Shard(dims[0]))
+        else:
+            chosen.append(Replicate())
+    return tuple(chosen)
+
+
+def _run(
+    op: _torch.Op,
+    operands: tuple[Tensor, ...],
+    rest: Sequence[object],
+    kwargs: dict,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+) -> tuple[DTensor, ...]:
+    """Run ``op`` on the local parts of ``operands`` in ``placements``; all results have the same placements."""
+    local = [_operand(op, operand, mesh, placements) for operand in operands]
+    local_kwargs, meta_kwargs = dict(kwargs), dict(kwargs)
+    mask = kwargs.get("attn_mask")
+    if mask is not None:
+        local_kwargs["attn_mask"] = _operand(op, mask, mesh, _mask_placements(mask, placements))
+        meta_kwargs["attn_mask"] = _meta(mask)
+    results = op(*local, *rest, **local_kwargs)
+    likes = op(*map(_meta, operands), *rest, **meta_kwargs)
+    return tuple(_torch.wrap(result, mesh, placements, like) for result, like in zip(results, likes, strict=True))
+
+
+def _mask_placements(mask: Tensor, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    missing = NUM_DIMS - mask.ndim  # a mask of fewer dims broadcasts over the leading ones
+
+    def shares(placement: Placement) -> bool:
+        return isinstance(placement, Shard) and placement.dim >= missing and mask.shape[placement.dim - missing] > 1
+
+    return tuple(Shard(p.dim - missing) if shares(p) else Replicate() for p in placements)
+
+
+def _operand(op: _torch.Op, tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        if not _torch.plain_operands_allowed() and "backward" not in op.name():
+            raise RuntimeError(
+                f"{op}: got mixed torch.Tensor and DTensor; distribute the tensor of shape {tuple(tensor.shape)} first, or "
+                "use torch.distributed.tensor.experimental.implicit_replication()"
+            )
+        tensor = _torch.wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor)
+    return _torch.redistributed(tensor, placements, for_op=op)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

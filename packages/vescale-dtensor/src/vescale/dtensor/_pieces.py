@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
+Op = type(aten.uniform_.default)
 
 MAX_PIECE = 2**20
 """Elements drawn at a time: 4 MiB of float32."""
@@ -51,7 +52,7 @@ PIECEWISE_OPS = frozenset(
 
 
 def draw_pieces(
-    op: torch._ops.OpOverload,
+    op: Op,
     numel: int,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -107,7 +108,7 @@ def draw_pieces(
 
 
 def piece_sizes(
-    op: torch._ops.OpOverload, numel: int, dtype: torch.dtype, device: torch.device, max_piece: int
+    op: Op, numel: int, dtype: torch.dtype, device: torch.device, max_piece: int
 ) -> tuple[int, ...]:
     """Return the sizes of the consecutive pieces that together are one draw of `op` on `numel` elements.
 

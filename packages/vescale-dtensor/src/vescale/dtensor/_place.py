@@ -11,24 +11,27 @@ Both compose: attention scores of a tensor-parallel model inside data parallelis
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch
 from ._boxes import Box
 from .errors import UnsupportedRandomOperator
 
-__all__ = ["BatchWindow", "Place", "place_of"]
+__all__ = ["BatchWindow", "Place", "memory_layout", "place_of"]
 
 
 @dataclass(frozen=True)
 class BatchWindow:
-    """Part ``index`` of ``count`` equal parts of the global batch, along dim 0."""
+    """Part ``index`` of ``count`` equal parts of the global batch, along dim 0; ``ranks`` hold the parts in order."""
 
     index: int
     count: int
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def place_of(op: object, tensor: Tensor, windows: tuple[BatchWindow, ...]) -> Pl
 
     Raises:
         UnsupportedRandomOperator: the placements do not give one box (Partial, strided), the memory is not dense, or a
-            batch window is declared around a tensor without dims.
+            batch window is declared around a tensor without dims, or around a DTensor that spans the window's ranks.
     """
     shape, box = tuple(tensor.shape), (tuple(0 for _ in tensor.shape), tuple(tensor.shape))
     if isinstance(tensor, DTensor):
@@ -70,21 +73,39 @@ def place_of(op: object, tensor: Tensor, windows: tuple[BatchWindow, ...]) -> Pl
                 op, tensor, "redistribute to Shard or Replicate before the random operator"
             )
         box = _torch.local_box(shape, tensor.device_mesh, tensor.placements)
-    layout = _memory_layout(shape, tensor.stride())
+    layout = memory_layout(shape, tensor.stride())
     if layout is None:
         raise UnsupportedRandomOperator.for_tensor(op, tensor, "call .contiguous() first: its memory is not dense")
     for window in windows:
-        if not shape:
-            raise UnsupportedRandomOperator.for_tensor(
-                op, tensor, "a tensor without dims has no batch dim: draw it outside random.local_batch"
-            )
+        _check_window(op, tensor, window)
         box = ((box[0][0] + window.index * shape[0], *box[0][1:]), box[1])
         shape = (shape[0] * window.count, *shape[1:])
     return Place(shape, box, layout)
 
 
-def _memory_layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the dims from slowest to fastest in memory, or None if the elements do not fill a block of memory."""
+def _check_window(op: object, tensor: Tensor, window: BatchWindow) -> None:
+    if tensor.ndim == 0:
+        raise UnsupportedRandomOperator.for_tensor(
+            op, tensor, "a tensor without dims has no batch dim: draw it outside random.local_batch"
+        )
+    if isinstance(tensor, DTensor) and len(_mesh_ranks(tensor.device_mesh).intersection(window.ranks)) > 1:
+        raise UnsupportedRandomOperator.for_tensor(
+            op, tensor, "its mesh spans the axis of random.local_batch already: use one of the two"
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _mesh_ranks(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
+
+
+def memory_layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the dims from slowest to fastest in memory, or None if the elements do not fill a block of memory.
+
+    Example:
+        >>> memory_layout((3, 4), (1, 3))
+        (1, 0)
+    """
     dims = range(len(shape))
     if 0 in shape:
         return tuple(dims)

@@ -12,7 +12,7 @@ from . import _torch
 from ._attention import register_attention_rules
 from ._random_rules import handlers
 
-__all__ = ["disabled", "register"]
+__all__ = ["disabled", "is_enabled", "register"]
 
 
 def register() -> None:
@@ -21,9 +21,16 @@ def register() -> None:
     register_attention_rules()
 
 
+def is_enabled() -> bool:
+    """Tell whether the rules for random operators are installed, as they are outside :func:`disabled`."""
+    return all(op in _torch.handler_table() for op in handlers())
+
+
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Run random operators on DTensors as stock torch does, for comparison. Process-wide while the context is open.
+    """Run random operators as stock torch does, for comparison. Process-wide while the context is open.
+
+    Shards then draw for themselves, and contexts of :mod:`vescale.dtensor.random` that are entered inside do nothing.
 
     Example:
         >>> with disabled():                        # doctest: +SKIP

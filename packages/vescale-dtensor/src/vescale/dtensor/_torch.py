@@ -6,6 +6,7 @@ nowhere else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,30 +14,92 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
+from torch.distributed.tensor._utils import ExplicitRedistributionContext, compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "Handler",
+    "Op",
     "TorchDispatchMode",
     "handler_table",
+    "is_composite",
+    "is_random",
     "is_strided_shard",
     "local_box",
     "local_tensor",
+    "overload",
+    "plain_operands_allowed",
+    "random_operators",
+    "redistributed",
     "stock_dispatch",
     "tree_leaves",
     "tree_map_only",
-    "wrap_like",
+    "wrap",
 ]
 
-Handler = Callable[[torch._ops.OpOverload, tuple, dict], object]
+Op = torch._ops.OpOverload
+Handler = Callable[[Op, tuple, dict], object]
 
 
-def handler_table() -> dict[torch._ops.OpOverload, Handler]:
+# ------------------------------------------------------------------------------------------------- operators
+
+
+def overload(name: str) -> Op | None:
+    """Return the ATen overload of a name such as ``"rand_like.generator"``, or None where this torch lacks it."""
+    packet_name, _, overload_name = name.partition(".")
+    packet = getattr(torch.ops.aten, packet_name, None)
+    return getattr(packet, overload_name or "default", None)
+
+
+@functools.cache
+def is_composite(op: Op) -> bool:
+    """Tell whether ``op`` is defined by other operators, so that those are what draws random numbers."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+@functools.cache
+def is_random(op: Op) -> bool:
+    """Tell whether ``op`` itself consumes a generator."""
+    if op is torch.ops.aten._fused_sdp_choice.default:  # tagged, but it only says which attention kernel fits
+        return False
+    return torch.Tag.nondeterministic_seeded in op.tags and not is_composite(op)
+
+
+@functools.cache
+def random_operators() -> tuple[Op, ...]:
+    """Return every ATen overload that consumes a generator."""
+    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return tuple(op for name in sorted(names) if (op := overload(name)) is not None and is_random(op))
+
+
+# ------------------------------------------------------------------------------------------------- dispatch
+
+
+def handler_table() -> dict[Op, Handler]:
     """Return DTensor's table of operators that are handled before sharding propagation (and before its own RNG tracker)."""
     return DTensor._op_dispatcher._custom_op_handlers
+
+
+def stock_dispatch(op: Op, args: tuple, kwargs: dict) -> object:
+    """Run ``op`` as if this package had no handler for it."""
+    table = handler_table()
+    handler = table.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None:
+            table[op] = handler
+
+
+def plain_operands_allowed() -> bool:
+    """Tell whether ``torch.distributed.tensor.experimental.implicit_replication`` is active."""
+    return DTensor._op_dispatcher._allow_implicit_replication
+
+
+# ------------------------------------------------------------------------------------------------- shards
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
@@ -47,7 +110,9 @@ def local_tensor(tensor: DTensor) -> Tensor:
 def local_box(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return ``(offsets, sizes)`` of this rank's rectangle in a tensor of global ``shape``."""
+    """Return ``(offsets, sizes)`` of this rank's rectangle in a tensor of global ``shape``; empty outside of the mesh."""
+    if mesh.get_coordinate() is None:
+        return tuple(0 for _ in shape), tuple(0 for _ in shape)
     sizes, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, tuple(placements))
     return tuple(offsets), tuple(sizes)
 
@@ -57,21 +122,22 @@ def is_strided_shard(placement: Placement) -> bool:
     return isinstance(placement, _StridedShard)
 
 
-def wrap_like(local: Tensor, like: DTensor, *, shape: Sequence[int] | None = None) -> DTensor:
-    """Wrap ``local`` as a DTensor with the mesh, placements and (contiguous) global shape of ``like``, outside autograd."""
-    shape = torch.Size(like.shape if shape is None else shape)
-    stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(shape, stride, local.dtype)
-    spec = DTensorSpec(like.device_mesh, tuple(like.placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=False)
+def wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
+    """Wrap ``local`` as a DTensor with the global shape and strides of ``like``, outside autograd."""
+    meta = TensorMeta(torch.Size(like.shape), tuple(like.stride()), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
-def stock_dispatch(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> object:
-    """Run ``op`` as if this package had no handler for it."""
-    table = handler_table()
-    handler = table.pop(op, None)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        if handler is not None:
-            table[op] = handler
+def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: Op) -> Tensor:
+    """Return the shard of ``tensor`` in other placements, as an implicit redistribution for ``for_op``, outside autograd.
+
+    Raises:
+        RuntimeError: it needs communication, and an explicit-redistribution context is active.
+    """
+    source = tensor._spec
+    if source.placements == tuple(placements):
+        return tensor._local_tensor
+    target = DTensorSpec(source.mesh, tuple(placements), tensor_meta=source.tensor_meta)
+    message = f"Implicit redistribution occurred for {for_op} of {source} to {target.placements}"
+    ExplicitRedistributionContext.observe_redistribution(source, target, message)
+    return redistribute_local_tensor(tensor._local_tensor, source, target)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from . import _torch
 from ._place import BatchWindow
 from ._random_rules import WINDOWS, handlers
+from ._register import is_enabled
 from .errors import UnsupportedRandomOperator
 
 __all__ = ["forbidden", "local_batch"]
@@ -57,7 +58,7 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
     """
     if mesh_axis.ndim != 1:
         raise ValueError(f"local_batch expects a 1-D mesh axis such as mesh['dp'], got axes {mesh_axis.mesh_dim_names}")
-    if mesh_axis.size() == 1:
+    if mesh_axis.size() == 1 or not is_enabled():
         yield
         return
     token = WINDOWS.set((BatchWindow(mesh_axis.get_local_rank(), mesh_axis.size()), *WINDOWS.get()))

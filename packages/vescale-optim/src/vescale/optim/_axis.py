@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,24 +19,36 @@ from . import _torch
 __all__ = ["Axis"]
 
 
+@dataclass(frozen=True)
 class Axis:
-    """A 1-D mesh with its size, this rank's coord, and the collectives that the package needs.
+    """A mesh axis: its size, this rank's coord, and the collectives that the package needs.
 
     Asynchronous calls return a ``Work`` to wait for, or None where there is nothing to wait for.
-
-    Raises:
-        ValueError: If the mesh is not 1-D.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, role: str):
+    name: str
+    size: int
+    coord: int
+    group: dist.ProcessGroup
+    device_type: str
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, *, role: str) -> Axis:
+        """Return the only axis of ``mesh``; ``role`` begins the error.
+
+        Raises:
+            ValueError: If the mesh is not 1-D.
+        """
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
             came = f"axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else repr(mesh)
             raise ValueError(f'{role} expects a 1-D DeviceMesh such as mesh["dp"], got {came}')
-        self.mesh = mesh
-        self.name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "unnamed"
-        self.size = mesh.size()
-        self.coord = mesh.get_local_rank()
-        self.group = mesh.get_group()
+        return cls.of_dim(mesh, 0)
+
+    @classmethod
+    def of_dim(cls, mesh: DeviceMesh, dim: int) -> Axis:
+        """Return axis number ``dim`` of ``mesh``."""
+        name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"mesh axis {dim}"
+        return cls(name, mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim), mesh.device_type)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -65,11 +78,13 @@ class Axis:
         if self.size == 1:
             return
         chunk: list[Tensor] = []
+        num_bytes = 0
         for tensor in tensors:
             chunk.append(tensor)
-            if sum(t.numel() * t.element_size() for t in chunk) >= chunk_bytes:
+            num_bytes += tensor.numel() * tensor.element_size()
+            if num_bytes >= chunk_bytes:
                 self._broadcast_chunk(chunk)
-                chunk = []
+                chunk, num_bytes = [], 0
         self._broadcast_chunk(chunk)
 
     def _broadcast_chunk(self, chunk: list[Tensor]) -> None:
@@ -92,7 +107,7 @@ class Axis:
         if self.size == 1:
             return
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-        mine = torch.tensor([digest], dtype=torch.int64, device=self.mesh.device_type)
+        mine = torch.tensor([digest], dtype=torch.int64, device=self.device_type)
         every = torch.empty(self.size, dtype=torch.int64, device=mine.device)
         _torch.all_gather(every, mine, group=self.group)
         other = [coord for coord, value in enumerate(every.tolist()) if value != every[0].item()]

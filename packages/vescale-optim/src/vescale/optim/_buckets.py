@@ -8,9 +8,9 @@ bucket has one dtype and is closed before it would exceed ``bucket_bytes``; a la
     shards        |<-------- coord 0 -------->|<-------- coord 1 -------->|<-------- coord 2 ------->|
 
 A bucket is cut into equal shards, one per coord of the axis. Shards ignore where parameters begin and end: every rank
-owns the same number of elements, and a parameter may belong to several ranks. Padding lies between parameters and at the
-end only, and starts every parameter on a cache line: the views into the buffer are as fast as, and give the same bits as,
-tensors of their own.
+owns the same number of elements, and a parameter may belong to several ranks. Padding lies between parameters and at
+the end only, and starts every parameter on a cache line: the views into the buffer are as fast as, and give the same
+bits as, tensors of their own.
 
 Everything here is integers: no tensors and no process group.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ALIGN_BYTES", "Bucket", "BucketPlan", "Part", "ParamInfo", "Slot", "plan_buckets"]
+__all__ = ["ALIGN_BYTES", "Bucket", "BucketPlan", "ParamInfo", "Part", "Slot", "plan_buckets"]
 
 #: A CPU cache line. It also covers the 16 bytes that GPU kernels and NCCL want for their fast paths.
 ALIGN_BYTES = 64
@@ -48,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements ``[start, stop)`` of a parameter's flat local tensor: what one coord owns of it (``start == stop``: nothing)."""
+    """Elements ``[start, stop)`` of a parameter's flat local tensor: what one coord owns of it, perhaps nothing."""
 
     fqn: str
     start: int

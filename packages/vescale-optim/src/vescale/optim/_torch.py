@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
+    "UnmovableModule",
     "all_gather",
     "backward_is_nested",
     "backward_number",
@@ -90,6 +91,15 @@ def foreach_norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtyp
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every tensor by the 0-dim tensor ``factor``, in place; all of one dtype and device."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+class UnmovableModule(nn.Module):
+    """A module whose parameters must stay where they are: ``to``, ``cuda``, ``half`` and the like raise RuntimeError."""
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> UnmovableModule:  # noqa: ARG002 - torch's signature
+        raise RuntimeError(
+            f"{type(self).__name__} holds parameters in flat buffers: move or cast the module before wrapping"
+        )
 
 
 def make_placeholder(cls: type, like: Tensor) -> Tensor:

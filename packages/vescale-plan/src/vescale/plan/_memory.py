@@ -24,6 +24,7 @@ gathers them again in backward: ``regather=True``, everything over tp). With exp
 each choice keeps the token before and after, and all of it is split over tp: experts are taken to be evenly loaded.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ class StageMemory:
     Attributes:
         parameters, gradients, optimizer: the model states.
         activations: kept for backward by the micro-batches in flight at the worst moment.
-        buffers: gradient buckets in communication, and the pipeline's sum of micro-batch gradients.
+        buffers: gradients on their way, see `buffer_bytes`.
     """
 
     parameters: int
@@ -120,14 +121,20 @@ def ceil_div(numerator: int, denominator: int) -> int:
 
 
 def stage_blocks(num_blocks: int, pp: int) -> tuple[range, ...]:
-    """Return the blocks of each stage under the uniform split; the first stages take the remainder.
+    """Return the blocks of each stage under the uniform split.
 
-    >>> stage_blocks(5, 2)
-    (range(0, 3), range(3, 5))
+    The remainder goes one each to stages 1, 2, ..., pp-2, then 0: the ends carry embedding and head as well. This is
+    the rule of ``vescale.pipe``.
+
+    >>> stage_blocks(7, 4)
+    (range(0, 2), range(2, 4), range(4, 6), range(6, 7))
     """
     size, rest = divmod(num_blocks, pp)
-    starts = [stage * size + min(stage, rest) for stage in range(pp + 1)]
-    return tuple(range(starts[stage], starts[stage + 1]) for stage in range(pp))
+    counts = [size] * pp
+    for stage in [*range(1, pp - 1), 0][:rest]:
+        counts[stage] += 1
+    ends = list(itertools.accumulate(counts))
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
 
 
 def microbatches_in_flight(schedule: str, pp: int, num_microbatches: int, stage: int) -> int:
@@ -194,18 +201,50 @@ def edge_activation_bytes(
     return embedding, head
 
 
-def stage_params(profile: ModelProfile, *, tp: int, pp: int) -> tuple[tuple[int, int], ...]:
-    """Return (trainable, frozen) elements on one rank of every stage; a tied one counts on each stage that uses it."""
+@dataclass(frozen=True)
+class StageParams:
+    """Parameter elements on one rank of a stage: trainable, frozen, and the largest trainable parameter's."""
+
+    trainable: int
+    frozen: int
+    largest: int
+
+
+def stage_params(profile: ModelProfile, *, tp: int, pp: int) -> tuple[StageParams, ...]:
+    """Count parameter elements on one rank of every stage; a tied one counts on each stage that uses it."""
     blocks = stage_blocks(profile.num_blocks, pp)
-    counts = [[0, 0] for _ in range(pp)]
+    local: list[list[int]] = [[] for _ in range(pp)]
+    frozen = [0] * pp
     for info in profile.parameters:
-        local = ceil_div(info.numel, tp) if info.sharded else info.numel
-        for stage in {_stage_of(position, blocks) for position in info.positions}:
-            counts[stage][0 if info.trainable else 1] += local
-    return tuple((trainable, frozen) for trainable, frozen in counts)
+        numel = ceil_div(info.numel, tp) if info.sharded else info.numel
+        for stage in {stage_of(position, blocks) for position in info.positions}:
+            if info.trainable:
+                local[stage].append(numel)
+            else:
+                frozen[stage] += numel
+    return tuple(StageParams(sum(local[stage]), frozen[stage], max(local[stage], default=0)) for stage in range(pp))
 
 
-def _stage_of(position: int, blocks: Sequence[range]) -> int:
+def buffer_bytes(params: StageParams, layout: Layout, *, state: StateBytes, bucket_bytes: int) -> int:
+    """Return the bytes of gradient buffers beside the gradients themselves.
+
+    ZeRO-1 keeps the reduced shard next to the whole gradients. ZeRO-2 holds two whole buckets during backward, one
+    being filled and one being reduced (a parameter larger than ``bucket_bytes`` is a bucket of its own). The pipeline
+    sums the gradients of micro-batches in a copy.
+    """
+    whole = params.trainable * state.grads
+    total = 0
+    if layout.zero == 1:
+        total += ceil_div(params.trainable, layout.dp) * state.grads
+    elif layout.zero == 2:
+        total += min(2 * max(bucket_bytes, params.largest * state.grads), whole)
+    if layout.pp > 1 or layout.num_microbatches > 1:
+        total += whole
+    return total
+
+
+def stage_of(position: int, blocks: Sequence[range]) -> int:
+    """Return the stage of a position in the chain of blocks; -1 is on the first, ``num_blocks`` on the last."""
     for stage, covered in enumerate(blocks):
         if position < covered.stop:
             return stage
@@ -229,7 +268,7 @@ def estimate_memory(
         global_batch_size: sequences per step over all ranks; a multiple of ``dp * num_microbatches``.
         sequence_length: tokens per sequence.
         state: bytes per parameter; ``None`` = AdamW in the model's dtype.
-        bucket_bytes: size of a gradient bucket. One is filled while another is reduced.
+        bucket_bytes: size of a gradient bucket.
 
     Returns:
         One `StageMemory` per stage.
@@ -247,20 +286,19 @@ def estimate_memory(
     embedding, head = edge_activation_bytes(profile, **split)
     blocks = stage_blocks(profile.num_blocks, layout.pp)
     stages = []
-    for stage, (trainable, frozen) in enumerate(stage_params(profile, tp=layout.tp, pp=layout.pp)):
-        parameters, gradients, optimizer = model_state_bytes(trainable, state=state, dp=layout.dp, zero=layout.zero)
+    for stage, params in enumerate(stage_params(profile, tp=layout.tp, pp=layout.pp)):
+        model_states = model_state_bytes(params.trainable, state=state, dp=layout.dp, zero=layout.zero)
+        parameters, gradients, optimizer = model_states
         kept = len(blocks[stage]) * per_block
         kept += embedding * (stage == 0) + head * (stage == layout.pp - 1)
         in_flight = microbatches_in_flight(layout.schedule, layout.pp, layout.num_microbatches, stage)
-        buckets = 2 * min(bucket_bytes, trainable * state.grads) if layout.dp > 1 else 0
-        stash = trainable * state.grads if layout.pp > 1 or layout.num_microbatches > 1 else 0
         stages.append(
             StageMemory(
-                parameters=parameters + frozen * state.params,
+                parameters=parameters + params.frozen * state.params,
                 gradients=gradients,
                 optimizer=optimizer,
                 activations=kept * in_flight,
-                buffers=buckets + stash,
+                buffers=buffer_bytes(params, layout, state=state, bucket_bytes=bucket_bytes),
             )
         )
     return tuple(stages)

@@ -8,10 +8,12 @@
   ``model.config``, in integer attributes of the first block's modules, and in the shapes of layers. What had to be
   assumed is said in ``ModelProfile.notes``; correct it with ``dataclasses.replace(profile(model), heads=16)``.
 
-The blocks are the longest ``nn.ModuleList`` that is not inside another one (a list of experts is inside a block).
-All blocks are taken to be like the first one when activations are counted; parameters are counted one by one.
+The blocks are the entries with parameters of the longest ``nn.ModuleList`` that is not inside another one (a list of
+experts is inside a block), or of the longest ``nn.Sequential`` if there is none. When activations are counted, all
+blocks are taken to be like the first one; parameters are counted one by one.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -76,6 +78,7 @@ class ModelProfile:
         fused_attention: attention scores are recomputed in backward and not kept.
         dtype: dtype of most parameter elements; activations are taken to have it too.
         notes: what was assumed because it was not found.
+        tp_refusal: why tensor parallelism is impossible for this model; empty if it is not.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -94,6 +97,7 @@ class ModelProfile:
     fused_attention: bool
     dtype: str
     notes: tuple[str, ...] = ()
+    tp_refusal: str = ""
 
     @property
     def num_parameters(self) -> int:
@@ -139,16 +143,16 @@ def profile(
 
     Example:
         >>> with torch.device("meta"):
-        ...     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256), 6)
+        ...     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True), 6)
         >>> found = profile(model)
         >>> (found.num_blocks, found.hidden, found.heads, found.ffn)
         (6, 64, 4, 256)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"profile: expected an nn.Module, got {type(model).__name__}")
-    blocks, container = _find_blocks(model)
-    sizes, notes = _find_sizes(model, container)
-    parameters = tuple(_find_parameters(model, blocks, len(container), sizes, tp_sharded))
+    blocks, entries = _find_blocks(model)
+    sizes, notes = _find_sizes(model, next(iter(entries.values()), model))
+    parameters = tuple(_find_parameters(model, list(entries), sizes, tp_sharded))
     if not parameters:
         raise ValueError(f"profile: {type(model).__name__} has no parameters")
     config = _config(model)
@@ -162,7 +166,7 @@ def profile(
     return ModelProfile(
         parameters=parameters,
         blocks=blocks,
-        num_blocks=len(container),
+        num_blocks=len(entries),
         gated=_is_gated(parameters, sizes),
         dropout=_has_dropout(model, config),
         fused_attention=fused_attention,
@@ -177,22 +181,30 @@ def _config(model: nn.Module) -> object:
     return getattr(config, "text_config", None) or config
 
 
-def _find_blocks(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
-    """Return FQN and modules of the longest ``ModuleList`` that is in no other ``ModuleList``; the first of equals."""
-    best: tuple[str, Sequence[nn.Module]] = ("", [])
-    outermost: list[str] = []
-    for fqn, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or any(fqn.startswith(f"{outer}.") for outer in outermost):
-            continue
-        outermost.append(fqn)
-        if len(module) > len(best[1]):
-            best = (fqn, list(module))
-    return best
+def _find_blocks(model: nn.Module) -> tuple[str, dict[str, nn.Module]]:
+    """Return FQN and entries of the longest list that is in no other list; the first of equals."""
+    for kind in (nn.ModuleList, nn.Sequential):
+        best: tuple[str, dict[str, nn.Module]] = ("", {})
+        outermost: list[str] = []
+        for fqn, module in model.named_modules():
+            if not isinstance(module, kind) or any(f"{fqn}.".startswith(_prefix(outer)) for outer in outermost):
+                continue
+            outermost.append(fqn)
+            children = module.named_children()
+            entries = {_prefix(fqn) + name: child for name, child in children if list(child.parameters())}
+            if len(entries) > max(len(best[1]), 1):
+                best = (fqn, entries)
+        if best[1]:
+            return best
+    return "", {}
 
 
-def _find_sizes(model: nn.Module, container: Sequence[nn.Module]) -> tuple[dict[str, int], list[str]]:
+def _prefix(fqn: str) -> str:
+    return f"{fqn}." if fqn else ""
+
+
+def _find_sizes(model: nn.Module, block: nn.Module) -> tuple[dict[str, int], list[str]]:
     """Return the transformer's numbers, and sentences about those that were assumed."""
-    block = container[0] if container else model
     sources = [_config(model), *block.modules()]
     found = {name: _first_int(sources, attributes) for name, attributes in _NAMES.items()}
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -248,7 +260,7 @@ def _count_expert_modules(block: nn.Module) -> int:
 
 
 def _find_parameters(
-    model: nn.Module, blocks: str, num_blocks: int, sizes: dict[str, int], tp_sharded: Sequence[str] | None
+    model: nn.Module, blocks: Sequence[str], sizes: dict[str, int], tp_sharded: Sequence[str] | None
 ) -> Iterable[ParameterInfo]:
     """Yield every parameter once, with the positions of all its names."""
     names: dict[int, list[str]] = {}
@@ -259,10 +271,10 @@ def _find_parameters(
     _check_patterns(tp_sharded, [fqn for aliases in names.values() for fqn in aliases])
     front = _modules_in_front(model, blocks)
     for key, parameter in parameters.items():
-        positions = sorted({_position(fqn, blocks, num_blocks, front) for fqn in names[key]})
+        positions = sorted({_position(fqn, blocks, front) for fqn in names[key]})
         if tp_sharded is None:
             is_router = parameter.dim() == 2 and parameter.shape[0] == sizes["experts"]
-            inside = all(0 <= position < num_blocks for position in positions)
+            inside = all(0 <= position < len(blocks) for position in positions)
             is_vocabulary = parameter.shape[:1] == (sizes["vocab"],)
             sharded = parameter.dim() >= 2 and (is_vocabulary or (inside and not is_router))
         else:
@@ -285,22 +297,20 @@ def _check_patterns(tp_sharded: Sequence[str] | None, fqns: Sequence[str]) -> No
             )
 
 
-def _modules_in_front(model: nn.Module, blocks: str) -> set[str]:
-    """Return the FQNs of the modules that the model lists before its blocks."""
-    front = set()
-    for fqn, _ in model.named_modules(remove_duplicate=False):
-        if fqn == blocks:
-            break
-        front.add(fqn)
-    return front
+def _modules_in_front(model: nn.Module, blocks: Sequence[str]) -> set[str]:
+    """Return the FQNs of the modules that the model lists before its first block."""
+    fqns = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
+    return set(itertools.takewhile(lambda fqn: fqn != blocks[0], fqns)) if blocks else set(fqns)
 
 
-def _position(fqn: str, blocks: str, num_blocks: int, front: set[str]) -> int:
-    if num_blocks == 0:
+def _position(fqn: str, blocks: Sequence[str], front: set[str]) -> int:
+    if not blocks:
         return 0
-    if fqn.startswith(f"{blocks}."):
-        return int(fqn[len(blocks) + 1 :].split(".")[0])
-    return -1 if fqn.rpartition(".")[0] in front else num_blocks
+    owner = fqn.rpartition(".")[0]
+    for position, block in enumerate(blocks):
+        if f"{owner}.".startswith(f"{block}."):
+            return position
+    return -1 if owner in front else len(blocks)
 
 
 def _is_gated(parameters: Sequence[ParameterInfo], sizes: dict[str, int]) -> bool:

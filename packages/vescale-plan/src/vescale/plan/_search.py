@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from ._memory import Layout, StageMemory, estimate_memory
+from ._memory import Layout, StageMemory, estimate_memory, stage_blocks, stage_of
 from ._profile import ModelProfile, profile
 from ._table import CHOSEN, FITS, REFUSED, Candidate, render
 from ._units import format_bytes
@@ -65,7 +65,7 @@ def generate_plan(model: nn.Module | ModelProfile, cluster: Cluster, constraints
     Example:
         >>> import torch
         >>> with torch.device("meta"):
-        ...     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(1024, 16), 12)
+        ...     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(1024, 16, batch_first=True), 12)
         >>> run = Constraints(global_batch_size=16, sequence_length=512)
         >>> plan = generate_plan(model, Cluster(8, memory_bytes=4 * 2**30), run)
         >>> (plan.dp, plan.tp, plan.pp)
@@ -142,6 +142,11 @@ def _refuse(found: ModelProfile, layout: Layout, constraints: Constraints) -> st
     """Return why these degrees cannot work, whatever the ZeRO stage and micro-batches; "" if they can."""
     if layout.pp > max(found.num_blocks, 1):
         return f"{found.num_blocks} blocks cannot fill {layout.pp} stages"
+    tied = _tied_across_stages(found, layout.pp)
+    if tied:
+        return f"{tied} is tied to a parameter of another stage, which stages cannot share"
+    if layout.tp > 1 and found.tp_refusal:
+        return found.tp_refusal
     if layout.tp > 1 and not found.heads:
         return "no attention heads found: give them with dataclasses.replace(profile(model), heads=..., kv_heads=...)"
     divided = {
@@ -160,6 +165,13 @@ def _refuse(found: ModelProfile, layout: Layout, constraints: Constraints) -> st
     if constraints.sequence_parallel and layout.tp > 1 and constraints.sequence_length % layout.tp:
         return f"sequence length {constraints.sequence_length} is not divisible by tp = {layout.tp}"
     return ""
+
+
+def _tied_across_stages(found: ModelProfile, pp: int) -> str:
+    """Return the name of a parameter that several stages would use, "" if there is none."""
+    blocks = stage_blocks(found.num_blocks, pp)
+    used_by = ((info.fqn, {stage_of(position, blocks) for position in info.positions}) for info in found.parameters)
+    return next((fqn for fqn, stages in used_by if len(stages) > 1), "")
 
 
 def _choices(base: Layout, constraints: Constraints) -> Iterator[Layout]:

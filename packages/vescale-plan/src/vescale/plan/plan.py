@@ -37,7 +37,8 @@ class Plan:
         sequence_parallel: activations between tensor-parallel regions are split along the sequence over tp.
         schedule: pipeline schedule, ``"1f1b"`` or ``"gpipe"``.
         num_microbatches: pieces each rank's batch is cut into; with ``pp=1`` they are accumulated one after the other.
-        split: ``"uniform"``, or the FQNs of the modules with which the stages after the first one begin.
+        split: ``"uniform"``, the FQNs of the modules with which the stages after the first one begin, or one list of
+            FQNs per stage.
         module_plan: name of a ready plan of ``vescale.dmodule``, such as ``"mixtral"``; ``None`` or ``"auto"`` looks at
             the model.
         mode: how the parallel modules run; ``"eager"``.
@@ -66,7 +67,7 @@ class Plan:
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     num_microbatches: int = 1
-    split: str | tuple[str, ...] = "uniform"
+    split: str | tuple = "uniform"
     module_plan: str | None = None
     mode: str = "eager"
     device: str = "cpu"
@@ -101,13 +102,20 @@ class Plan:
     def _check_split(self) -> None:
         if self.split == "uniform":
             return
-        if isinstance(self.split, str) or not all(isinstance(fqn, str) and fqn for fqn in self.split):
-            raise ValueError(f"Plan: split must be 'uniform' or a list of FQNs, got {self.split!r}")
-        object.__setattr__(self, "split", tuple(self.split))
-        if len(self.split) != self.pp - 1 or len(set(self.split)) != len(self.split):
+        if _is_fqns(self.split):
+            if len(self.split) != self.pp - 1 or len(set(self.split)) != len(self.split):
+                raise ValueError(
+                    f"Plan: split needs {self.pp - 1} different FQNs for pp = {self.pp} (the modules with which the "
+                    f"stages after the first one begin), got {list(self.split)}"
+                )
+            object.__setattr__(self, "split", tuple(self.split))
+        elif isinstance(self.split, list | tuple) and all(map(_is_fqns, self.split)):
+            if len(self.split) != self.pp:
+                raise ValueError(f"Plan: split needs {self.pp} lists for pp = {self.pp}, got {len(self.split)}")
+            object.__setattr__(self, "split", tuple(map(tuple, self.split)))
+        else:
             raise ValueError(
-                f"Plan: split needs {self.pp - 1} different FQNs for pp = {self.pp} (the modules with which the stages "
-                f"after the first one begin), got {list(self.split)}"
+                f"Plan: split must be 'uniform', a list of FQNs or one list of FQNs per stage, got {self.split!r}"
             )
 
     @property
@@ -151,7 +159,8 @@ class Plan:
             )
 
     def __str__(self) -> str:
-        split = self.split if isinstance(self.split, str) else ", ".join(self.split)
+        parts = self.split if isinstance(self.split, tuple) else ()
+        split = " | ".join(part if isinstance(part, str) else " ".join(part) for part in parts) or self.split
         sp = "sequence parallel" if self.sequence_parallel else "activations whole"
         degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axis_order)
         cut = f"{self.schedule}, {self.num_microbatches} micro-batches, split {split}"
@@ -216,6 +225,10 @@ class Plan:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def _is_fqns(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(fqn, str) and fqn for fqn in value)
 
 
 def _nearest_multiples(value: int, step: int) -> str:

@@ -1,0 +1,157 @@
+"""Draw the figures of the pages as SVG, from nothing but the standard library.
+
+    python docs/figures/make.py          # writes the .svg files beside this script
+
+A test compares the committed files with what this script draws.
+"""
+
+from pathlib import Path
+
+INK, MUTED, PAPER, LINE = "#1f2933", "#5f6c7b", "#ffffff", "#cbd2d9"
+TINTS = {"tp": "#2f6fde", "dp": "#1e9e6a", "pp": "#d9822b", "base": "#52606d", "ckpt": "#8a5cc7"}
+SANS = "font-family='Helvetica, Arial, sans-serif'"
+MONO = "font-family='Menlo, Consolas, monospace'"
+
+
+def text(x: float, y: float, content: str, *, size: int = 13, color: str = INK, anchor: str = "start", more: str = ""):
+    """Return one line of text."""
+    font = "" if "font-family" in more else SANS
+    return (
+        f"<text x='{x}' y='{y}' font-size='{size}' fill='{color}' text-anchor='{anchor}' {font} {more}>{content}</text>"
+    )
+
+
+def box(
+    x: float, y: float, width: float, height: float, *, fill: str = PAPER, stroke: str = LINE, radius: int = 8
+) -> str:
+    """Return a rounded rectangle."""
+    return f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='{radius}' fill='{fill}' stroke='{stroke}'/>"
+
+
+def arrow(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
+    """Return a line with a head at its end."""
+    head = f"head-{color[1:]}"
+    return (
+        f"<marker id='{head}' viewBox='0 0 10 10' refX='8' refY='5' markerWidth='7' markerHeight='7' orient='auto'>"
+        f"<path d='M0 0L10 5L0 10z' fill='{color}'/></marker>"
+        f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='{color}' stroke-width='2.5' marker-end='url(#{head})'/>"
+    )
+
+
+def layer(x: float, y: float, width: float, name: str, lines: tuple[str, ...], color: str) -> str:
+    """Return the card of one package: its import name on a coloured band and what it does."""
+    height = 34 + 18 * len(lines)
+    parts = [
+        box(x, y, width, height, stroke=color),
+        f"<path d='M{x} {y + 24}v-16q0 -8 8 -8h{width - 16}q8 0 8 8v16z' fill='{color}'/>",
+        text(x + width / 2, y + 17, name, color=PAPER, anchor="middle", more=f"font-weight='bold' {MONO}"),
+    ]
+    parts += [
+        text(x + width / 2, y + 42 + 18 * row, line, size=12, color=MUTED, anchor="middle")
+        for row, line in enumerate(lines)
+    ]
+    return "\n".join(parts)
+
+
+def program(x: float, y: float) -> str:
+    """Return the card with the user's own code."""
+    code = (
+        "model = Mixtral(config)",
+        "",
+        "for batch in data:",
+        "    loss = model(batch).loss",
+        "    loss.backward()",
+        "    optimizer.step()",
+        "    optimizer.zero_grad()",
+    )
+    parts = [text(x, y - 14, "your model, your loop", size=15, more="font-weight='bold'"), box(x, y, 232, 190)]
+    parts += [
+        text(x + 14, y + 32 + 23 * row, line, size=12, more=f"xml:space='preserve' {MONO}")
+        for row, line in enumerate(code)
+        if line
+    ]
+    return "\n".join(parts)
+
+
+def ranks(x: float, y: float, stage: int) -> str:
+    """Return one pipeline stage: its 2 x 2 ranks, dp down and tp across."""
+    fill = "#fff7ec" if stage else "#ffffff"
+    parts = [box(x, y, 156, 156, fill=fill, stroke=TINTS["pp"], radius=10)]
+    for dp in range(2):
+        for tp in range(2):
+            left, top = x + 12 + 70 * tp, y + 12 + 70 * dp
+            parts.append(box(left, top, 62, 62, fill="#eef3fb" if tp else "#e7f5ef", stroke=LINE, radius=6))
+            rank = (stage * 2 + dp) * 2 + tp
+            parts.append(text(left + 31, top + 36, f"rank {rank}", anchor="middle"))
+    return "\n".join(parts)
+
+
+def mesh(x: float, y: float) -> str:
+    """Return the cube of eight ranks with its three named axes."""
+    front = (x + 40, y + 66)
+    parts = [
+        text(x, y - 14, "a mesh with named axes", size=15, more="font-weight='bold'"),
+        ranks(front[0] + 66, front[1] - 56, 1),
+        ranks(*front, 0),
+        arrow(front[0] + 12, front[1] + 178, front[0] + 150, front[1] + 178, TINTS["tp"]),
+        text(front[0] + 78, front[1] + 198, "tp", color=TINTS["tp"], anchor="middle", more="font-weight='bold'"),
+        arrow(front[0] - 18, front[1] + 12, front[0] - 18, front[1] + 150, TINTS["dp"]),
+        text(front[0] - 38, front[1] + 86, "dp", color=TINTS["dp"], anchor="middle", more="font-weight='bold'"),
+        arrow(front[0] + 172, front[1] + 152, front[0] + 232, front[1] + 101, TINTS["pp"]),
+        text(front[0] + 216, front[1] + 142, "pp", color=TINTS["pp"], anchor="middle", more="font-weight='bold'"),
+    ]
+    return "\n".join(parts)
+
+
+def layers(x: float, y: float) -> str:
+    """Return the packages, each in the colour of the axis it works along."""
+    third = 138
+    return "\n".join(
+        [
+            text(x, y - 14, "veScale: six parts, each useful alone", size=15, more="font-weight='bold'"),
+            layer(
+                x, y, 3 * third + 16, "vescale.plan", ("degrees, schedule and memory of a run, as data",), TINTS["base"]
+            ),
+            layer(x, y + 62, third, "vescale.pipe", ("stages, schedules",), TINTS["pp"]),
+            layer(x + third + 8, y + 62, third, "vescale.optim", ("batches, ZeRO",), TINTS["dp"]),
+            layer(x + 2 * third + 16, y + 62, third, "vescale.dmodule", ("shards of a layer",), TINTS["tp"]),
+            layer(
+                x, y + 124, 3 * third + 16, "vescale.dtensor", ("placements; randomness of one device",), TINTS["base"]
+            ),
+            layer(x, y + 186, 3 * third + 16, "vescale.ckpt", ("saved once, loaded under any layout",), TINTS["ckpt"]),
+        ]
+    )
+
+
+def overview() -> str:
+    """Return the picture of the README: program, packages, mesh."""
+    width, height = 1080, 350
+    size = f"viewBox='0 0 {width} {height}' width='{width}' height='{height}'"
+    return "\n".join(
+        [
+            f"<svg xmlns='http://www.w3.org/2000/svg' {size}>",
+            f"<rect width='{width}' height='{height}' fill='{PAPER}'/>",
+            program(24, 56),
+            text(140, 278, "runs on every rank, unchanged,", color=MUTED, anchor="middle"),
+            text(140, 297, "and gives the numbers of one device", color=MUTED, anchor="middle"),
+            arrow(262, 151, 292, 151, TINTS["base"]),
+            layers(304, 56),
+            arrow(742, 151, 772, 151, TINTS["base"]),
+            mesh(780, 56),
+            "</svg>",
+            "",
+        ]
+    )
+
+
+FIGURES = {"overview.svg": overview}
+
+
+def main() -> None:
+    """Write every figure beside this script."""
+    for name, draw in FIGURES.items():
+        Path(__file__).with_name(name).write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""A save appears whole or not at all: failures and crashes leave the path, and an earlier checkpoint, as they were."""
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vescale.ckpt import CheckpointError, load, read_manifest, save, verify
+from vescale_testing import ranks, run_ranks
+
+
+def state(value: float) -> dict:
+    return {"w": torch.full((100, 100), value), "step": int(value)}
+
+
+def assert_holds(path: Path, value: float) -> None:
+    verify(path)
+    loaded = state(0)
+    load(path, loaded)
+    assert loaded["w"].eq(value).all()
+    assert loaded["step"] == value
+
+
+def test_an_existing_path_is_refused_and_replaced_only_on_demand(tmp_path):
+    path = tmp_path / "c"
+    save(path, state(1))
+    with pytest.raises(CheckpointError, match="exists already; save to another path, or pass overwrite=True"):
+        save(path, state(2))
+    assert_holds(path, 1)
+    save(path, state(2), overwrite=True)
+    assert_holds(path, 2)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_empty_directory_may_be_there_but_other_things_are_never_replaced(tmp_path):
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "empty", state(1))
+    assert_holds(tmp_path / "empty", 1)
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint \(no manifest.json\)"):
+        save(tmp_path / "thesis", state(1), overwrite=True)
+    assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "years of work"
+
+
+def test_parents_are_created(tmp_path):
+    save(tmp_path / "a" / "b" / "c", state(1))
+    assert_holds(tmp_path / "a" / "b" / "c", 1)
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_the_state_is_read(tmp_path):
+    class Untouched:
+        def state_dict(self):
+            raise AssertionError("the state was read")
+
+        def load_state_dict(self, state_dict): ...
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write a checkpoint at .*/file/c: .*Error: "):
+        save(tmp_path / "file" / "c", {"model": Untouched()})
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_write_that_fails_on_one_rank_fails_alike_on_all_and_leaves_nothing(tmp_path, overwrite):
+    path = tmp_path / "c"
+    if overwrite:
+        save(path, state(1))
+
+    def body() -> str:
+        if dist.get_rank() == 1:  # a file may grow to 4 kB only: as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        with pytest.raises(CheckpointError) as caught:
+            save(path, state(2), overwrite=overwrite)
+        return str(caught.value)
+
+    texts = run_ranks(body, 3)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("rank 1: OSError: ")
+    assert list(tmp_path.iterdir()) == ([path] if overwrite else [])
+    if overwrite:
+        assert_holds(path, 1)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_killed_in_the_middle_leaves_the_earlier_checkpoint(tmp_path, killed):
+    path = tmp_path / "c"
+    save(path, state(1))
+
+    def body():
+        import vescale.ckpt._save as module
+
+        write = module.write_data_file
+
+        def write_and_die(*args):
+            write(*args)
+            if dist.get_rank() == killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return []
+
+        module.write_data_file = write_and_die
+        save(path, state(2), overwrite=True)
+
+    with pytest.raises(AssertionError, match=f"rank {killed}"):
+        run_ranks(body, 2, timeout=20)
+    assert_holds(path, 1)
+
+
+@pytest.mark.parametrize("step", ["write_manifest", "commit_directory"])
+def test_a_failure_at_the_very_end_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, step):
+    path = tmp_path / "c"
+    save(path, state(1))
+
+    def fail(*_args):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(f"vescale.ckpt._save.{step}", fail)
+    with pytest.raises(CheckpointError, match="OSError: No space left on device"):
+        save(path, state(2), overwrite=True)
+    assert_holds(path, 1)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_when_the_last_rename_fails_the_earlier_checkpoint_returns(tmp_path, monkeypatch):
+    path = tmp_path / "c"
+    save(path, state(1))
+    rename = Path.rename
+
+    def fail_on_new(self, target):
+        if ".tmp-" in self.name:
+            raise OSError("Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail_on_new)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(path, state(2), overwrite=True)
+    assert_holds(path, 1)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupt_removes_the_unfinished_directory(tmp_path, monkeypatch):
+    def interrupt(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vescale.ckpt._save.write_data_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "c", state(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unfinished_directory_is_no_checkpoint(tmp_path):
+    save(tmp_path / "c", state(1))
+    (tmp_path / "c" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no manifest.json: it is not a checkpoint, or one that was never"):
+        load(tmp_path / "c", state(0))
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*/nowhere: No such file"):
+        read_manifest(tmp_path / "nowhere")
+
+
+def test_a_version_set_aside_by_a_killed_overwrite_is_pointed_at(tmp_path):
+    save(tmp_path / "c", state(1))
+    (tmp_path / "c").rename(tmp_path / "c.old-1234")
+    with pytest.raises(CheckpointError, match=r"an earlier version was kept at .*/c.old-1234"):
+        load(tmp_path / "c", state(0))
+
+
+def test_leftovers_of_a_killed_save_are_mentioned(tmp_path, caplog):
+    (tmp_path / "c.tmp-1234").mkdir()
+    save(tmp_path / "c", state(1))
+    assert "c.tmp-1234 is left over from a save that did not finish" in caplog.text
+    assert_holds(tmp_path / "c", 1)
+
+
+@ranks(2)
+def test_ranks_must_agree_on_path_and_metadata(tmp_path):
+    rank = dist.get_rank()
+    with pytest.raises(CheckpointError, match=r"path differs between ranks: .*/c0 on rank 0, .*/c1 on rank 1"):
+        save(tmp_path / f"c{rank}", state(1))
+    with pytest.raises(CheckpointError, match="metadata differs between ranks"):
+        save(tmp_path / "c", state(1), metadata={"rank": rank})
+    assert list(tmp_path.iterdir()) == []

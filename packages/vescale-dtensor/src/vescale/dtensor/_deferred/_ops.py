@@ -1,0 +1,93 @@
+"""What deferred initialization knows about single ATen operators: tables and small predicates, nothing else.
+
+Everything that is not in a table is treated as "reads all its tensor arguments, and needs them whole".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .._pieces import PIECEWISE_OPS
+from ._torch import Op, operators
+
+__all__ = [
+    "ALIAS",
+    "EXACT_POINTWISE",
+    "FILLS",
+    "GEOMETRY_FACTORIES",
+    "OVERWRITES",
+    "RANDOM_FACTORIES",
+    "REFUSED",
+    "scale_of_second",
+]
+
+aten = torch.ops.aten
+
+ALIAS = operators({"detach": ("default",), "alias": ("default",)})
+"""What may be done with a deferred tensor after its constructor: `nn.Parameter(t)`, `t.data`, `state_dict()`."""
+
+REFUSED = operators(
+    {
+        "set_": ("default", "source_Storage", "source_Storage_storage_offset", "source_Tensor"),
+        "resize_": ("default",),
+        "resize_as_": ("default",),
+    }
+)
+"""They change the storage under a tensor, which has none yet."""
+
+
+def _factories(names: str, fill: Callable[[tuple, dict], object] | None) -> dict[Op, Callable | None]:
+    overloads = ("default", "memory_format", "names")
+    return dict.fromkeys(operators({name: overloads for name in names.split()}), fill)
+
+
+GEOMETRY_FACTORIES: dict[Op, Callable[[tuple, dict], object] | None] = {
+    **_factories("empty empty_strided empty_permuted empty_like new_empty new_empty_strided", None),
+    **_factories("zeros zeros_like new_zeros", lambda args, kwargs: 0),
+    **_factories("ones ones_like new_ones", lambda args, kwargs: 1),
+    **_factories("full full_like", lambda args, kwargs: args[1] if len(args) > 1 else kwargs["fill_value"]),
+    **_factories("new_full", lambda args, kwargs: args[2] if len(args) > 2 else kwargs["fill_value"]),
+}
+"""Operator -> what its new tensor is filled with (None: nothing). They look at the shape of their arguments only."""
+
+RANDOM_FACTORIES: dict[Op, tuple[Op, Callable[[tuple], tuple]]] = {
+    aten.rand.default: (aten.uniform_.default, lambda args: ()),
+    aten.rand.generator: (aten.uniform_.default, lambda args: ()),
+    aten.randn.default: (aten.normal_.default, lambda args: ()),
+    aten.randn.generator: (aten.normal_.default, lambda args: ()),
+    aten.rand_like.default: (aten.uniform_.default, lambda args: ()),
+    aten.randn_like.default: (aten.normal_.default, lambda args: ()),
+}
+"""Operator -> (the in-place draw on an empty tensor that it is, that draw's arguments)."""
+
+FILLS = operators({"zero_": ("default",), "fill_": ("Scalar",)})
+"""In-place operators that give every element one value known from the arguments."""
+
+OVERWRITES = PIECEWISE_OPS | FILLS | operators({"fill_": ("Tensor",), "copy_": ("default",)})
+"""In-place operators that do not read what they overwrite."""
+
+EXACT_POINTWISE = FILLS | operators(
+    {
+        "fill_": ("Tensor",),
+        "copy_": ("default",),
+        "clone": ("default",),
+        "_to_copy": ("default",),
+        **dict.fromkeys(("mul", "mul_", "div", "div_", "add", "add_", "sub", "sub_"), ("Tensor", "Scalar")),
+        **dict.fromkeys(("neg", "neg_", "abs", "abs_", "sqrt", "sqrt_", "clamp", "clamp_"), ("default",)),
+        **dict.fromkeys(("clamp_min", "clamp_min_", "clamp_max", "clamp_max_"), ("default",)),
+    }
+)
+"""Element-wise operators whose result for one element is the same wherever the element lies.
+
+That holds only for correctly rounded arithmetic: `exp`, `erfinv` and the like round differently in the vectorised part and
+in the remainder of a loop, so on a shard their last bit may differ. They run on whole tensors.
+"""
+
+
+def scale_of_second(op: Op, args: tuple, kwargs: dict) -> object:
+    """Return `alpha` of an addition or subtraction: other values than 1 may or may not be fused into one rounding."""
+    if not op.name().startswith(("aten::add", "aten::sub")):
+        return 1
+    return kwargs.get("alpha", args[2] if len(args) > 2 else 1)

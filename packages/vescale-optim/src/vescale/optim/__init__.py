@@ -1,0 +1,7 @@
+"""Data parallelism, ZeRO and distributed optimizers that leave the result as it is on one device."""
+
+from .clip import clip_grad_norm_
+from .ddp import DDP
+from .distributed_optimizer import DistributedOptimizer
+
+__all__ = ["DDP", "DistributedOptimizer", "clip_grad_norm_"]

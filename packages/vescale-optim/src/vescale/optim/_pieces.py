@@ -1,0 +1,162 @@
+"""What an optimizer updates on this rank, and how its state looks from outside.
+
+A **piece** is a flat range of a parameter's local tensor: all of it, or with ZeRO 1 and 2 the part that this rank owns,
+which may be empty. The torch optimizer gets one tensor per parameter of its group, on every rank: so hyperparameters
+and step counts are the same everywhere, and state exists only for the elements that are owned.
+
+Outside, state is indexed like the parameter: a `StatePiece` says which rectangles of the global tensor it holds.
+
+    local tensor (3, 4), a row shard      0 . . .          boxes (at row 3 of the global tensor):
+    at row 3, elements [5, 10)            . 5 6 7            (4, 1) + (1, 3)
+                                          8 9 . .            (5, 0) + (1, 2)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vescale.dtensor import flat_range_boxes
+
+from . import _torch
+from ._grads import local_gradient
+from .ddp import DDP
+
+__all__ = ["Piece", "StatePiece", "cut_pieces"]
+
+
+class Piece:
+    """A flat range ``[start, stop)`` of a parameter's local tensor.
+
+    Attributes:
+        fqn: Name of the parameter.
+        param: The parameter.
+        tensor: What the torch optimizer updates: the parameter, its local tensor, or a flat view of a part of it.
+    """
+
+    def __init__(self, fqn: str, param: nn.Parameter, tensor: Tensor, start: int, stop: int):
+        self.fqn = fqn
+        self.param = param
+        self.tensor = tensor
+        self.start = start
+        self.stop = stop
+
+    def load_gradient(self) -> None:
+        """Point ``tensor.grad`` at this rank's part of the gradient."""
+        if self.tensor is self.param:
+            return
+        grad = local_gradient(self.param)
+        if grad is not None and grad.shape != self.tensor.shape:
+            raise RuntimeError(f"the gradient of {self.fqn!r} is sharded by a DDP; pass that DDP as model=")
+        self.tensor.grad = grad
+
+    def drop_gradient(self) -> None:
+        """Forget it, so that nothing stale is read after the next ``zero_grad``."""
+        if self.tensor is not self.param:
+            self.tensor.grad = None
+
+    def __repr__(self) -> str:
+        return f"Piece({self.fqn!r}, [{self.start}, {self.stop}) of {_torch.local_tensor(self.param).numel()})"
+
+
+def cut_pieces(model: nn.Module) -> list[Piece]:
+    """Return one piece per trainable parameter of a module, or what this rank owns of those of a ``DDP``.
+
+    Raises:
+        ValueError: If a ``DDP`` is hidden inside the module, or its parameters are no longer those that it wrapped.
+    """
+    if not isinstance(model, DDP):
+        hidden = next((fqn for fqn, part in model.named_modules() if isinstance(part, DDP)), None)
+        if hidden is not None:
+            raise ValueError(f"the module holds a DDP at {hidden!r}; pass the DDP itself as model=")
+        return [_whole(fqn, p) for fqn, p in model.named_parameters() if p.requires_grad]
+    slots = model.slots()
+    for fqn, param in model.named_parameters():
+        if param.requires_grad and (fqn not in slots or slots[fqn].param is not param):
+            raise ValueError(
+                f"{fqn!r} is not the parameter that DDP wrapped: it was replaced or unfrozen since. Change the module "
+                "first, then wrap it in DDP"
+            )
+    if not model.zero:
+        return [_whole(fqn, slot.param) for fqn, slot in slots.items()]
+    return [Piece(fqn, slot.param, nn.Parameter(slot.value_part), *slot.part) for fqn, slot in slots.items()]
+
+
+def _whole(fqn: str, param: nn.Parameter) -> Piece:
+    """Return a piece of all of a parameter; a DTensor is updated through its local tensor, which is much faster."""
+    tensor = nn.Parameter(_torch.local_tensor(param.detach())) if isinstance(param, DTensor) else param
+    return Piece(fqn, param, tensor, 0, _torch.local_tensor(param).numel())
+
+
+class StatePiece:
+    """A piece of optimizer state, as rectangles of a tensor of the parameter's global shape.
+
+    Attributes:
+        piece: The piece of the parameter that it belongs to.
+        tensor: The state itself: as many elements as the piece.
+    """
+
+    def __init__(self, piece: Piece, tensor: Tensor):
+        if isinstance(piece.param, DTensor) and _torch.has_strided_shard(piece.param):
+            raise ValueError(
+                f"{piece.fqn!r} has placements {piece.param.placements}: a strided shard is not a rectangle of the "
+                "global tensor, so its optimizer state has no global layout; use plain Shard placements"
+            )
+        self.piece = piece
+        self.tensor = tensor
+
+    @property
+    def __global_shape__(self) -> tuple[int, ...]:
+        return tuple(self.piece.param.shape)
+
+    def __boxes__(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Return ``(offsets in the global tensor, view of the state)`` for each rectangle; perhaps none."""
+        param = self.piece.param
+        shape = _torch.local_tensor(param).shape
+        origin = _torch.shard_offsets(param) if isinstance(param, DTensor) else (0,) * len(shape)
+        if self.tensor.shape == shape and self.tensor.numel():  # whole, in whatever memory format
+            return [(origin, self.tensor)]
+        flat, position, boxes = self.tensor.view(-1), 0, []
+        for offsets, sizes in flat_range_boxes(shape, self.piece.start, self.piece.stop):
+            numel = math.prod(sizes)
+            view = flat[position : position + numel].view(sizes)
+            boxes.append((tuple(a + b for a, b in zip(origin, offsets, strict=True)), view))
+            position += numel
+        return boxes
+
+    def load(self, value: object) -> None:
+        """Copy in place from another value with the same boxes, or from a whole tensor of the global shape.
+
+        Raises:
+            ValueError: If shapes or boxes do not match.
+        """
+        ours = self.__boxes__()
+        if isinstance(value, Tensor) and tuple(value.shape) == self.__global_shape__:
+            theirs = [(offsets, value[_slices(offsets, view.shape)]) for offsets, view in ours]
+        elif hasattr(value, "__boxes__") and tuple(value.__global_shape__) == self.__global_shape__:
+            theirs = value.__boxes__()
+        else:
+            came = tuple(getattr(value, "shape", getattr(value, "__global_shape__", ()))) or type(value).__name__
+            raise ValueError(f"state of {self.piece.fqn!r} has global shape {self.__global_shape__}, got {came}")
+        if _layout(ours) != _layout(theirs):
+            raise ValueError(
+                f"state of {self.piece.fqn!r} holds other rectangles than this rank's ({_layout(theirs)}, expected "
+                f"{_layout(ours)}); load a checkpoint of another layout with vescale.checkpoint.load"
+            )
+        for (_, target), (_, source) in zip(ours, theirs, strict=True):
+            target.copy_(source)
+
+    def __repr__(self) -> str:
+        boxes = [f"{offsets} + {tuple(view.shape)}" for offsets, view in self.__boxes__()]
+        return f"StatePiece({self.piece.fqn!r}, shape={self.__global_shape__}, boxes=[{', '.join(boxes)}])"
+
+
+def _slices(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+
+
+def _layout(boxes: list[tuple[tuple[int, ...], Tensor]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [(tuple(offsets), tuple(view.shape)) for offsets, view in boxes]

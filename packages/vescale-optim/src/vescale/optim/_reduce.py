@@ -1,0 +1,180 @@
+"""When gradients are reduced: a bucket leaves as soon as its last gradient is there, while backward goes on.
+
+Every trainable parameter has a hook that runs when autograd has accumulated its gradient. The hook moves the gradient
+into its bucket and, if that completes the bucket, launches the bucket's collective; when the engine has finished, the
+rest is launched and all are awaited, before ``backward()`` returns.
+
+Note: what keeps collectives matched between ranks
+    Buckets are launched strictly in the order of the plan, whichever completes first, and each exactly once per
+    synchronising backward. A parameter that got no gradient on this rank (a branch not taken, an expert without tokens)
+    contributes zeros. So ranks may take different paths through the model; each must run the backward, though.
+
+Note: unused on every rank
+    One process leaves ``param.grad`` None, and an optimizer then skips the parameter: no weight decay, no momentum. To
+    do the same, ranks must know whether any of them had a gradient: one more all-reduce, of one integer per parameter,
+    at the end. With ``find_unused_parameters=False`` it is left out, and a missing gradient is an error.
+
+Note: nested backward
+    Reentrant activation checkpointing runs a backward inside a node of another. Its end is not the end: if buckets are
+    still incomplete there, the outer pass goes on with them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import _torch
+from ._axis import Axis
+from ._flat import FlatBucket, FlatSlot, Reduction
+
+__all__ = ["Reducer"]
+
+#: Buckets of ZeRO 2 whose storage may wait for a collective while backward fills the next.
+MAX_IN_FLIGHT = 2
+
+
+class _Round:
+    """Progress of one synchronising backward."""
+
+    def __init__(self, buckets: Sequence[FlatBucket]):
+        self.backwards: set[int] = set()
+        self.missing = [len(bucket.slots) for bucket in buckets]
+        self.arrived: set[FlatSlot] = set()
+        self.next_bucket = 0
+        self.in_flight: deque[Reduction] = deque()
+
+
+class Reducer:
+    """Reduces the gradients of ``buckets`` over ``axis`` in every backward that runs while ``synchronises`` is set.
+
+    Args:
+        buckets: In the order of their collectives.
+        frozen: Parameters by name that had ``requires_grad=False``.
+        axis: Data-parallel axis.
+        overlap: Launch during backward; otherwise at its end.
+        find_unused: Agree on parameters that no rank used.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        frozen: dict[str, nn.Parameter],
+        axis: Axis,
+        *,
+        overlap: bool,
+        find_unused: bool,
+    ):
+        self.buckets = list(buckets)
+        self.frozen = frozen
+        self.axis = axis
+        self.overlap = overlap
+        self.find_unused = find_unused
+        self.synchronises = True
+        self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._round: _Round | None = None
+        for slot in self.slots:
+            self._attach(slot)
+
+    def _attach(self, slot: FlatSlot) -> None:
+        if slot.bucket.sharded:
+            slot.param.register_hook(lambda _grad: slot.before_accumulation())
+        slot.param.register_post_accumulate_grad_hook(lambda _param: self._arrive(slot))
+
+    def _arrive(self, slot: FlatSlot) -> None:
+        if self.synchronises or self._round is not None:
+            self._join_round(slot)
+        slot.take()
+        if self._round is not None:
+            self._round.missing[slot.bucket.plan.index] -= 1
+            if self.overlap:
+                self._launch_complete()
+
+    def _join_round(self, slot: FlatSlot) -> None:
+        self._round = self._round or _Round(self.buckets)
+        if slot in self._round.arrived:
+            raise RuntimeError(
+                f"{slot.fqn!r} got a second gradient before the reduction of the first had finished. Either an earlier "
+                "backward() ended with an exception: call zero_grad() of the DDP module; or reentrant activation "
+                "checkpointing uses the parameter twice or leaves others unused: pass use_reentrant=False"
+            )
+        self._round.arrived.add(slot)
+        number = _torch.backward_number()
+        if number not in self._round.backwards:
+            self._round.backwards.add(number)
+            _torch.on_backward_end(self._backward_ended)
+
+    def _launch_complete(self) -> None:
+        """Launch, in order, the buckets that are complete."""
+        now = self._round
+        while now.next_bucket < len(self.buckets) and now.missing[now.next_bucket] == 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        now = self._round
+        bucket = self.buckets[now.next_bucket]
+        now.next_bucket += 1
+        now.in_flight.append(bucket.reduce())
+        if bucket.frees_grads and len(now.in_flight) > MAX_IN_FLIGHT:
+            now.in_flight.popleft().finish()
+
+    def _backward_ended(self) -> None:
+        now = self._round
+        if now is None or (_torch.backward_is_nested() and any(now.missing)):
+            return
+        while now.next_bucket < len(self.buckets):
+            self._launch_next()
+        used = self._used_anywhere()
+        while now.in_flight:
+            now.in_flight.popleft().finish()
+        self._round = None
+        for slot, is_used in zip(self.slots, used, strict=True):
+            if is_used:
+                slot.publish()
+        self._check_complete()
+
+    def _used_anywhere(self) -> list[bool]:
+        """Tell for each slot whether any rank has a gradient."""
+        used = [slot.param.grad is not None for slot in self.slots]
+        if self.axis.size == 1 or not self.find_unused:
+            return used
+        flags = torch.tensor(used, dtype=torch.int32, device=self.axis.device_type)
+        work = self.axis.all_reduce(flags, dist.ReduceOp.MAX)
+        work.wait()
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _check_complete(self) -> None:
+        """Raise what must not pass silently, after the collectives, so that no other rank waits."""
+        thawed = [fqn for fqn, param in self.frozen.items() if param.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"parameters were frozen when DDP was built and now require gradients, which it does not reduce: "
+                f"{thawed}. Set requires_grad before wrapping the module"
+            )
+        missing = [slot.fqn for slot in self.slots if slot.param.grad is None]
+        if missing and not self.find_unused:
+            raise RuntimeError(
+                f"parameters got no gradient on rank {dist.get_rank()} (axis {self.axis!r}): {missing}. "
+                "Pass find_unused_parameters=True, or freeze them with requires_grad_(False) before wrapping"
+            )
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if gradients are there that have not been reduced."""
+        if self._round is not None:
+            raise RuntimeError(
+                "the reduction of gradients has not finished: backward() ended with an exception, or reentrant "
+                "activation checkpointing left parameters unused (pass use_reentrant=False)"
+            )
+        for slot in self.slots:
+            slot.check_reduced()
+
+    def reset(self) -> None:
+        """Forget an unfinished reduction, waiting for what is on its way."""
+        if self._round is not None:
+            for reduction in self._round.in_flight:
+                reduction.finish()
+            self._round = None

@@ -1,0 +1,76 @@
+"""What state an optimizer keeps for a parameter, found out without touching the optimizer.
+
+Optimizers allocate state in their first step. A checkpoint wants it earlier: to load in place, it must know names,
+dtypes and shapes of a state that is not there yet. So an optimizer of the same class, with the same hyperparameters,
+takes one step on a dummy parameter of zeros with a gradient of zeros; what it then keeps for an element is what it
+would have started from (zeros, or Adagrad's initial value), and its step count is reset to 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["StateTemplate", "probe_state"]
+
+
+@dataclass(frozen=True)
+class StateTemplate:
+    """The initial state of a parameter.
+
+    Attributes:
+        elementwise: By name: the value that every element starts from, as a 0-dim tensor of the state's dtype and
+        device. scalars: By name: per-parameter values, such as ``step``.
+    """
+
+    elementwise: dict[str, Tensor]
+    scalars: dict[str, Tensor]
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all entries."""
+        return {*self.elementwise, *self.scalars}
+
+    def fresh(self, like: Tensor) -> dict[str, Tensor]:
+        """Return new state for a parameter of the shape of ``like``."""
+        state = {name: value.clone() for name, value in self.scalars.items()}
+        for name, value in self.elementwise.items():
+            state[name] = value.expand(like.shape).clone(memory_format=torch.contiguous_format)
+        return state
+
+
+def probe_state(
+    make_optimizer: Callable[[list[dict]], torch.optim.Optimizer], group: dict, like: Tensor
+) -> StateTemplate:
+    """Return what the optimizer keeps for a parameter of the dtype and device of ``like`` in ``group``.
+
+    Raises:
+        NotImplementedError: If it keeps a per-parameter value whose initial value this cannot know.
+    """
+    dummy = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
+    dummy.grad = torch.zeros_like(dummy)
+    hyperparameters = {key: _copy(value) for key, value in group.items() if key != "params"}
+    optimizer = make_optimizer([{**hyperparameters, "params": [dummy]}])
+    optimizer.step()
+    elementwise, scalars = {}, {}
+    for name, value in optimizer.state[dummy].items():
+        if value is None:
+            continue
+        if isinstance(value, Tensor) and value.shape == dummy.shape:
+            elementwise[name] = value[0].clone()
+        elif name == "step" and isinstance(value, Tensor):
+            scalars[name] = torch.zeros_like(value)
+        else:
+            raise NotImplementedError(
+                f"{type(optimizer).__name__} keeps {name!r} per parameter, and its initial value is unknown; take the "
+                "state dict after the first step, or use AdamW, Adam, SGD, Adagrad or RMSprop"
+            )
+    return StateTemplate(elementwise, scalars)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,268 @@
+"""Data parallelism with optional sharding of gradients and optimizer state (ZeRO 1 and 2).
+
+Each rank of a mesh axis holds the module and runs it on its part of the batch; gradients are averaged over the axis in
+flat buckets while backward runs. What is left after ``backward()``:
+
+    zero   param.grad                    kept per rank between steps            collective of a bucket
+    0      the averaged gradient         gradients                              all-reduce
+    1      a placeholder that raises     gradients + 1/N of reduced gradients   reduce-scatter
+    2      a placeholder that raises     1/N of reduced gradients               reduce-scatter
+
+With ZeRO 1 and 2 ``DistributedOptimizer`` updates this rank's part of the parameters, with 1/N of the optimizer state,
+and gathers them. The mean over ranks of the gradients of local means is the gradient of the mean over the global batch:
+the convention of torch's DistributedDataParallel, for local batches of equal size.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2019), section 5.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from . import _torch
+from ._axis import Axis
+from ._buckets import BucketPlan, ParamInfo, plan_buckets
+from ._flat import FlatBucket, FlatSlot
+from ._local_batch import attach_local_batch
+from ._reduce import Reducer
+
+__all__ = ["DDP"]
+
+logger = logging.getLogger("vescale.optim")
+
+_LOCAL_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+class DDP(_torch.UnmovableModule):
+    """Wrap a module for data parallelism over one mesh axis.
+
+    Parameters are plain tensors, or DTensors over other axes (tensor parallelism); they stay the same objects. At
+    construction parameters and buffers of coord 0 overwrite those of the other coords. Tied parameters are reduced
+    once, frozen ones not at all. Gradients are reduced in any ``backward()`` that reaches the parameters, also one that
+    a pipeline engine runs without calling this wrapper. Dropout draws, on each rank, its slice of the mask that one
+    device would draw for the global batch.
+
+    Attributes the wrapper does not have are looked up in the module; ``state_dict``, ``load_state_dict`` and
+    ``named_parameters`` use the module's names.
+
+    Args:
+        module: Module with at least one trainable parameter, on its final device and with its final dtype.
+        mesh_axis: 1-D mesh, for example ``mesh["dp"]``. With one rank nothing is communicated.
+        zero: 0, 1 or 2, see above. With 1 and 2 parameters become views of flat buffers.
+        bucket_bytes: Size at which a gradient bucket is closed.
+        overlap: Reduce buckets while backward runs, or all at its end. The result is the same.
+        find_unused_parameters: Find out, in each backward, which parameters no rank has used: they keep ``grad`` None,
+            as in one process. It takes one small all-reduce that the host waits for. If False, every trainable
+            parameter must get a gradient on every rank in each synchronising backward; a missing one is an error.
+
+    Raises:
+        ValueError: If ``mesh_axis`` is not 1-D, ``zero`` is unknown, nothing is trainable, a parameter has no storage,
+        is
+            not a floating-point number, is on another device, or is a DTensor over this axis; or if parameters differ
+            between ranks.
+        NotImplementedError: For ``zero=3``.
+
+    Note:
+        ``param.grad`` is a view of a flat buffer that the next backward overwrites: clone a gradient to keep it.
+
+    Example:
+        >>> model = DDP(model, mesh["dp"], zero=2)                                  # doctest: +SKIP
+        >>> optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=3e-4)
+        >>> model(local_batch).mean().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh_axis: DeviceMesh,
+        *,
+        zero: int = 0,
+        bucket_bytes: int = 25 * 2**20,
+        overlap: bool = True,
+        find_unused_parameters: bool = True,
+    ):
+        super().__init__()
+        _check_zero(zero)
+        axis = Axis.of(mesh_axis, role="DDP(mesh_axis=...)")
+        trainable = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
+        frozen = {fqn: p for fqn, p in module.named_parameters() if not p.requires_grad}
+        _check_parameters(module, trainable, axis)
+        plan = plan_buckets(
+            [ParamInfo(fqn, _torch.local_tensor(p).numel(), p.dtype) for fqn, p in trainable.items()],
+            num_shards=axis.size,
+            bucket_bytes=bucket_bytes,
+        )
+        axis.check_same(_describe(module, plan), what="the modules given to DDP")
+        logger.debug("zero=%d over %r\n%s", zero, axis, plan)
+        tensors = [*trainable.values(), *frozen.values(), *module.buffers()]
+        axis.broadcast_([_torch.local_tensor(t.detach()) for t in tensors], chunk_bytes=bucket_bytes)
+
+        self.module = module
+        self.mesh_axis = mesh_axis
+        self._axis = axis
+        self.zero = zero
+        self._order = {fqn: position for position, fqn in enumerate(trainable)}
+        buckets = [FlatBucket(b, [trainable[s.fqn] for s in b.slots], axis, zero=zero) for b in plan.buckets]
+        self._reducer = Reducer(buckets, frozen, axis, overlap=overlap, find_unused=find_unused_parameters)
+        _refuse_local_statistics(module, axis)
+        attach_local_batch(module, mesh_axis)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module on this rank's part of the batch."""
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: a ``backward()`` inside this context does not reduce.
+
+        The next ``backward()`` outside reduces the sum. Only where ``backward()`` runs matters, not the forward. With
+        ``zero=2`` it keeps full gradients meanwhile; without this context each backward adds to the reduced shard.
+        ``DistributedOptimizer.step`` and ``clip_grad_norm_`` refuse gradients that have not been reduced.
+
+        Raises:
+            RuntimeError: If it is entered, or left, during a backward.
+
+        Example:
+            >>> with model.no_sync():                      # doctest: +SKIP
+            ...     for batch in micro_batches[:-1]:
+            ...         loss(model(batch)).backward()
+            >>> loss(model(micro_batches[-1])).backward()
+        """
+        before = self._switch(synchronises=False)
+        try:
+            yield
+        finally:
+            self._switch(synchronises=before)
+
+    def _switch(self, *, synchronises: bool) -> bool:
+        if _torch.backward_number() != -1:
+            raise RuntimeError("no_sync() was entered or left during backward(); put the whole backward() inside of it")
+        before, self._reducer.synchronises = self._reducer.synchronises, synchronises
+        return before
+
+    def slots(self) -> dict[str, FlatSlot]:
+        """Return each trainable parameter's place in the flat buffers, by name, in registration order."""
+        return dict(sorted(((s.fqn, s) for s in self._reducer.slots), key=lambda item: self._order[item[0]]))
+
+    def gather_parameters(self) -> None:
+        """Fill the parameters with what the optimizers of all ranks have made of their parts (ZeRO 1, 2)."""
+        works = [bucket.gather_values() for bucket in self._reducer.buckets if bucket.sharded]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if a gradient has been accumulated and not reduced."""
+        self._reducer.check_reduced()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, and forget a backward that ended with an exception."""
+        self._reducer.reset()
+        super().zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the module's state dict, under the module's names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the module's state dict, in place.
+
+        Raises:
+            ValueError: For ``assign=True``, which would replace the parameters that this wrapper manages.
+        """
+        if assign:
+            raise ValueError("assign=True would replace the parameters that DDP manages; load in place (assign=False)")
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the module's named parameters, under the module's names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Return the module's named buffers, under the module's names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+
+def _check_zero(zero: int) -> None:
+    if zero == 3:
+        raise NotImplementedError(
+            "zero=3 (sharded parameters) is not available; use zero=2, which shards gradients and optimizer state, "
+            "or torch.distributed.fsdp.fully_shard"
+        )
+    if zero not in (0, 1, 2):
+        raise ValueError(f"zero must be 0, 1 or 2, got {zero!r}")
+
+
+def _check_parameters(module: nn.Module, trainable: dict[str, nn.Parameter], axis: Axis) -> None:
+    """Raise ValueError for a parameter that cannot be in a flat buffer, or cannot be reduced over the axis."""
+    if not trainable:
+        raise ValueError(
+            f"{type(module).__name__} has no trainable parameter, so DDP has nothing to reduce; use it without DDP"
+        )
+    devices = {}
+    for fqn, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if _torch.is_deferred_storage(tensor):
+            raise ValueError(f"{fqn!r} has no storage (device meta); materialize the module before wrapping it")
+        if isinstance(tensor, DTensor):
+            _check_placements(fqn, tensor, axis)
+    for fqn, param in trainable.items():
+        devices.setdefault(_torch.local_tensor(param).device, fqn)
+        if not param.is_floating_point():
+            raise ValueError(f"{fqn!r} has dtype {param.dtype}; DDP reduces floating-point gradients: freeze it")
+    if len(devices) > 1:
+        raise ValueError(f"trainable parameters are on several devices: {devices}; move them to one")
+
+
+def _check_placements(fqn: str, tensor: DTensor, axis: Axis) -> None:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(f"{fqn!r} has placements {tensor.placements}; redistribute it to Shard or Replicate")
+    mesh = tensor.device_mesh
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1 and Axis.of_dim(mesh, dim).ranks == axis.ranks:
+            raise ValueError(
+                f"{fqn!r} is a DTensor over the axis {axis.name!r} itself (mesh {mesh.mesh_dim_names}, placements "
+                f"{tensor.placements}); distribute parameters over the other axes only, and leave this one to DDP"
+            )
+
+
+def _describe(module: nn.Module, plan: BucketPlan) -> str:
+    """Return everything that must be the same on all ranks of the axis, as lines."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    shapes = [
+        f"{fqn}: {tuple(_torch.local_tensor(t).shape)} {t.dtype} trainable={t.requires_grad}" for fqn, t in tensors
+    ]
+    return "\n".join([*shapes, str(plan)])
+
+
+def _refuse_local_statistics(module: nn.Module, axis: Axis) -> None:
+    """Make BatchNorm raise in training: its statistics would be those of the local batch."""
+    if axis.size == 1:
+        return
+    for fqn, part in module.named_modules():
+        if isinstance(part, _LOCAL_STATISTICS):
+
+            def refuse(part: nn.Module, _args: tuple, fqn: str = fqn) -> None:
+                if part.training:
+                    raise RuntimeError(
+                        f"{fqn!r} ({type(part).__name__}) normalises by statistics of the local batch, which is not "
+                        "what one device computes; use torch.nn.SyncBatchNorm.convert_sync_batchnorm before DDP, or "
+                        ".eval() it"
+                    )
+
+            part.register_forward_pre_hook(refuse)

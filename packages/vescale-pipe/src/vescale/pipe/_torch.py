@@ -1,0 +1,105 @@
+"""The private names of torch that this package uses; the only file that knows them.
+
+What each stands for:
+
+- ``make_wrapper``: a tensor that reports sizes and a device and owns no storage.
+- ``no_torch_function``: as ``__torch_function__`` of a subclass, leaves functions to the modes and the dispatcher.
+- ``function_mode_on_top``: the innermost active TorchFunctionMode; ``push_mode`` and ``pop_mode`` move one in and out.
+- ``OperatorMode``: base class of a mode that sees every operator below autograd.
+- ``tree_flatten`` / ``tree_unflatten``: nested containers, dataclasses registered by libraries included.
+- ``tensor_hooks``: the dictionary of hooks that ``Tensor.register_hook`` fills, or None.
+- ``graph_task_id``: identity of the backward pass in progress.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import _disabled_torch_function_impl as no_torch_function
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode as OperatorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = [
+    "OperatorMode",
+    "bound_device",
+    "function_mode_on_top",
+    "graph_task_id",
+    "is_random",
+    "make_wrapper",
+    "no_torch_function",
+    "pop_mode",
+    "push_mode",
+    "tensor_hooks",
+    "tree_flatten",
+    "tree_unflatten",
+    "version_of",
+    "waited",
+]
+
+
+def make_wrapper(
+    cls: type, shape: Any, *, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> torch.Tensor:
+    """Return a tensor of subclass ``cls`` that reports these properties and owns no storage."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
+def function_mode_on_top() -> TorchFunctionMode | None:
+    """Return the innermost active function mode."""
+    return _get_current_function_mode()
+
+
+def push_mode(mode: TorchFunctionMode) -> None:
+    """Make ``mode`` the innermost function mode."""
+    _push_mode(mode)
+
+
+def pop_mode() -> None:
+    """Remove the innermost function mode."""
+    _pop_mode()
+
+
+def tensor_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """Return the live dictionary of the hooks registered on a tensor, by handle id."""
+    return tensor._backward_hooks
+
+
+def graph_task_id() -> int:
+    """Return the identity of the backward pass in progress, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def is_random(operator: Any, args: tuple, kwargs: dict) -> bool:
+    """Return whether an operator call draws from a generator; attention with ``dropout_p=0`` does not."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return given != 0
+    return True
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the counter that in-place writes advance, shared by all views; 0 where torch keeps none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor behind an unfinished functional collective."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def bound_device() -> torch.device | None:
+    """Return the device that ``init_process_group(device_id=...)`` bound, which makes NCCL split communicators."""
+    return torch.distributed.group.WORLD.bound_device_id

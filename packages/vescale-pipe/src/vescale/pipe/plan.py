@@ -1,0 +1,94 @@
+"""The plan of a pipeline as data: which schedule, how many micro-batches, where the model is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ._actions import Schedule
+from .schedules import gpipe, one_f_one_b
+
+SCHEDULES = {"1f1b": one_f_one_b, "gpipe": gpipe}
+UNIFORM = "uniform"
+
+Split = str | Sequence[str] | Sequence[Sequence[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan:
+    """How to run a model as a pipeline. Frozen, comparable, and JSON both ways.
+
+    Args:
+        schedule: ``"1f1b"`` or ``"gpipe"``.
+        num_microbatches: number of equal chunks that a batch is split into along dim 0.
+        split: where stages begin. One of
+
+            - ``"uniform"``: the entries of the model's longest ``ModuleList`` are shared out evenly;
+            - names of the modules that begin stages 1, 2, ..., num_stages-1, as in ``["layers.4", "layers.8"]``;
+            - one list of module names per stage, as in ``[["embed", "down1"], ["down2", "up2"], ["up1", "head"]]``.
+
+    Raises:
+        ValueError: an unknown schedule, fewer than one micro-batch, or a split of another form.
+
+    Example:
+        >>> plan = PipelinePlan(schedule="1f1b", num_microbatches=8)
+        >>> PipelinePlan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    split: Split = UNIFORM
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {self.schedule!r}")
+        count = self.num_microbatches
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"num_microbatches must be an integer >= 1, got {count!r}")
+        object.__setattr__(self, "split", _normalized_split(self.split))
+
+    def actions(self, num_stages: int) -> Schedule:
+        """Return the schedule for this many stages."""
+        return SCHEDULES[self.schedule](num_stages, self.num_microbatches)
+
+    def to_json(self) -> str:
+        """Return the plan as a JSON object in one line."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> PipelinePlan:
+        """Read a plan from ``to_json`` text.
+
+        Raises:
+            ValueError: the text is not a JSON object, or has an unknown key.
+        """
+        data = json.loads(text)
+        known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(data, dict) or set(data) - set(known):
+            raise ValueError(f"expected a JSON object with the keys {', '.join(known)}, got {text}")
+        return cls(**data)
+
+
+def _normalized_split(split: Any) -> Split:
+    """Return the split with tuples for lists, so that plans are hashable and compare equal after JSON."""
+    if isinstance(split, str):
+        if split != UNIFORM:
+            raise ValueError(
+                f"split={split!r} is not known. Expected 'uniform', a list of the modules that begin stages 1, 2, ..., "
+                f"or one list of module names per stage; for two stages write split=[{split!r}]"
+            )
+        return split
+    if isinstance(split, Sequence) and all(isinstance(item, str) for item in split):
+        return tuple(split)
+    if isinstance(split, Sequence) and all(
+        isinstance(stage, Sequence) and not isinstance(stage, str) and all(isinstance(name, str) for name in stage)
+        for stage in split
+    ):
+        return tuple(tuple(stage) for stage in split)
+    raise ValueError(
+        "split must be 'uniform', a list of module names (the modules that begin stages 1, 2, ...), "
+        f"or one list of module names per stage, got {split!r}"
+    )

@@ -1,0 +1,232 @@
+"""The search: exhaustive over small worlds, the first in the order of preference that fits, precise refusals."""
+
+import dataclasses
+import itertools
+
+import pytest
+from torch import nn
+
+from vescale.plan import (
+    Cluster,
+    Constraints,
+    NoPlanFitsError,
+    Plan,
+    StateBytes,
+    estimate_memory,
+    generate_plan,
+    profile,
+)
+from vescale.plan._search import degrees
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "vocab_size": 128,
+}
+GIB = 2**30
+
+
+@pytest.fixture
+def small(build_mixtral):
+    """Profile of a small Mixtral: 6 blocks, 4 heads, 2 key/value heads, 4 experts."""
+    return profile(build_mixtral(**SMALL))
+
+
+def run(**kwargs):
+    return Constraints(**{"global_batch_size": 24, "sequence_length": 32, **kwargs})
+
+
+def test_degrees_are_all_factorisations():
+    for devices in range(1, 65):
+        expected = {
+            (dp, tp, pp)
+            for dp, tp, pp in itertools.product(range(1, devices + 1), repeat=3)
+            if devices <= 16 and dp * tp * pp == devices
+        }
+        found = list(degrees(devices))
+        assert len(found) == len(set(found))
+        assert all(dp * tp * pp == devices for dp, tp, pp in found)
+        if devices <= 16:
+            assert set(found) == expected
+
+
+@pytest.mark.parametrize("memory_kib", [1000, 1500, 2000, 3000, 10**6])
+def test_small_worlds_exhaustively(small, memory_kib):
+    """Every plan obeys every rule and fits; where none is found, no layout that obeys the rules fits."""
+    for devices in range(1, 33):
+        cluster = Cluster(devices, memory_bytes=memory_kib * 1024, device="cpu")
+        try:
+            plan = generate_plan(small, cluster, run())
+        except NoPlanFitsError as error:
+            fitting = [row for row in error.table if row.verdict != "refused"]
+            if fitting:
+                pytest.fail(f"refused although {fitting[0].layout} fits")
+            continue
+        plan.check_world(devices)
+        plan.check_batch(24)
+        assert (4 % plan.tp, 2 % plan.tp) == (0, 0)
+        assert plan.pp <= 6
+        assert plan.sequence_parallel == (plan.tp > 1)
+        assert max(stage.total for stage in plan.memory) <= plan.limit_bytes == int(0.9 * cluster.memory_bytes)
+        assert plan.memory == estimate_memory(small, plan.layout, global_batch_size=24, sequence_length=32)
+        assert [row.layout for row in plan.table if row.verdict == "chosen"] == [plan.layout]
+        before = itertools.takewhile(lambda row: row.verdict != "chosen", plan.table)
+        assert all(row.verdict == "refused" and row.reason for row in before)
+        assert all(row.bytes_per_rank <= plan.limit_bytes for row in plan.table if row.verdict == "fits")
+
+
+def test_some_memory_limits_are_refused_and_some_are_not(small):
+    """Or the test above would say nothing."""
+    generate_plan(small, Cluster(8, memory_bytes=2000 * 1024), run())
+    with pytest.raises(NoPlanFitsError):
+        generate_plan(small, Cluster(8, memory_bytes=50 * 1024), run())
+
+
+def test_search_is_deterministic(small):
+    cluster = Cluster(16, memory_bytes=2000 * 1024)
+    assert generate_plan(small, cluster, run()).to_json() == generate_plan(small, cluster, run()).to_json()
+
+
+def test_order_of_preference(small):
+    """Enough memory: pure data parallel. Less: the table's order is host, bubble, tp * pp, tp, ZeRO, micro-batches."""
+    plan = generate_plan(small, Cluster(8, memory_bytes=GIB, devices_per_host=8), run())
+    assert (plan.dp, plan.tp, plan.pp, plan.zero, plan.num_microbatches) == (8, 1, 1, 0, 1)
+    layouts = [row.layout for row in plan.table if row.bytes_per_rank is not None]
+    keys = [(it.bubble > 0.25, it.tp * it.pp, it.tp, it.zero, it.num_microbatches) for it in layouts]
+    assert keys == sorted(keys)
+    assert len({it.zero for it in layouts}) == 3
+
+
+def test_tensor_parallel_across_hosts_comes_last(small):
+    plan = generate_plan(small, Cluster(2, memory_bytes=GIB, devices_per_host=1), run())
+    assert [row.layout.tp for row in plan.table][-1] == 2
+    assert plan.tp == 1
+
+
+def test_pipelines_take_the_most_micro_batches(small):
+    plan = generate_plan(small, Cluster(2, memory_bytes=GIB), run(pp=2))
+    assert (plan.pp, plan.num_microbatches) == (2, 24)
+    assert generate_plan(small, Cluster(2, memory_bytes=GIB), run(pp=2, max_microbatches=7)).num_microbatches == 6
+
+
+def test_accumulation_is_tried_when_the_batch_is_too_large(small):
+    """One device, activations decide: the fewest micro-batches that fit."""
+    roomy = generate_plan(small, Cluster(1, memory_bytes=100 * GIB), run(sequence_length=4096))
+    bytes_of = {row.layout.num_microbatches: row.bytes_per_rank for row in roomy.table}
+    limit = (bytes_of[3] + bytes_of[4]) // 2
+    tight = generate_plan(small, Cluster(1, memory_bytes=limit), run(sequence_length=4096, memory_fraction=1.0))
+    assert (roomy.num_microbatches, tight.num_microbatches) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2, "pp": 2}, {"zero": 2}, {"num_microbatches": 3, "dp": 4}],
+)
+def test_fixed_choices_are_kept(small, fixed):
+    plan = generate_plan(small, Cluster(8, memory_bytes=GIB), run(**fixed))
+    assert {name: getattr(plan, name) for name in fixed} == fixed
+
+
+def test_sequence_parallelism_follows_the_sequence(small):
+    cluster = Cluster(2, memory_bytes=GIB)
+    assert generate_plan(small, cluster, run(tp=2)).sequence_parallel
+    assert not generate_plan(small, cluster, run(tp=2, sequence_length=33)).sequence_parallel
+    assert not generate_plan(small, cluster, run(tp=2, sequence_parallel=False)).sequence_parallel
+    with pytest.raises(NoPlanFitsError, match="sequence length 33 is not divisible by tp = 2"):
+        generate_plan(small, cluster, run(tp=2, sequence_length=33, sequence_parallel=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "fixed", "reason"),
+    [
+        ({}, {"tp": 8}, "4 attention heads are not divisible by tp = 8"),
+        ({"heads": 8}, {"tp": 8}, "2 key/value heads are not divisible by tp = 8"),
+        ({"heads": 8, "kv_heads": 8}, {"tp": 8}, "4 experts are not divisible by tp = 8"),
+        ({"heads": 8, "kv_heads": 8, "experts": 0, "ffn": 100}, {"tp": 8}, "100 feed-forward size are not divisible"),
+        ({"heads": 0, "kv_heads": 0}, {"tp": 2}, "no attention heads found: give them with dataclasses.replace"),
+        ({"tp_refusal": "there is no module plan for it"}, {"tp": 2}, "there is no module plan for it"),
+        ({}, {"pp": 8}, "6 blocks cannot fill 8 stages"),
+        ({}, {"dp": 8, "global_batch_size": 12}, "global batch 12 is not divisible by dp = 8"),
+        ({}, {"dp": 4, "num_microbatches": 4}, "global batch 24 is not divisible by dp * micro-batches = 16"),
+    ],
+)
+def test_refusals_say_why(small, change, fixed, reason):
+    with pytest.raises(NoPlanFitsError) as error:
+        generate_plan(dataclasses.replace(small, **change), Cluster(8, memory_bytes=GIB), run(**fixed))
+    assert reason in str(error.value)
+    assert reason in error.value.explain()
+
+
+def test_tied_parameters_keep_to_one_stage(build_mixtral):
+    """The head shares the embedding's weight: first and last stage cannot."""
+    tied = profile(build_mixtral(tied=True, **SMALL))
+    assert generate_plan(tied, Cluster(2, memory_bytes=GIB), run()).pp == 1
+    with pytest.raises(NoPlanFitsError, match=r"model\.embed_tokens\.weight is tied to a parameter of another stage"):
+        generate_plan(tied, Cluster(2, memory_bytes=GIB), run(pp=2))
+
+
+def test_impossible_product_is_refused(small):
+    with pytest.raises(
+        NoPlanFitsError, match=r"8 devices cannot be split with dp=3: the product must be the device count"
+    ):
+        generate_plan(small, Cluster(8, memory_bytes=GIB), run(dp=3))
+
+
+def test_nearest_miss_is_named_with_its_bytes(small):
+    with pytest.raises(NoPlanFitsError) as error:
+        generate_plan(small, Cluster(4, memory_bytes=100 * 1024), run())
+    nearest = min((row for row in error.value.table if row.bytes_per_rank), key=lambda row: row.bytes_per_rank)
+    text = str(error.value)
+    assert text.startswith("no plan fits 4 cuda devices with 90.00 KiB each (0.9 of 100.00 KiB): the nearest is dp=")
+    assert str(nearest.layout) in text
+    assert nearest.reason in text
+    assert "over the limit" in text
+
+
+def test_model_that_only_knows_data_parallelism():
+    """No blocks and no heads: dp is all that is left, and the table says why."""
+    plan = generate_plan(nn.Linear(64, 64), Cluster(4, memory_bytes=GIB), run())
+    assert (plan.dp, plan.tp, plan.pp) == (4, 1, 1)
+    assert "0 blocks cannot fill 2 stages" in plan.explain()
+
+
+def test_state_bytes_decide_what_fits(small):
+    """Master copies make a plan need more: ZeRO-1 where ZeRO-0 was enough."""
+    light = generate_plan(small, Cluster(4, memory_bytes=GIB), run(dp=4))
+    limit = max(stage.total for stage in light.memory)
+    cluster = Cluster(4, memory_bytes=limit)
+    heavy = run(dp=4, memory_fraction=1.0, state_bytes=StateBytes(2, 2, 12))
+    assert generate_plan(small, cluster, run(dp=4, memory_fraction=1.0)).zero == 0
+    assert generate_plan(small, cluster, heavy).zero > 0
+
+
+def test_table_shows_the_chosen_row_even_if_it_is_short(small):
+    plan = generate_plan(small, Cluster(8, memory_bytes=2000 * 1024), run())
+    rows = plan.explain(max_rows=2).splitlines()
+    assert any(row.endswith("chosen") for row in rows)
+    assert any("rows more" in row for row in rows)
+    assert isinstance(plan, Plan)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Cluster(0, memory_bytes=1), "Cluster: num_devices must be an integer >= 1, got 0"),
+        (lambda: Cluster(1, memory_bytes=1.5), "Cluster: memory_bytes must be an integer >= 1, got 1.5"),
+        (lambda: Cluster(1, memory_bytes=1, device="gpu"), "Cluster: device must be one of 'cpu', 'cuda', got 'gpu'"),
+        (lambda: run(global_batch_size=0), "Constraints: global_batch_size must be an integer >= 1, got 0"),
+        (lambda: run(tp=0), "Constraints: tp must be an integer >= 1, got 0"),
+        (lambda: run(zero=3), "Constraints: zero must be one of 0, 1, 2, got 3"),
+        (lambda: run(schedule="zb"), "Constraints: schedule must be one of '1f1b', 'gpipe', got 'zb'"),
+        (lambda: run(memory_fraction=1.5), "Constraints: memory_fraction must be in (0, 1], got 1.5"),
+        (lambda: run(sequence_parallel=2), "Constraints: sequence_parallel must be True or False, got 2"),
+    ],
+)
+def test_bad_clusters_and_constraints_are_refused(make, message):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert message in str(error.value)

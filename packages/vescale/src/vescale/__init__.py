@@ -1,0 +1,81 @@
+"""Train large PyTorch models on many devices as if on one device.
+
+    import vescale
+
+    plan = vescale.Plan(dp=2, tp=2, pp=2, zero=1, num_microbatches=4)         # or vescale.generate_plan(...)
+    model, optimizer = vescale.parallelize(plan, model, torch.optim.AdamW)
+    vescale.save("checkpoint", {"model": model, "optimizer": optimizer})
+
+This package joins the parts; each of them (``vescale.dtensor``, ``vescale.dmodule``, ``vescale.optim``,
+``vescale.pipe``, ``vescale.ckpt``, ``vescale.plan``) is a distribution of its own and works without it. ``import
+vescale`` imports none of them, and no torch: names are looked up when they are first used.
+"""
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+# The parts are portions of this namespace in distributions of their own, perhaps in other folders of sys.path.
+__path__ = pkgutil.extend_path(__path__, __name__)
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from vescale import checkpoint, ckpt, dmodule, dtensor, optim, pipe, plan
+    from vescale._generate import generate_plan
+    from vescale._parallel_model import ParallelModel, StepOutput
+    from vescale._parallelize import parallelize
+    from vescale.ckpt import load, save
+    from vescale.dtensor import deferred_init, init_device_mesh
+    from vescale.plan import Cluster, Constraints, Plan
+
+_HOMES = {
+    "Cluster": "vescale.plan",
+    "Constraints": "vescale.plan",
+    "ParallelModel": "vescale._parallel_model",
+    "Plan": "vescale.plan",
+    "StepOutput": "vescale._parallel_model",
+    "deferred_init": "vescale.dtensor",
+    "generate_plan": "vescale._generate",
+    "init_device_mesh": "vescale.dtensor",
+    "load": "vescale.ckpt",
+    "parallelize": "vescale._parallelize",
+    "save": "vescale.ckpt",
+}
+_MODULES = ("checkpoint", "ckpt", "dmodule", "dtensor", "optim", "pipe", "plan")
+
+__all__ = [
+    "Cluster",
+    "Constraints",
+    "ParallelModel",
+    "Plan",
+    "StepOutput",
+    "checkpoint",
+    "ckpt",
+    "deferred_init",
+    "dmodule",
+    "dtensor",
+    "generate_plan",
+    "init_device_mesh",
+    "load",
+    "optim",
+    "parallelize",
+    "pipe",
+    "plan",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, and keep it, so that this runs once per name."""
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module 'vescale' has no attribute {name!r}; it has {', '.join(__all__)}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,73 @@
+"""Cut a global batch into the slices of the data-parallel ranks: pure functions over dicts of tensors.
+
+Every rank sees the same global batch and takes its own slice along dim 0:
+
+    rows of the global batch    | 0 1 2 3 | 4 5 6 7 |        dp = 2: coord 0 takes rows 0-3, coord 1 rows 4-7
+    micro-batches of a rank     | 0 1 | 2 3 |                 num_microbatches = 2, in this order
+
+The loss of the run is the mean over slices of the slices' means. It equals the mean over the global batch only if all
+slices count equally; where labels are masked unevenly it does not, and that is an error here, not another number.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED_LABEL = -100
+_LABELS, _NUM_ITEMS = "labels", "num_items_in_batch"
+
+
+def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatches: int = 1) -> dict[str, Any]:
+    """Return the rows of every tensor that belong to one data-parallel coordinate; other values as they are.
+
+    Args:
+        batch: the global batch. Tensors of at least one dimension have the sequences in dim 0.
+        coord: this rank's coordinate on the axis.
+        dp: size of the axis.
+        num_microbatches: pieces that a rank cuts its slice into.
+
+    Raises:
+        TypeError: ``batch`` is not a mapping.
+        ValueError: there is no tensor to slice, tensors disagree in dim 0, their length is not divisible by
+            ``dp * num_microbatches``, or labels are masked so that the slices do not count equally.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"local_batch: expected a dict of the model's arguments, got {type(batch).__name__}")
+    lengths = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
+    if not lengths:
+        raise ValueError(f"local_batch: there is no tensor with a batch dim among {', '.join(batch) or 'no arguments'}")
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        raise ValueError(f"local_batch: tensors disagree about the number of sequences in dim 0: {listed}")
+    name, length = next(iter(lengths.items()))
+    if length % (dp * num_microbatches):
+        raise ValueError(
+            f"local_batch: {name} has {length} sequences, which dp * num_microbatches = {dp} * {num_microbatches} "
+            f"= {dp * num_microbatches} does not divide; use a multiple of {dp * num_microbatches}"
+        )
+    if _LABELS in lengths and _NUM_ITEMS not in batch:
+        check_equal_weight(batch[_LABELS], pieces=dp * num_microbatches)
+    rows = length // dp
+    return {key: value[coord * rows : (coord + 1) * rows] if key in lengths else value for key, value in batch.items()}
+
+
+def check_equal_weight(labels: Tensor, *, pieces: int) -> None:
+    """Raise `ValueError` unless every piece of ``labels`` has as many labels that count as every other.
+
+    Labels of -100 do not count. A causal model drops the first label of each sequence, so both ways of counting, with
+    the first column and without it, must agree.
+    """
+    if pieces == 1 or labels.dtype.is_floating_point or labels.dtype == torch.bool:
+        return
+    counted = (labels != IGNORED_LABEL).reshape(labels.shape[0], -1)
+    for columns in (counted, counted[:, 1:]):
+        counts = columns.reshape(pieces, -1).sum(dim=1)
+        if int(counts.min()) != int(counts.max()):
+            raise ValueError(
+                f"local_batch: the {pieces} pieces of the batch have {counts.tolist()} labels that count (not "
+                f"{IGNORED_LABEL}), so the mean of their means is not the mean over the global batch. Mask each piece "
+                f"equally, or divide by the same number on every rank: put {_NUM_ITEMS}=<labels that count> / {pieces} "
+                "into the batch, if the model's loss accepts it (Hugging Face models do)"
+            )

@@ -1,0 +1,66 @@
+"""`generate_plan` with what the other parts know: which parameters a ready module plan splits.
+
+``vescale.plan`` knows no sibling and guesses which matrices tensor parallelism splits. Here the model's ready plan is
+asked, and a model without one is planned without tensor parallelism.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from vescale.dmodule.plans import plan_for
+from vescale.plan import Cluster, Constraints, ModelProfile, Plan, profile
+from vescale.plan import generate_plan as search
+
+
+def generate_plan(
+    model: nn.Module | ModelProfile,
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    module_plan: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Plan:
+    """Choose degrees, ZeRO stage and micro-batches for a model on a cluster.
+
+    Args:
+        model: an ``nn.Module`` (real, meta or deferred) or its profile.
+        cluster: the devices; all of them are used.
+        constraints: batch, sequence length, and the choices that are already made.
+        module_plan: the tensor-parallel plan that will be given to `parallelize`. ``None``: the ready one for the
+            model's family; a model without one gets no tensor parallelism, and ``plan.explain()`` says so.
+
+    Returns:
+        The first plan in the order of preference that fits memory; see ``vescale.plan.generate_plan``.
+
+    Raises:
+        ValueError: nothing fits; the message has the nearest miss.
+    """
+    if isinstance(model, ModelProfile):
+        return search(model, cluster, constraints)
+    refusal = ""
+    if module_plan is None:
+        try:
+            module_plan = plan_for(model)
+        except ValueError as error:
+            refusal, module_plan = str(error), {}
+    found = profile(model, tp_sharded=sharded_patterns(model, module_plan))
+    return search(dataclasses.replace(found, tp_refusal=refusal), cluster, constraints)
+
+
+def sharded_patterns(model: nn.Module, module_plan: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the regular expressions of a module plan that split parameters of this model."""
+    patterns = [
+        pattern
+        for pattern, placements in module_plan.get("parameter", {}).items()
+        if any(placement.is_shard() for placement in _placements(placements))
+    ]
+    patterns += [rf"(?:{pattern})\..*" for pattern in module_plan.get("expert", {})]
+    names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    return [pattern for pattern in patterns if any(re.fullmatch(pattern, name) for name in names)]
+
+
+def _placements(placements: Any) -> list[Any]:
+    return list(placements.values()) if isinstance(placements, Mapping) else list(placements)

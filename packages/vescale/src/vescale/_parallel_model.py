@@ -1,0 +1,141 @@
+"""What `parallelize` returns: the user's model behind one interface for every layout.
+
+    out = model(**model.local_batch(batch))         with a pipeline: the schedule runs, out has only the loss
+    out.loss.backward()                             without one: the module's own output
+
+Names are the user's: ``state_dict``, ``named_parameters`` and attributes are those of the module that was given.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.optim import DDP
+from vescale.pipe import PipelineEngine
+from vescale.plan import Plan
+
+from ._batch import slice_batch
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Output of a model whose forward is a pipeline schedule.
+
+    Attributes:
+        loss: mean over the micro-batches, a 0-dim tensor that is the same on every stage; ``loss.backward()``
+            brings the gradients.
+    """
+
+    loss: Tensor
+
+
+class ParallelModel(nn.Module):
+    """Run a parallel model as if it were the plain one; built by `vescale.parallelize`.
+
+    Attributes:
+        plan: the plan it was built from.
+        mesh: device mesh with the axes "pp", "dp" and "tp".
+        module: the user's module, parallelised in place. With a pipeline, modules of other stages are stubs.
+    """
+
+    def __init__(self, ddp: DDP, *, plan: Plan, mesh: DeviceMesh, engine: PipelineEngine | None) -> None:
+        super().__init__()
+        self.ddp = ddp
+        self.plan = plan
+        self.mesh = mesh
+        self._engine = [engine]  # in a list: an engine may be a module, and this one's parameters are the user's alone
+
+    @property
+    def engine(self) -> PipelineEngine | None:
+        """The pipeline engine; ``None`` if the plan needs none."""
+        return self._engine[0]
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module."""
+        return self.ddp.module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this rank's part of the batch.
+
+        Returns:
+            The module's output. With a pipeline or micro-batches: a `StepOutput` with the loss.
+        """
+        if self.engine is None:
+            return self.ddp(*args, **kwargs)
+        return StepOutput(loss=self.engine(*args, **kwargs))
+
+    def local_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this data-parallel rank's slice of the global batch, on the plan's device.
+
+        Args:
+            batch: the model's arguments for the global batch; every rank gives the same. Tensors are cut along dim 0.
+
+        Raises:
+            ValueError: the batch cannot be cut into ``dp * num_microbatches`` pieces that count equally.
+        """
+        axis = self.mesh["dp"]
+        local = slice_batch(
+            batch, coord=axis.get_local_rank(), dp=self.plan.dp, num_microbatches=self.plan.num_microbatches
+        )
+        return {
+            name: value.to(self.plan.device) if isinstance(value, Tensor) else value for name, value in local.items()
+        }
+
+    @torch.no_grad()
+    def global_loss(self, loss: Tensor) -> Tensor:
+        """Return the mean of ``loss`` over the data-parallel ranks, detached: what one process would print.
+
+        A collective over the dp axis: every rank calls it.
+        """
+        total = loss.detach().clone()
+        if self.plan.dp > 1:
+            dist.all_reduce(total, group=self.mesh["dp"].get_group())
+            total /= self.plan.dp
+        return total
+
+    def no_sync(self) -> Any:
+        """Return a context in which gradients accumulate locally; see ``vescale.optim.DDP.no_sync``."""
+        return self.ddp.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients."""
+        self.ddp.zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the module's state dict, under the module's names: what this rank's stage holds."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the module's state dict, in place."""
+        return self.ddp.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the module's named parameters, under the module's names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Return the module's named buffers, under the module's names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Return the plan's first line, for ``print(model)``."""
+        return str(self.plan).splitlines()[0]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "ddp":
+                raise
+            return getattr(self.module, name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "ParallelModel":  # noqa: ARG002 - torch's signature
+        raise RuntimeError(
+            "a parallel model holds its parameters in flat buffers: choose device and dtype before parallelize"
+        )

@@ -1,0 +1,139 @@
+"""`parallelize`: carry out a plan. Composes the parts in the one order that works.
+
+1  checks                plan, optimizer, module plan, number of processes: nothing is communicated before they pass
+2  mesh                  axes pp, dp, tp in the plan's order
+3  PipelineEngine        other stages' modules become stubs, so that a rank never holds them
+4  parallelize_module    tensor parallelism; a deferred model gets its values here, shard by shard
+5  DDP                   data parallelism and ZeRO
+6  DistributedOptimizer  on what this rank owns, with the gradient norm over all axes
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.dmodule import parallelize_module
+from vescale.dmodule.plans import plan_for
+from vescale.dtensor import init_device_mesh, is_deferred
+from vescale.optim import DDP, DistributedOptimizer
+from vescale.pipe import PipelineEngine, PipelinePlan
+from vescale.plan import Plan
+
+from ._parallel_model import ParallelModel
+from ._process_group import check_same_plan, ensure_process_group
+
+ModulePlan = Mapping[str, Mapping[str, Any]]
+OptimizerFn = type[torch.optim.Optimizer] | functools.partial
+
+
+def parallelize(
+    plan: Plan,
+    model: nn.Module,
+    optimizer_fn: OptimizerFn,
+    *,
+    clip_grad_norm: float | None = None,
+    param_groups: Callable[[nn.Module], Iterable[dict[str, Any]]] | None = None,
+    module_plan: ModulePlan | None = None,
+    mesh: DeviceMesh | None = None,
+) -> tuple[ParallelModel, DistributedOptimizer]:
+    """Make a plain model and its optimizer parallel as a plan says. Every process calls it with the same arguments.
+
+    Args:
+        plan: degrees and choices, written by hand or by `generate_plan`.
+        model: the user's module, changed in place; real, or deferred so that no rank ever holds the whole.
+        optimizer_fn: an element-wise ``torch.optim`` class, or ``functools.partial`` of one with its hyperparameters.
+        clip_grad_norm: clip gradients by this global norm in every ``optimizer.step()``; ``optimizer.grad_norm`` is
+            the norm before clipping.
+        param_groups: called with the parallel module when its parameters are final; returns torch's parameter groups,
+            for example to exempt norms from weight decay. By default one group of all parameters.
+        module_plan: tensor-parallel plan of ``vescale.dmodule``; by default the ready one for the model's family.
+        mesh: device mesh with the axes "pp", "dp" and "tp"; by default made from the plan.
+
+    Returns:
+        The parallel model and its optimizer, for a loop that reads like the one for a single process.
+
+    Raises:
+        TypeError: an argument is of another kind.
+        ValueError: the number of processes or the mesh is not the plan's; heads or experts do not divide; the model has
+            no ready module plan; the ranks' plans differ. All of it before any tensor is communicated.
+
+    Example:
+        >>> plan = Plan(dp=2, tp=2, pp=2, zero=1, num_microbatches=4)                               # doctest: +SKIP
+        >>> adamw = functools.partial(torch.optim.AdamW, lr=3e-4)
+        >>> model, optimizer = parallelize(plan, model, adamw, clip_grad_norm=1.0)                  # doctest: +SKIP
+        >>> for batch in batches:                                                                   # doctest: +SKIP
+        ...     model(**model.local_batch(batch)).loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+    optimizer_class, hyperparameters = _read_arguments(plan, model, optimizer_fn)
+    resolved = _resolve_module_plan(plan, model, module_plan)
+    ensure_process_group(plan)
+    check_same_plan(plan)
+    mesh = _resolve_mesh(plan, mesh)
+    engine = None
+    if plan.pp > 1 or plan.num_microbatches > 1:
+        pipeline = PipelinePlan(schedule=plan.schedule, num_microbatches=plan.num_microbatches, split=plan.split)
+        engine = PipelineEngine(model, mesh["pp"], pipeline)
+    if not is_deferred(model):
+        model.to(plan.device)
+    parallelize_module(model, mesh["tp"], resolved, mode=plan.mode)
+    ddp = DDP(model, mesh["dp"], zero=plan.zero, bucket_bytes=plan.bucket_bytes)
+    optimizer = DistributedOptimizer(
+        optimizer_class,
+        model=ddp,
+        param_groups=param_groups(model) if param_groups else None,
+        clip_grad_norm=clip_grad_norm,
+        norm_axes=(mesh["pp"],),
+        **hyperparameters,
+    )
+    return ParallelModel(ddp, plan=plan, mesh=mesh, engine=engine), optimizer
+
+
+def _read_arguments(
+    plan: Plan, model: nn.Module, optimizer_fn: OptimizerFn
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the optimizer's class and hyperparameters."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"parallelize: plan must be a vescale.Plan, got {type(plan).__name__}")
+    if isinstance(model, ParallelModel | DDP):
+        raise TypeError(f"parallelize: the model is a {type(model).__name__} already; give the plain module")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"parallelize: model must be an nn.Module, got {type(model).__name__}")
+    is_partial = isinstance(optimizer_fn, functools.partial) and not optimizer_fn.args
+    optimizer_class = optimizer_fn.func if is_partial else optimizer_fn
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(
+            "parallelize: optimizer_fn must be a torch.optim class or functools.partial of one with keyword arguments, "
+            f"such as functools.partial(torch.optim.AdamW, lr=3e-4), got {optimizer_fn!r}"
+        )
+    return optimizer_class, dict(optimizer_fn.keywords) if is_partial else {}
+
+
+def _resolve_module_plan(plan: Plan, model: nn.Module, module_plan: ModulePlan | None) -> ModulePlan:
+    if module_plan is not None:
+        return module_plan
+    family = None if plan.module_plan == "auto" else plan.module_plan
+    if plan.tp == 1 and family is None:
+        return {}
+    return plan_for(model, degree=plan.tp, sequence_parallel=plan.sequence_parallel, family=family)
+
+
+def _resolve_mesh(plan: Plan, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh after comparing it with the plan, or make the plan's."""
+    if mesh is None:
+        return init_device_mesh(plan.device, plan.mesh_shape, mesh_dim_names=plan.axis_order)
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    expected = {axis: getattr(plan, axis) for axis in plan.axis_order}
+    if {axis: sizes.get(axis) for axis in expected} != expected or mesh.size() != plan.world_size:
+        raise ValueError(
+            f"parallelize: the mesh has the axes {sizes or 'without names'}, the plan needs {expected}; "
+            "leave mesh out, or make it with init_device_mesh(..., mesh_dim_names=('pp', 'dp', 'tp'))"
+        )
+    if mesh.device_type != plan.device:
+        raise ValueError(f"parallelize: the mesh is on {mesh.device_type!r}, the plan on {plan.device!r}")
+    return mesh

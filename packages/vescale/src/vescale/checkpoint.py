@@ -1,0 +1,9 @@
+"""Checkpoints that load under any layout: the name users expect for ``vescale.ckpt``.
+
+vescale.checkpoint.save("runs/step-100", {"model": model, "optimizer": optimizer})
+vescale.checkpoint.load("runs/step-100", {"model": model, "optimizer": optimizer})
+"""
+
+from vescale.ckpt import CheckpointError, load, save
+
+__all__ = ["CheckpointError", "load", "save"]

@@ -1,0 +1,52 @@
+"""The number of processes is checked before anything starts, and a plan must be the same everywhere."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vescale import Plan
+from vescale._process_group import check_same_plan, ensure_process_group
+from vescale_testing import ranks, run_ranks
+
+
+def test_plain_python_process_is_a_world_of_one():
+    def body():
+        ensure_process_group(Plan())
+        return dist.is_initialized(), dist.get_world_size()
+
+    assert run_ranks(body, 1, backend=None) == [(True, 1)]
+
+
+def test_plan_for_more_processes_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match=r"world size 1 is not dp\*tp\*pp = 2\*1\*1 = 2: start 2 processes"):
+        ensure_process_group(Plan(dp=2))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"world size 6 is not dp\*tp\*pp = 2\*2\*2 = 8"):
+        ensure_process_group(Plan(dp=2, tp=2, pp=2))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_plan_without_cuda_is_refused(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RuntimeError, match=r"the plan's device is 'cuda', but torch\.cuda\.is_available\(\) is False"):
+        ensure_process_group(Plan(device="cuda"))
+
+
+@ranks(3)
+def test_group_that_is_there_is_used():
+    group = dist.group.WORLD
+    ensure_process_group(Plan(dp=3))
+    assert dist.group.WORLD is group
+    with pytest.raises(ValueError, match=r"world size 3 is not dp\*tp\*pp = 2\*1\*1 = 2"):
+        ensure_process_group(Plan(dp=2))
+
+
+@ranks(3)
+def test_plans_that_differ_name_the_ranks():
+    check_same_plan(Plan(dp=3))
+    with pytest.raises(ValueError, match=r"ranks \[2\] were given another plan than rank 0") as error:
+        check_same_plan(Plan(dp=3, zero=int(dist.get_rank() == 2)))
+    assert "rank 2: Plan(dp=3, tp=1, pp=1, zero=1" in str(error.value)

@@ -1,0 +1,13 @@
+"""The examples in the docstrings run and print what they say."""
+
+import doctest
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["compare", "float64", "gather", "ranks"])
+def test_examples(name):
+    result = doctest.testmod(importlib.import_module(f"vescale_testing.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,45 @@
+"""A run that is stopped and continued under another layout is the run that was never stopped."""
+
+import pytest
+from vescale_testing import assert_same_training, run_ranks
+from vescale_testing.training import Training, train_in_parallel, train_on_one
+
+from vescale import Plan
+
+FIRST = Plan(dp=2, tp=2, pp=2, zero=1, num_microbatches=2)
+SECOND = {
+    "dp4_tp2": Plan(dp=4, tp=2, zero=2),
+    "pp4_dp2": Plan(dp=2, pp=4, zero=0, num_microbatches=2),
+    "one_process": Plan(),
+}
+
+
+@pytest.mark.parametrize("layout", SECOND)
+def test_continued_under_another_layout(layout, tmp_path):
+    training, folder, plan = Training(layers=4, steps=4), str(tmp_path / "checkpoint"), SECOND[layout]
+    expected = train_on_one(training)
+    run_ranks(train_in_parallel, FIRST.world_size, training, FIRST, save=folder, stop=2, timeout=120)
+    for record in run_ranks(train_in_parallel, plan.world_size, training, plan, load=folder, timeout=120):
+        assert_same_training(record, _last_steps(expected, 2), rtol=1e-10)
+
+
+def test_dropout_continues_where_it_stopped(tmp_path):
+    training, folder = Training(dropout=0.1, steps=4), str(tmp_path / "checkpoint")
+    expected = train_on_one(training)
+    run_ranks(train_in_parallel, 2, training, Plan(tp=2), save=folder, stop=2, timeout=60)
+    for record in run_ranks(train_in_parallel, 2, training, Plan(dp=2, zero=2), load=folder, seed=99, timeout=60):
+        assert_same_training(record, _last_steps(expected, 2), rtol=1e-10)
+
+
+def test_without_the_checkpoint_it_is_another_training(tmp_path):
+    training = Training(steps=4)
+    expected = train_on_one(training)
+    for record in run_ranks(train_in_parallel, 2, training, Plan(dp=2), stop=2, timeout=60):
+        with pytest.raises(AssertionError, match="loss of step 1 differs"):
+            assert_same_training(record, _last_steps(expected, 2), rtol=1e-10)
+
+
+def _last_steps(record, count):
+    from dataclasses import replace
+
+    return replace(record, losses=record.losses[-count:], grad_norms=record.grad_norms[-count:])
