@@ -120,13 +120,13 @@ def family(package: str) -> list[str]:
     return sorted({package} | dependencies(PROJECTS, package))
 
 
-def run_unit_tests(session: nox.Session, package: str) -> None:
+def run_unit_tests(session: nox.Session, package: str, *, constraints: Path = CONSTRAINTS) -> None:
     """Check the environment, run the README's example as a new user would, then the package's tests."""
     folder = PROJECTS[package].folder
     check = ("python", "tools/check_environment.py", *(name for name in family(package) if name != TESTING))
     session.run(*check, env=RUN_ENV)
     session.run("python", "tools/run_examples.py", relative(folder / "README.md"), env=RUN_ENV)
-    install(session, [TESTING], *PROJECTS[package].test_requirements)
+    install(session, [TESTING], *PROJECTS[package].test_requirements, constraints=constraints)
     session.run(*check, env=RUN_ENV)
     session.run("pytest", relative(folder / "tests"), *session.posargs, env=RUN_ENV)
 
@@ -175,15 +175,14 @@ def unit(session: nox.Session, package: str) -> None:
 @each_package
 def floor(session: nox.Session, package: str) -> None:
     """Test one package with the lowest versions that it declares."""
-    members = [PROJECTS[name] for name in family(package)]
-    pins = floor_pins(session, members)
+    pins = floor_pins(session, PROJECTS[package])
     start_environment(session, [*family(package), TESTING], *pins)
     names = {requirement_name(pin) for pin in pins}
     kept = [line for line in CONSTRAINTS.read_text().splitlines() if line.split("==")[0] not in names]
     constraints = Path(session.create_tmp(), "constraints.txt").resolve()
     constraints.write_text("\n".join([*kept, *pins]) + "\n")
     install(session, family(package), *pins, constraints=constraints)
-    run_unit_tests(session, package)
+    run_unit_tests(session, package, constraints=constraints)
 
 
 @nox.session(default=False)
@@ -271,13 +270,11 @@ def num_processes(arguments: list[str]) -> int:
     return max(1, degrees.dp * degrees.tp * degrees.pp)
 
 
-def floor_pins(session: nox.Session, members: list[Project]) -> list[str]:
-    """Return pins to the lowest declared version of every third-party dependency that can be installed here."""
+def floor_pins(session: nox.Session, project: Project) -> list[str]:
+    """Return pins to the lowest version of each third-party dependency of a package that can be installed here."""
     pins = []
-    for requirement in sorted({r for project in members for r in project.requirements}):
+    for requirement in project.requirements:
         name, version = requirement_name(requirement), lowest_version(requirement)
-        if version is None:
-            continue
         # On Linux a plain torch wheel is the CUDA build, gigabytes of it: only the CPU build will do.
         pin = f"{name}=={version}{'.0+cpu' if name == 'torch' and sys.platform == 'linux' else ''}"
         if name != "torch" or can_install(session, pin):

@@ -138,14 +138,14 @@ def test_values_that_are_not_finite_never_agree(actual, expected, record):
     a, b = (TrainingRecord(**{record: value}) for value in values)
     for one, other in [(a, b), (b, a)]:
         with pytest.raises(AssertionError, match=r"differs by (nan|inf)"):
-            assert_same_training(one, other, rtol=1e10)
+            assert_same_training(one, other, rtol=1e10)  # no bound is wide enough
 
 
 def test_shapes_and_dtypes_must_be_equal():
     expected = TrainingRecord(params={"w": torch.ones(2, 3)})
     for other in (torch.ones(3, 2), torch.ones(2, 3, dtype=torch.float64)):
         with pytest.raises(AssertionError, match=r"w differs in kind\nactual torch.float\d\d of shape \(\d, \d\)"):
-            assert_same_training(TrainingRecord(params={"w": other}), expected, rtol=1.0)
+            assert_same_training(TrainingRecord(params={"w": other}), expected, rtol=1.0)  # values agree, kinds do not
 
 
 @pytest.mark.parametrize("kind", ["losses", "grad_norms", "grads", "params", "optimizer_state"])

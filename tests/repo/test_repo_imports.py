@@ -124,3 +124,22 @@ def test_a_private_torch_name_is_found(tmp_path):
     path = tmp_path / "module.py"
     path.write_text("from torch.utils._pytree import tree_map\nfrom torch import __version__\n")
     assert private_torch_names(path) == ["module.py:1 torch.utils._pytree.tree_map"]
+
+
+# Collectives of Python objects and Tensor.numpy() fail without numpy, which torch does not declare.
+NEEDS_NUMPY = re.compile(r"(gather|scatter|broadcast)\w*_object\(|object_list\(|(?<!def )\bnumpy\(")
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_numpy_is_declared_where_torch_needs_it(name):
+    project = PROJECTS[name]
+    family = [project, *(PROJECTS[sibling] for sibling in dependencies(PROJECTS, name))]
+    declared = {requirement_name(r) for member in family for r in member.requirements}
+    users = [path.name for path in project.folder.glob("src/**/*.py") if NEEDS_NUMPY.search(path.read_text())]
+    assert not users or "numpy" in declared, f"{name} must declare numpy for {users}"
+
+
+@pytest.mark.parametrize("line", ["dist.all_gather_object(a, b)", "dist.scatter_object_list(a, b)", "state.numpy()"])
+def test_a_use_of_numpy_through_torch_is_found(line):
+    assert NEEDS_NUMPY.search(line)
+    assert not NEEDS_NUMPY.search("def numpy(self): ...")

@@ -1,7 +1,8 @@
 """What was saved under one layout is loaded bit for bit under any other.
 
 The state has tensors of many dtypes and shapes: sharded by tensor parallelism (unevenly, with empty shards),
-replicated, split by pipeline stages, and values sharded over data parallelism as flat ranges, the way ZeRO keeps optimizer state.
+replicated, split by pipeline stages, and values sharded over data parallelism as flat ranges, the way ZeRO keeps
+optimizer state.
 Each layout saves once; then each layout loads what every layout saved and compares every local box with the
 corresponding slice of the global tensor.
 """

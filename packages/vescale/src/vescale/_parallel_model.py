@@ -1,12 +1,13 @@
 """What `parallelize` returns: the user's model behind one interface for every layout.
 
-    out = model(**model.local_batch(batch))         with a pipeline: the schedule runs, out has only the loss
-    out.loss.backward()                             without one: the module's own output
+    out = model(**model.local_batch(batch))         with a pipeline, micro-batches or a loss_fn: a `StepOutput`
+    out.loss.backward()                             otherwise: the module's own output
 
 Names are the user's: ``state_dict``, ``named_parameters`` and attributes are those of the module that was given.
 """
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +22,16 @@ from vescale.plan import Plan
 
 from ._batch import slice_batch
 
+LossFn = Callable[..., Tensor]
+
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Output of a model whose forward is a pipeline schedule.
+    """Output of a model whose forward is a step of micro-batches, or ends in a ``loss_fn``.
 
     Attributes:
-        loss: mean over the micro-batches, a 0-dim tensor that is the same on every stage; ``loss.backward()``
-            brings the gradients.
+        loss: mean over this rank's part of the batch, a 0-dim tensor that is the same on every stage;
+            ``loss.backward()`` brings the gradients.
     """
 
     loss: Tensor
@@ -41,19 +44,18 @@ class ParallelModel(nn.Module):
         plan: the plan it was built from.
         mesh: device mesh with the axes "pp", "dp" and "tp".
         module: the user's module, parallelised in place. With a pipeline, modules of other stages are stubs.
+        engine: the pipeline engine; ``None`` if the plan needs none.
     """
 
-    def __init__(self, ddp: DDP, *, plan: Plan, mesh: DeviceMesh, engine: PipelineEngine | None) -> None:
+    def __init__(
+        self, ddp: DDP, *, plan: Plan, mesh: DeviceMesh, engine: PipelineEngine | None, loss_fn: LossFn | None = None
+    ) -> None:
         super().__init__()
         self.ddp = ddp
         self.plan = plan
         self.mesh = mesh
-        self._engine = [engine]  # in a list: an engine may be a module, and this one's parameters are the user's alone
-
-    @property
-    def engine(self) -> PipelineEngine | None:
-        """The pipeline engine; ``None`` if the plan needs none."""
-        return self._engine[0]
+        self.engine = engine
+        self.loss_fn = loss_fn
 
     @property
     def module(self) -> nn.Module:
@@ -63,12 +65,25 @@ class ParallelModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this rank's part of the batch.
 
+        Args:
+            *args: positional arguments of the module.
+            **kwargs: keyword arguments of the module; with a ``loss_fn`` also ``target``, which goes to it alone.
+
         Returns:
-            The module's output. With a pipeline or micro-batches: a `StepOutput` with the loss.
+            The module's output. With a pipeline, micro-batches or a ``loss_fn``: a `StepOutput` with the loss.
+
+        Raises:
+            RuntimeError: a random operator ran with ``num_microbatches > 1`` on one stage.
         """
-        if self.engine is None:
+        if self.engine is not None and self.plan.pp > 1:
+            return StepOutput(loss=self.engine(*args, **kwargs))
+        if self.engine is not None:
+            with refuse_random_operators(self.plan):
+                return StepOutput(loss=self.engine(*args, **kwargs))
+        if self.loss_fn is None:
             return self.ddp(*args, **kwargs)
-        return StepOutput(loss=self.engine(*args, **kwargs))
+        target = [kwargs.pop("target")] if "target" in kwargs else []
+        return StepOutput(loss=self.loss_fn(self.ddp(*args, **kwargs), *target))
 
     def local_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this data-parallel rank's slice of the global batch, on the plan's device.
@@ -139,3 +154,23 @@ class ParallelModel(nn.Module):
         raise RuntimeError(
             "a parallel model holds its parameters in flat buffers: choose device and dtype before parallelize"
         )
+
+
+@contextlib.contextmanager
+def refuse_random_operators(plan: Plan) -> Iterator[None]:
+    """Raise `RuntimeError` at the end if the device's generator has advanced.
+
+    One process draws a dropout mask for the whole batch, layer by layer. Micro-batches would draw in another order, so
+    their masks would be other ones; a pipeline refuses them itself.
+    """
+    before = _generator_state(plan.device)
+    yield
+    if not torch.equal(before, _generator_state(plan.device)):
+        raise RuntimeError(
+            f"a random operator (dropout?) ran in a model with num_microbatches = {plan.num_microbatches}: its numbers "
+            "are not those that one process draws for the whole batch. Set dropout to 0, or use num_microbatches=1"
+        )
+
+
+def _generator_state(device: str) -> Tensor:
+    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()

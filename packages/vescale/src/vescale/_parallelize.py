@@ -36,6 +36,7 @@ def parallelize(
     optimizer_fn: OptimizerFn,
     *,
     clip_grad_norm: float | None = None,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
     param_groups: Callable[[nn.Module], Iterable[dict[str, Any]]] | None = None,
     module_plan: ModulePlan | None = None,
     mesh: DeviceMesh | None = None,
@@ -48,6 +49,8 @@ def parallelize(
         optimizer_fn: an element-wise ``torch.optim`` class, or ``functools.partial`` of one with its hyperparameters.
         clip_grad_norm: clip gradients by this global norm in every ``optimizer.step()``; ``optimizer.grad_norm`` is
             the norm before clipping.
+        loss_fn: computes the loss from the module's output, as ``loss_fn(output)`` or, if the batch has ``target``, as
+            ``loss_fn(output, target)``. Not needed if the output is a scalar loss or has one as ``output.loss``.
         param_groups: called with the parallel module when its parameters are final; returns torch's parameter groups,
             for example to exempt norms from weight decay. By default one group of all parameters.
         module_plan: tensor-parallel plan of ``vescale.dmodule``; by default the ready one for the model's family.
@@ -78,7 +81,7 @@ def parallelize(
     engine = None
     if plan.pp > 1 or plan.num_microbatches > 1:
         pipeline = PipelinePlan(schedule=plan.schedule, num_microbatches=plan.num_microbatches, split=plan.split)
-        engine = PipelineEngine(model, mesh["pp"], pipeline)
+        engine = PipelineEngine(model, mesh["pp"], pipeline, loss_fn=loss_fn, meshes=[mesh["tp"]])
     if not is_deferred(model):
         model.to(plan.device)
     parallelize_module(model, mesh["tp"], resolved, mode=plan.mode)
@@ -91,7 +94,7 @@ def parallelize(
         norm_axes=(mesh["pp"],),
         **hyperparameters,
     )
-    return ParallelModel(ddp, plan=plan, mesh=mesh, engine=engine), optimizer
+    return ParallelModel(ddp, plan=plan, mesh=mesh, engine=engine, loss_fn=loss_fn), optimizer
 
 
 def _read_arguments(

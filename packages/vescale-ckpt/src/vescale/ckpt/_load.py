@@ -83,7 +83,7 @@ def load(
             mismatch = find_mismatch(comparisons, manifest, strict=strict, ignore=ignore)
             if mismatch is not None:
                 raise CheckpointError(f"{where}: {mismatch}")
-            _log_partial(where, comparisons, manifest)
+            _log_partial(where, comparisons, left_over(comparisons, manifest, ignore=ignore))
             return [None] * control.size
 
         control.run_round(examine, accept)
@@ -122,10 +122,9 @@ def _fill(where: Path, flat: FlatState, manifest: Manifest) -> None:
         ) from error
 
 
-def _log_partial(where: Path, comparisons: list[Comparison], manifest: Manifest) -> None:
-    """Say what a load with strict=False or ignore leaves out."""
+def _log_partial(where: Path, comparisons: list[Comparison], left: list[str]) -> None:
+    """Say what a load with strict=False leaves out."""
     missing = sorted({name for own in comparisons for name in own.missing})
-    left = left_over(comparisons, manifest)
     for what, names in (("not stored, kept as they are", missing), ("stored, not loaded", left)):
         if names:
             logger.warning("%s: %d names %s: %s", where, len(names), what, format_some(names))

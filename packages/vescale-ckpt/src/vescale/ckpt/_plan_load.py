@@ -113,7 +113,7 @@ def find_mismatch(
         ignore: stored names, or leading path components of names, that may be left over.
     """
     missing = _by_ranks((rank, name) for rank, own in enumerate(comparisons) for name in own.missing)
-    left = [name for name in left_over(comparisons, manifest) if not _is_under(name, ignore)]
+    left = left_over(comparisons, manifest, ignore=ignore)
     lines = []
     if strict:
         lines += _tell_missing(missing, left or _stored_names(manifest))
@@ -125,13 +125,17 @@ def find_mismatch(
     return "the checkpoint does not fit the state:\n" + "\n".join(f"  - {line}" for line in lines)
 
 
-def left_over(comparisons: Sequence[Comparison], manifest: Manifest) -> list[str]:
-    """List the stored names that no rank asks for."""
+def left_over(comparisons: Sequence[Comparison], manifest: Manifest, *, ignore: Collection[str] = ()) -> list[str]:
+    """List the stored names that no rank asks for and ``ignore`` does not name."""
     stored = _stored_names(manifest)
     asked = 0
     for own in comparisons:
         asked |= int.from_bytes(own.asked)
-    return [name for name, by_any in zip(stored, asked.to_bytes(len(stored)), strict=True) if not by_any]
+    return [
+        name
+        for name, by_any in zip(stored, asked.to_bytes(len(stored)), strict=True)
+        if not (by_any or _is_under(name, ignore))
+    ]
 
 
 def _stored_names(manifest: Manifest) -> list[str]:

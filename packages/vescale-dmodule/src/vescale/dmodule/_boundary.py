@@ -18,16 +18,51 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.overrides import handle_torch_function, has_torch_function
 
+from . import _torch
 from ._placements import check_dims, is_placement_spec, normalize
 from .errors import PlanError
 
-__all__ = ["as_dtensor", "install_inputs", "install_outputs", "place"]
+__all__ = ["as_dtensor", "bring", "install_inputs", "install_outputs", "place", "to_plain"]
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """Return a plain tensor that is equal on all ranks as a replicated DTensor; gradients come back reduced."""
-    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    with _torch.no_function_modes():  # what DTensor does inside is no call of the user's program
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def bring(tensor: Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh) -> DTensor:
+    """Return ``tensor`` in ``placements``, differentiably.
+
+    Note [boundaries are torch functions]: like an operator of torch, this and :func:`to_plain` offer themselves to function
+    modes and tensor subclasses first. A pipeline that stands in for values of other stages sees one call, whatever
+    communication it takes, and a stand-in needs not know DTensor.
+    """
+    if has_torch_function((tensor,)):
+        return handle_torch_function(bring, (tensor,), tensor, placements, mesh)
+    tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, mesh)
+    moved = tuple(tensor.placements) != placements
+    summed = any(p.is_partial() for p in tensor.placements)
+    if moved:
+        tensor = tensor.redistribute(placements=placements)
+    # A redistribution from Replicate or Shard brings its gradient back to that layout by itself.
+    return tensor if moved and not summed else _PinGradient.apply(tensor)
+
+
+def to_plain(tensor: Tensor) -> Tensor:
+    """Return a replicated DTensor as a plain tensor and a partial one reduced; leave sharded and plain ones as they are.
+
+    See Note [boundaries are torch functions].
+    """
+    if has_torch_function((tensor,)):
+        return handle_torch_function(to_plain, (tensor,), tensor)
+    if not isinstance(tensor, DTensor) or any(p.is_shard() for p in tensor.placements):
+        return tensor
+    if any(p.is_partial() for p in tensor.placements):
+        tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+    return tensor.to_local()
 
 
 def place(value: object, spec: object, mesh: DeviceMesh, where: str) -> object:
@@ -39,7 +74,7 @@ def place(value: object, spec: object, mesh: DeviceMesh, where: str) -> object:
     if spec is None or value is None:
         return value
     if is_placement_spec(spec):
-        return _place_tensor(value, normalize(spec, mesh, where), mesh, where)
+        return _place_tensor(value, normalize(spec, mesh.mesh_dim_names, where), mesh, where)
     if isinstance(spec, Mapping):
         return _place_fields(value, spec, mesh, where)
     if isinstance(spec, Sequence) and isinstance(value, (tuple, list)):
@@ -57,13 +92,7 @@ def _place_tensor(value: object, placements: tuple[Placement, ...], mesh: Device
     if not isinstance(value, Tensor):
         raise PlanError(f"{where}: the plan gives placements {placements}, but the value is a {type(value).__name__}")
     check_dims(placements, value.shape, where)
-    tensor = value if isinstance(value, DTensor) else as_dtensor(value, mesh)
-    moved = tuple(tensor.placements) != placements
-    summed = any(p.is_partial() for p in tensor.placements)
-    if moved:
-        tensor = tensor.redistribute(placements=placements)
-    # A redistribution from Replicate or Shard brings its gradient back to that layout by itself.
-    return tensor if moved and not summed else _PinGradient.apply(tensor)
+    return bring(value, placements, mesh)
 
 
 class _PinGradient(torch.autograd.Function):

@@ -13,12 +13,12 @@ import contextlib
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 
 from . import _torch
-from ._boundary import as_dtensor
+from ._boundary import as_dtensor, to_plain
 
 __all__ = ["install_eager"]
 
@@ -72,15 +72,8 @@ def install_eager(module: nn.Module, *, allow_implicit: bool) -> None:
 
     def leave(_module: nn.Module, _args: object, output: object) -> object:
         running.pop().close()
-        return _torch.tree_map_only(DTensor, _to_plain, output)
+        return _torch.tree_map_only(Tensor, to_plain, output)
 
     module.register_forward_pre_hook(enter, prepend=True)
     module.register_forward_hook(leave, always_call=True)
 
-
-def _to_plain(tensor: DTensor) -> Tensor:
-    if any(p.is_shard() for p in tensor.placements):
-        return tensor
-    if any(p.is_partial() for p in tensor.placements):
-        tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-    return tensor.to_local()

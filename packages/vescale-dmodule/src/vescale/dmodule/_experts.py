@@ -57,7 +57,9 @@ class _Region:
         bound.arguments["top_k_weights"] = self._local_input(weights).masked_fill(elsewhere, 0)
         stack = contextlib.ExitStack()
         stack.enter_context(_local_state(module, count))
-        stack.enter_context(random.forbidden("experts run on local tensors; move the random operator out of the experts"))
+        stack.enter_context(
+            random.forbidden("experts run on local tensors; move the random operator out of the experts")
+        )
         self.open.append(stack)
         return bound.args, bound.kwargs
 
@@ -126,7 +128,9 @@ def install_experts(module: nn.Module, name: str, placements: tuple[Placement, .
         raise PlanError(f"expert {name!r}: forward takes {list(signature.parameters)}, expected {list(ARGUMENTS)}")
     nested = [key for key, _ in module.named_parameters() if "." in key]
     if nested:
-        raise PlanError(f"expert {name!r}: parameter {nested[0]!r} is in a submodule; stacked expert tensors are expected")
+        raise PlanError(
+            f"expert {name!r}: parameter {nested[0]!r} is in a submodule; stacked expert tensors are expected"
+        )
     region = _Region(mesh, placements.index(Shard(0)), signature)
     module.register_forward_pre_hook(region.enter, with_kwargs=True)
     module.register_forward_hook(region.leave, always_call=True)

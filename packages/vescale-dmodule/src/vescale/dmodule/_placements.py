@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .errors import PlanError
@@ -19,26 +18,27 @@ def is_placement_spec(value: object) -> bool:
     return isinstance(value, Sequence) and bool(value) and all(isinstance(v, Placement) for v in value)
 
 
-def normalize(spec: object, mesh: DeviceMesh, where: str) -> tuple[Placement, ...]:
-    """Return one placement per axis of ``mesh``; axes that a dict does not name are ``Replicate()``.
+def normalize(spec: object, axes: Sequence[str], where: str) -> tuple[Placement, ...]:
+    """Return one placement per mesh axis; axes that a dict does not name are ``Replicate()``.
 
     Raises:
         PlanError: an axis that the mesh lacks, a list of another length, or something that is no placement.
 
     Example:
-        >>> normalize({"tp": Shard(0)}, mesh, "q_proj.weight")      # doctest: +SKIP
-        (Replicate(), Shard(dim=0))                                 # on a mesh with axes ("dp", "tp")
+        >>> normalize({"tp": Shard(0)}, ("dp", "tp"), "q_proj.weight")
+        (Replicate(), Shard(dim=0))
     """
-    names = mesh.mesh_dim_names or ()
     if not is_placement_spec(spec):
         raise PlanError(f"{where}: expected placements such as {{'tp': Shard(0)}} or [Shard(0)], got {spec!r}")
     if isinstance(spec, Mapping):
-        unknown = [axis for axis in spec if axis not in names]
+        unknown = [axis for axis in spec if axis not in axes]
         if unknown:
-            raise PlanError(f"{where}: axis {unknown[0]!r} is not in the mesh; its axes are {tuple(names)}")
-        return tuple(spec.get(axis, Replicate()) for axis in names)
-    if len(spec) != mesh.ndim:
-        raise PlanError(f"{where}: {len(spec)} placements for a mesh of {mesh.ndim} axes {tuple(names)}; name them in a dict")
+            raise PlanError(f"{where}: axis {unknown[0]!r} is not in the mesh; its axes are {tuple(axes)}")
+        return tuple(spec.get(axis, Replicate()) for axis in axes)
+    if len(spec) != len(axes):
+        raise PlanError(
+            f"{where}: {len(spec)} placements for a mesh of {len(axes)} axes {tuple(axes)}; name them in a dict"
+        )
     return tuple(spec)
 
 

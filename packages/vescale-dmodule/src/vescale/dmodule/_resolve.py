@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ._placements import check_dims, normalize
@@ -21,6 +20,9 @@ from .errors import PlanError
 __all__ = ["ResolvedPlan", "resolve"]
 
 SECTIONS = ("parameter", "forward", "expert")
+
+# what a stub for modules of another pipeline stage carries: the names that it replaced, relative to its own
+STUB_MARK = "absent_fqns"
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class ResolvedPlan:
     experts: dict[str, tuple[Placement, ...]] = field(default_factory=dict)
 
 
-def resolve(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Mapping[str, object]]) -> ResolvedPlan:
-    """Match every key of ``plan`` against the names in ``module``.
+def resolve(module: nn.Module, axes: Mapping[str, int], plan: Mapping[str, Mapping[str, object]]) -> ResolvedPlan:
+    """Match every key of ``plan`` against the names in ``module``, for a mesh of ``axes`` (name -> size, in mesh order).
 
     Names of parts that live on other pipeline stages (listed in ``absent_fqns`` of the stub that took their place) count
     as known, so that one plan serves all stages.
@@ -54,20 +56,20 @@ def resolve(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Mapping[str,
     if unknown:
         raise PlanError(f"unknown section {unknown[0]!r} in the plan; sections are {', '.join(SECTIONS)}")
     absent = _absent_names(module)
-    modules = dict(module.named_modules(remove_duplicate=False))
+    modules = {n: m for n, m in module.named_modules(remove_duplicate=False) if not hasattr(m, STUB_MARK)}
     shapes = {name: tuple(t.shape) for name, t in module.named_parameters(remove_duplicate=False)}
     buffers = {name: tuple(t.shape) for name, t in module.named_buffers(remove_duplicate=False)}
 
     experts = {
-        name: normalize(spec, mesh, f"expert {name!r}")
+        name: normalize(spec, list(axes), f"expert {name!r}")
         for name, spec in _match("expert", plan.get("expert", {}), modules, absent).items()
     }
     named = _match("parameter", plan.get("parameter", {}), {**shapes, **buffers}, absent)
-    tensors = {name: normalize(spec, mesh, f"parameter {name!r}") for name, spec in named.items()}
+    tensors = {name: normalize(spec, list(axes), f"parameter {name!r}") for name, spec in named.items()}
     for name in shapes:
-        tensors.setdefault(name, tuple(Replicate() for _ in range(mesh.ndim)))
+        tensors.setdefault(name, tuple(Replicate() for _ in axes))
     for owner, placements in experts.items():
-        tensors.update(_expert_tensors(owner, modules[owner], placements, mesh))
+        tensors.update(_expert_tensors(owner, modules[owner], placements, list(axes.values())))
     for name, placements in tensors.items():
         check_dims(placements, {**buffers, **shapes}[name], f"parameter {name!r}")
 
@@ -91,7 +93,7 @@ def _absent_names(module: nn.Module) -> set[str]:
     """Return the names that exist on other pipeline stages."""
     names = set()
     for owner, part in module.named_modules():
-        for name in getattr(part, "absent_fqns", ()):
+        for name in getattr(part, STUB_MARK, ()):
             names.add(_join(owner, name) if name else owner)
     return names
 
@@ -105,7 +107,9 @@ def _match(section: str, keys: Mapping[str, object], known: Iterable[str], absen
         pattern = re.compile(key)
         names = [name for name in known if pattern.fullmatch(name)]
         if not names and not any(pattern.fullmatch(name) for name in absent):
-            raise PlanError(f"{section} key {key!r} matches nothing in the module; nearest names: {_nearest(key, known)}")
+            raise PlanError(
+                f"{section} key {key!r} matches nothing in the module; nearest names: {_nearest(key, known)}"
+            )
         for name in names:
             if name in found and found[name] != spec:
                 raise PlanError(
@@ -123,15 +127,17 @@ def _nearest(key: str, names: list[str], count: int = 3) -> str:
 
 
 def _expert_tensors(
-    owner: str, module: nn.Module, placements: tuple[Placement, ...], mesh: DeviceMesh
+    owner: str, module: nn.Module, placements: tuple[Placement, ...], sizes: list[int]
 ) -> dict[str, tuple[Placement, ...]]:
     """Return the placements of the stacked tensors of an experts module and check that they divide."""
     sharded = [axis for axis, p in enumerate(placements) if isinstance(p, Shard)]
     if len(sharded) != 1 or placements[sharded[0]] != Shard(0):
         raise PlanError(f"expert {owner!r}: exactly one axis must hold Shard(0), the expert dim; got {placements}")
-    num_experts, ranks = getattr(module, "num_experts", None), mesh.size(sharded[0])
+    num_experts, ranks = getattr(module, "num_experts", None), sizes[sharded[0]]
     if not isinstance(num_experts, int):
-        raise PlanError(f"expert {owner!r}: {type(module).__name__} has no attribute num_experts, so it is no stack of experts")
+        raise PlanError(
+            f"expert {owner!r}: {type(module).__name__} has no attribute num_experts, so it is no stack of experts"
+        )
     if num_experts % ranks:
         raise PlanError(
             f"expert {owner!r}: {num_experts} experts do not divide over {ranks} ranks of the axis; "
@@ -140,6 +146,8 @@ def _expert_tensors(
     tensors = {}
     for name, tensor in module.named_parameters():
         if tensor.ndim == 0 or tensor.shape[0] != num_experts:
-            raise PlanError(f"expert {owner!r}: parameter {name!r} of shape {tuple(tensor.shape)} has no leading expert dim")
+            raise PlanError(
+                f"expert {owner!r}: parameter {name!r} of shape {tuple(tensor.shape)} has no leading expert dim"
+            )
         tensors[_join(owner, name)] = placements
     return tensors

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+import torch
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-__all__ = ["explicit_redistribution", "shard_of", "tree_leaves", "tree_map", "tree_map_only"]
+__all__ = ["explicit_redistribution", "no_function_modes", "tree_leaves", "tree_map", "tree_map_only"]
 
 
 def explicit_redistribution() -> contextlib.AbstractContextManager:
@@ -17,6 +16,6 @@ def explicit_redistribution() -> contextlib.AbstractContextManager:
     return ExplicitRedistributionContext(enable=True, strict=False, mode="raise")
 
 
-def shard_of(tensor: DTensor) -> Tensor:
-    """Return the local shard itself, outside autograd."""
-    return tensor._local_tensor
+def no_function_modes() -> contextlib.AbstractContextManager:
+    """Return a context whose calls reach no ``TorchFunctionMode`` and no ``__torch_function__``."""
+    return torch._C.DisableTorchFunction()

@@ -67,7 +67,7 @@ def parallelize_module(
         raise ValueError(f"this {type(module).__name__} is parallelised already; build a new one to change the plan")
     if not mesh.mesh_dim_names:
         raise PlanError("the mesh has no axis names; give init_device_mesh(..., mesh_dim_names=('tp',))")
-    resolved = resolve(module, mesh, plan)
+    resolved = resolve(module, dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), plan)
     check_ties(module, resolved.tensors)
     setattr(module, MARK, True)
     if mesh.size() == 1:
@@ -85,7 +85,9 @@ def parallelize_module(
     install_eager(module, allow_implicit=allow_implicit)
     distribute(module, mesh, resolved.tensors)
     install_gradient_sync(module)
-    logger.info("parallelised %s over %s: %d sharded tensors", type(module).__name__, mesh, _count_sharded(resolved.tensors))
+    logger.info(
+        "parallelised %s over %s: %d sharded tensors", type(module).__name__, mesh, _count_sharded(resolved.tensors)
+    )
     return module
 
 

@@ -1,8 +1,8 @@
 """Fused attention on sharded operands.
 
-Every attention kernel treats each (batch, head) pair on its own, so operands sharded alike over the batch or over the heads
-need no communication. Stock DTensor has such rules for CUDA kernels, but none for the flash kernel that
-``scaled_dot_product_attention`` chooses on CPU; this file adds it, forward and backward, with any mask that broadcasts::
+Every attention kernel treats each (batch, head) pair on its own, so operands sharded alike over the batch or over the
+heads need no communication. Stock DTensor has such rules for CUDA kernels, but none for the flash kernel that
+``scaled_dot_product_attention`` chooses on CPU; this file adds it, forward and backward, with any mask it broadcasts::
 
     query            (B, H,    L, E)        Shard(0) or Shard(1)
     key, value       (B, H_kv, S, E)        the same
@@ -15,8 +15,8 @@ redistribution, refused where those are refused.
 Dropout inside a fused kernel draws its mask in an order of the kernel's own, so it is refused; the unfused path of
 ``scaled_dot_product_attention`` (``SDPBackend.MATH``, what CPU always takes with dropout) draws it as one device does.
 
-It is a handler rather than a ``register_sharding`` rule, because stock propagation neither redistributes keyword operands
-(the mask) nor makes their placements a part of its cache key.
+It is a handler rather than a ``register_sharding`` rule, because stock propagation neither redistributes keyword
+operands (the mask) nor makes their placements a part of its cache key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from . import _torch
 from .errors import UnsupportedRandomOperator
 
-__all__ = ["attention_handlers", "draws_dropout", "refuse_dropout"]
+__all__ = ["attention_handlers", "is_fused_without_dropout", "refuse_dropout"]
 
 aten = torch.ops.aten
 
@@ -50,18 +50,18 @@ def attention_handlers() -> dict[_torch.Op, _torch.Handler]:
 # ------------------------------------------------------------------------------------------------- dropout
 
 
-def draws_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
-    """Tell whether a call of a fused attention operator draws a dropout mask."""
+def is_fused_without_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
+    """Tell whether this is a call of a fused attention operator that draws no dropout mask."""
     names = [argument.name for argument in op._schema.arguments]
-    dropout = kwargs.get("dropout_p", 0.0)
-    if "dropout_p" in names and names.index("dropout_p") < len(args):
-        dropout = args[names.index("dropout_p")]
-    return dropout > 0
+    if "dropout_p" not in names:
+        return False
+    position = names.index("dropout_p")
+    return (args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)) == 0
 
 
 def refuse_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> None:
     """Raise UnsupportedRandomOperator where a fused attention operator would draw a dropout mask."""
-    if draws_dropout(op, args, kwargs):
+    if not is_fused_without_dropout(op, args, kwargs):
         raise UnsupportedRandomOperator.for_tensor(
             op, args[0], "use torch.nn.attention.sdpa_kernel(SDPBackend.MATH) or eager attention for attention dropout"
         )
@@ -84,7 +84,7 @@ def _flash_cpu_backward(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[DTens
 
 
 def _placements(query: Tensor, key: Tensor, value: Tensor) -> tuple[Placement, ...]:
-    """Choose, for each mesh axis, the placement in which all operands meet: that of the first sharded one, if it fits."""
+    """Choose, for each mesh axis, the placement of all operands: that of the first sharded one, if it fits."""
     operands = (query, key, value)
     mesh = next(operand.device_mesh for operand in operands if isinstance(operand, DTensor))
     sharded = [operand.placements for operand in operands if isinstance(operand, DTensor)]
@@ -134,8 +134,8 @@ def _operand(op: _torch.Op, tensor: Tensor, mesh: DeviceMesh, placements: tuple[
     if not isinstance(tensor, DTensor):
         if not _torch.plain_operands_allowed() and "backward" not in op.name():
             raise RuntimeError(
-                f"{op}: got mixed torch.Tensor and DTensor; distribute the tensor of shape {tuple(tensor.shape)} first, or "
-                "use torch.distributed.tensor.experimental.implicit_replication()"
+                f"{op}: got mixed torch.Tensor and DTensor; distribute the tensor of shape {tuple(tensor.shape)} "
+                "first, or use torch.distributed.tensor.experimental.implicit_replication()"
             )
         tensor = _torch.wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor)
     return _torch.redistributed(tensor, placements, for_op=op)

@@ -79,7 +79,7 @@ def random_operators() -> tuple[Op, ...]:
 
 
 def handler_table() -> dict[Op, Handler]:
-    """Return DTensor's table of operators that are handled before sharding propagation (and before its own RNG tracker)."""
+    """Return DTensor's table of operators that are handled before sharding propagation and its own RNG tracker."""
     return DTensor._op_dispatcher._custom_op_handlers
 
 
@@ -110,7 +110,7 @@ def local_tensor(tensor: DTensor) -> Tensor:
 def local_box(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return ``(offsets, sizes)`` of this rank's rectangle in a tensor of global ``shape``; empty outside of the mesh."""
+    """Return ``(offsets, sizes)`` of this rank's rectangle in a tensor of global ``shape``; empty outside the mesh."""
     if mesh.get_coordinate() is None:
         return tuple(0 for _ in shape), tuple(0 for _ in shape)
     sizes, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, tuple(placements))
@@ -129,10 +129,10 @@ def wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like:
 
 
 def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: Op) -> Tensor:
-    """Return the shard of ``tensor`` in other placements, as an implicit redistribution for ``for_op``, outside autograd.
+    """Return the shard of ``tensor`` in the placements that ``for_op`` needs, outside autograd.
 
     Raises:
-        RuntimeError: it needs communication, and an explicit-redistribution context is active.
+        RuntimeError: that needs communication, and a context that forbids implicit redistribution is active.
     """
     source = tensor._spec
     if source.placements == tuple(placements):

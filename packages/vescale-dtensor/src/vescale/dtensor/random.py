@@ -9,32 +9,37 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch
+from ._attention import is_fused_without_dropout
 from ._place import BatchWindow
-from ._random_rules import WINDOWS, handlers
-from ._register import is_enabled
+from ._random_rules import WINDOWS, handle, is_enabled
 from .errors import UnsupportedRandomOperator
 
 __all__ = ["forbidden", "local_batch"]
 
 
 class _RandomMode(_torch.TorchDispatchMode):
-    """Route random operators on plain tensors to the rules of DTensors; leave everything else alone."""
+    """Give random operators on plain tensors to a handler; leave everything else alone."""
 
-    def __init__(self, table: dict):
+    def __init__(self, handler: _torch.Handler):
         super().__init__()
-        self.table = table
+        self.handler = handler
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        handler = self.table.get(func)
-        if handler is None or any(isinstance(a, DTensor) for a in _torch.tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)  # DTensors reach the same rules by their own dispatch
-        return handler(func, args, kwargs)
+        if torch.is_inference_mode_enabled() and _torch.is_composite(func):
+            with self:  # only inference mode shows dropout and the like as one operator: look inside
+                return func.decompose(*args, **kwargs)
+        if not _torch.is_random(func) or not is_enabled() or is_fused_without_dropout(func, args, kwargs):
+            return func(*args, **kwargs)
+        if any(isinstance(leaf, DTensor) for leaf in _torch.tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)  # they reach the same rules by their own dispatch
+        return self.handler(func, args, kwargs)
 
 
 @contextlib.contextmanager
@@ -43,14 +48,20 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
 
     Plain data parallelism runs each rank on its local batch. Inside this context a random operator on a tensor of shape
     ``(b, ...)`` (plain, or a DTensor over other axes) returns rows ``[coord * b, (coord + 1) * b)`` of what one device
-    draws for shape ``(n * b, ...)``, where ``n`` is the size of the axis; the generator ends as on one device.
+    draws for shape ``(n * b, ...)``, where ``n`` is the size of the axis; the generator ends as on one device. Contexts
+    nest: the inner axis cuts the parts of the outer one.
 
     Args:
         mesh_axis: 1-D mesh of the data-parallel ranks. All of them must hold local batches of equal size.
 
     Raises:
         ValueError: the mesh has more than one axis.
-        UnsupportedRandomOperator: inside, for a random operator that cannot be sliced, or on a tensor without dims.
+        UnsupportedRandomOperator: inside, for a random operator that cannot be sliced, on a tensor without dims, or on
+            a DTensor whose own mesh spans the axis.
+
+    Note:
+        Activation checkpointing draws again during backward, when this context has been left. Enter it in a module's
+        hooks (as ``vescale.optim.DDP`` does) or inside of the checkpointed function.
 
     Example:
         >>> with random.local_batch(mesh["dp"]):            # doctest: +SKIP
@@ -58,12 +69,13 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
     """
     if mesh_axis.ndim != 1:
         raise ValueError(f"local_batch expects a 1-D mesh axis such as mesh['dp'], got axes {mesh_axis.mesh_dim_names}")
-    if mesh_axis.size() == 1 or not is_enabled():
+    if mesh_axis.size() == 1:
         yield
         return
-    token = WINDOWS.set((BatchWindow(mesh_axis.get_local_rank(), mesh_axis.size()), *WINDOWS.get()))
+    window = BatchWindow(mesh_axis.get_local_rank(), mesh_axis.size(), tuple(mesh_axis.mesh.tolist()))
+    token = WINDOWS.set((window, *WINDOWS.get()))
     try:
-        with _RandomMode(handlers()):
+        with _RandomMode(handle):
             yield
     finally:
         WINDOWS.reset(token)
@@ -77,11 +89,15 @@ def forbidden(reason: str) -> Iterator[None]:
 
     Raises:
         UnsupportedRandomOperator: inside, naming the operator and ``reason``.
+
+    Example:
+        >>> with random.forbidden("this region is local"):  # doctest: +SKIP
+        ...     torch.rand(3)                               # UnsupportedRandomOperator: ...; this region is local
     """
 
-    def refuse(op: object, args: tuple, _kwargs: dict) -> object:
+    def refuse(op: _torch.Op, args: tuple, _kwargs: dict) -> object:
         tensor = next((a for a in args if isinstance(a, Tensor)), None)
         raise UnsupportedRandomOperator.for_tensor(op, tensor, reason)
 
-    with _RandomMode(dict.fromkeys(handlers(), refuse)):
+    with _RandomMode(refuse):
         yield

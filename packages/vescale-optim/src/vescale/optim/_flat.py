@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from . import _torch
 from ._axis import Axis
 from ._buckets import Bucket, Part, Slot
-from ._grads import ShardedGradient, check_gradient
+from ._grads import ShardedGradient, aligned
 
 __all__ = ["FlatBucket", "FlatSlot"]
 
@@ -53,8 +53,13 @@ class FlatSlot:
         self.grad_view = _torch.wrap_like(self.local_view, param)
         self.placeholder = ShardedGradient(self) if bucket.sharded else None
 
-    def before_accumulation(self) -> None:
-        """Let autograd accumulate into a real tensor: take the placeholder away (ZeRO 1, 2)."""
+    def before_accumulation(self, grad: Tensor) -> Tensor:
+        """Return the gradient as it is to be accumulated, into a real tensor: take the placeholder away."""
+        if self.placeholder is not None:
+            self._take_placeholder_away()
+        return aligned(self.fqn, self.param, grad)
+
+    def _take_placeholder_away(self) -> None:
         if self.param.grad is self.placeholder:
             self.param.grad = self.grad_view if self.unreduced else None
         else:
@@ -64,7 +69,7 @@ class FlatSlot:
         """Move the gradient that autograd has left in ``param.grad`` into the bucket."""
         grad = self.param.grad
         if grad is not self.grad_view:
-            check_gradient(self.fqn, self.param, grad)
+            grad = aligned(self.fqn, self.param, grad)
             self.bucket.allocate()
             self.local_view.copy_(_torch.local_tensor(grad))
         self.unreduced = True

@@ -12,6 +12,7 @@ it, as ``zero_grad(set_to_none=False)`` does, zeroes the part.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ from . import _torch
 if TYPE_CHECKING:
     from ._flat import FlatSlot
 
-__all__ = ["ShardedGradient", "check_gradient", "local_gradient"]
+__all__ = ["ShardedGradient", "align_gradients", "aligned", "local_gradient"]
 
 
 class ShardedGradient(torch.Tensor):
@@ -79,19 +80,27 @@ def local_gradient(param: Tensor) -> Tensor | None:
     return _torch.local_tensor(grad)
 
 
-def check_gradient(fqn: str, param: Tensor, grad: Tensor) -> None:
-    """Refuse gradients that are sparse, or distributed otherwise than their parameter.
+def aligned(fqn: str, param: Tensor, grad: Tensor) -> Tensor:
+    """Return ``grad`` with the placements of its parameter: a collective over the parameter's mesh if they differ.
+
+    Operators of DTensor leave a gradient as they computed it: a pending sum (Partial) for a replicated parameter, a
+    replica for a sharded one. The parameter's own placements are the ones in which it can be reduced and applied.
 
     Raises:
-        TypeError: For a sparse gradient.
-        ValueError: For other placements than the parameter's.
+        TypeError: For a sparse gradient, or a plain gradient of a DTensor.
     """
     if grad.layout is not torch.strided:
         raise TypeError(f"the gradient of {fqn!r} is sparse ({grad.layout}); build the embedding with sparse=False")
-    ours = param.placements if isinstance(param, DTensor) else None
-    theirs = grad.placements if isinstance(grad, DTensor) else None
-    if ours != theirs:
-        raise ValueError(
-            f"the gradient of {fqn!r} has placements {theirs}, the parameter has {ours}: redistribute the gradient to "
-            "the parameter's placements in a tensor hook (param.register_hook), as parallelize_module does"
-        )
+    if not isinstance(param, DTensor) or isinstance(grad, ShardedGradient):
+        return grad
+    if not isinstance(grad, DTensor):
+        raise TypeError(f"{fqn!r} is a DTensor with placements {param.placements}, and its gradient a plain tensor")
+    same = grad.placements == param.placements
+    return grad if same else grad.redistribute(param.device_mesh, param.placements)
+
+
+def align_gradients(parameters: Iterable[Tensor]) -> None:
+    """Give every gradient the placements of its parameter, in place; all ranks of the parameters' meshes call it."""
+    for param in parameters:
+        if isinstance(param, DTensor) and param.grad is not None:
+            param.grad = aligned(f"a parameter of shape {tuple(param.shape)}", param, param.grad)

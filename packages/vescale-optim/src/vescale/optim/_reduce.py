@@ -81,8 +81,7 @@ class Reducer:
             self._attach(slot)
 
     def _attach(self, slot: FlatSlot) -> None:
-        if slot.bucket.sharded:
-            slot.param.register_hook(lambda _grad: slot.before_accumulation())
+        slot.param.register_hook(slot.before_accumulation)
         slot.param.register_post_accumulate_grad_hook(lambda _param: self._arrive(slot))
 
     def _arrive(self, slot: FlatSlot) -> None:

@@ -94,7 +94,7 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 class UnmovableModule(nn.Module):
-    """A module whose parameters must stay where they are: ``to``, ``cuda``, ``half`` and the like raise RuntimeError."""
+    """A module whose parameters must stay where they are: ``to``, ``cuda``, ``half`` and so on raise RuntimeError."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> UnmovableModule:  # noqa: ARG002 - torch's signature
         raise RuntimeError(

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch
 from ._axis import Axis
-from ._grads import ShardedGradient, check_gradient, local_gradient
+from ._grads import ShardedGradient, align_gradients, local_gradient
 from .ddp import DDP
 
 __all__ = ["clip_grad_norm_"]
@@ -61,8 +61,7 @@ def clip_grad_norm_(
         The norm before clipping, a 0-dim tensor, the same on every rank.
 
     Raises:
-        ValueError: If ``norm_type`` is not positive, a norm axis is not 1-D or is counted already, or a gradient's
-            placements differ from its parameter's.
+        ValueError: If ``norm_type`` is not positive, or a norm axis is not 1-D or is counted already.
         RuntimeError: For gradients accumulated under ``no_sync`` and not reduced; if ``error_if_nonfinite`` applies.
 
     Example:
@@ -79,6 +78,7 @@ def clip_grad_norm_(
     extra_axes = _extra_axes(norm_axes, parameters, model)
     if model is not None:
         model.check_reduced()
+    align_gradients(parameters)
     norm = _global_norm(parameters, model, norm_type, extra_axes)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
@@ -173,8 +173,6 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the local parts of the gradients that are there."""
     found = []
     for param in parameters:
-        if param.grad is not None and not isinstance(param.grad, ShardedGradient):
-            check_gradient(f"a parameter of shape {tuple(param.shape)}", param, param.grad)
         grad = local_gradient(param)
         if grad is not None:
             found.append(grad)

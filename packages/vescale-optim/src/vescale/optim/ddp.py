@@ -26,6 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale.dtensor import is_deferred, materialize
+
 from . import _torch
 from ._axis import Axis
 from ._buckets import BucketPlan, ParamInfo, plan_buckets
@@ -44,7 +46,7 @@ class DDP(_torch.UnmovableModule):
     """Wrap a module for data parallelism over one mesh axis.
 
     Parameters are plain tensors, or DTensors over other axes (tensor parallelism); they stay the same objects. At
-    construction parameters and buffers of coord 0 overwrite those of the other coords. Tied parameters are reduced
+    construction a deferred module is materialized, and parameters and buffers of coord 0 overwrite those of the other coords. Tied parameters are reduced
     once, frozen ones not at all. Gradients are reduced in any ``backward()`` that reaches the parameters, also one that
     a pipeline engine runs without calling this wrapper. Dropout draws, on each rank, its slice of the mask that one
     device would draw for the global batch.
@@ -91,6 +93,8 @@ class DDP(_torch.UnmovableModule):
     ):
         super().__init__()
         _check_zero(zero)
+        if is_deferred(module):
+            materialize(module)
         axis = Axis.of(mesh_axis, role="DDP(mesh_axis=...)")
         trainable = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
         frozen = {fqn: p for fqn, p in module.named_parameters() if not p.requires_grad}

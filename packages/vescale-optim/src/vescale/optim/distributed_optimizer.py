@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._grads import align_gradients
 from ._pieces import Piece, StatePiece, cut_pieces
 from ._state import StateTemplate, probe_state
 from .clip import clip_grad_norm_
@@ -113,6 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model = self.model if isinstance(self.model, DDP) else None
         if model is not None:
             model.check_reduced()
+        align_gradients(piece.param for piece in self.pieces)
         if self.clip_grad_norm is not None:
             target = model or [piece.param for piece in self.pieces]
             self.grad_norm = clip_grad_norm_(target, self.clip_grad_norm, norm_axes=self.norm_axes)

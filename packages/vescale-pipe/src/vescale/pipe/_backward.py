@@ -1,7 +1,7 @@
 """The backward of one micro-batch on one stage, and the delivery of the step's gradients.
 
-A stage's part of a micro-batch is a piece of the autograd graph. Its roots are the values that it sent (and the loss, on
-the last stage); its inputs are the values that it received and the stage's parameters. ``run_backward`` receives the
+A stage's part of a micro-batch is a piece of the autograd graph. Its roots are the values that it sent (and the loss,
+on the last stage); its inputs are the values that it received and the stage's parameters. ``run_backward`` receives the
 gradients of the roots from later stages, runs ``torch.autograd.grad``, and sends the gradients of the inputs to earlier
 stages. Parameter gradients are summed in the order of micro-batches, as a gradient-accumulation loop sums them.
 
@@ -31,7 +31,6 @@ from ._values import (
     from_local_part,
     gradient_meta,
     laid_out_as_gradient,
-    local_part,
 )
 
 
@@ -184,33 +183,26 @@ def _announce_dead_gradients(
 
 def _receive_gradient(sent: Sent, transport: Transport) -> torch.Tensor:
     meta = gradient_meta(sent.meta)
-    local = transport.receive(
-        meta.sharded.local_shape if meta.sharded else meta.shape,
-        meta.sharded.local_stride if meta.sharded else meta.stride,
-        meta.dtype,
-        device=sent.tensor.device,
-        source=sent.peer,
-        direction=BACKWARD,
-    )
+    device = sent.tensor.device
+    local = transport.receive(*meta.local_layout, meta.dtype, device=device, source=sent.peer, direction=BACKWARD)
     return from_local_part(local, meta, sent.tensor.device_mesh if meta.sharded else None)
 
 
-def _send_gradient(
-    received: Received, gradient: torch.Tensor | None, transport: Transport, program: Program
-) -> None:
+def _send_gradient(received: Received, gradient: torch.Tensor | None, transport: Transport, program: Program) -> None:
     if received.crossing in program.dead:
         if gradient is not None:
             raise PipelineError(
-                "a value that got no gradient in the first micro-batch gets one now; the earlier stage does not expect it"
+                "a value that got no gradient in the first micro-batch gets one now, which the earlier stage does not "
+                "expect: whether a value is used for the loss may not depend on the data"
             )
         return
     meta = gradient_meta(received.meta)
     if gradient is None:
-        shape = meta.sharded.local_shape if meta.sharded else meta.shape
+        shape, _ = meta.local_layout
         local = torch.zeros(shape, dtype=meta.dtype, device=transport.device_of(meta.device_type))
     else:
-        local = local_part(laid_out_as_gradient(gradient, received.meta))
-    transport.send(local.contiguous(), received.peer, BACKWARD)
+        local = laid_out_as_gradient(gradient, received.meta)
+    transport.send(local, received.peer, BACKWARD)
 
 
 # --- delivery ---

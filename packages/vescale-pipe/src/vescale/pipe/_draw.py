@@ -99,7 +99,8 @@ def draw(schedule: Schedule, path: str | Path, *, costs: Costs | None = None, ti
     axes.set_title(title or _default_title(schedule, result), fontsize=9, loc="left")
     kinds = [kind for kind in _LOOK if any(action.kind == kind for _, action in schedule)]
     handles = [Patch(color=_LOOK[kind][0], label=_LOOK[kind][1]) for kind in kinds]
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(kinds), frameon=False, fontsize=8)
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(handles=handles, ncols=len(kinds), frameon=False, fontsize=8, **place)
     figure.savefig(path, bbox_inches="tight")
 
 

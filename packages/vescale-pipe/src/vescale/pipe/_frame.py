@@ -35,6 +35,7 @@ from ._tree import Structure, flatten
 from ._values import (
     PipelineError,
     Placeholder,
+    Repeated,
     SameAs,
     TensorMeta,
     Value,
@@ -97,29 +98,27 @@ class Frame:
         """Return the record of a tensor that depends on a unit; None for anything else."""
         return self._values.get(leaf) if isinstance(leaf, torch.Tensor) else None
 
-    def is_event(self, args: tuple, kwargs: dict, name: str) -> bool:
-        """Return whether an operator call has a value among its arguments."""
-        leaves, _ = flatten((args, kwargs))
-        values = [self.value_of(leaf) for leaf in leaves]
-        if any(value is not None for value in values):
+    def is_event(self, leaves: list[Any], name: str) -> bool:
+        """Return whether an operator call with these arguments involves a value."""
+        if any(self.value_of(leaf) is not None for leaf in leaves):
             return True
         if self.recorder is not None:
-            self.recorder.check_arguments(leaves, values, name)
+            self.recorder.check_arguments(leaves, [None] * len(leaves), name)
         return False
 
     # --- events ---
 
-    def begin(self, name: str, args: tuple, kwargs: dict, *, owner: int | None = None) -> Call:
+    def begin(self, name: str, arguments: list[Any], structure: Structure, *, owner: int | None = None) -> Call:
         """Start an event: find its home, and move the values that it needs there.
 
         Args:
             name: the unit's name, or the operator's.
+            arguments: leaves of ``(args, kwargs)``, whose structure is ``structure``.
             owner: the unit's stage; None for an operator.
 
         Raises:
             PipelineError: a value of a later stage is needed on an earlier one, or the program differs.
         """
-        arguments, structure = flatten((args, kwargs))
         values = [self.value_of(leaf) for leaf in arguments]
         present = [value for value in values if value is not None]
         home = owner if owner is not None else max(value.home for value in present)
@@ -154,7 +153,7 @@ class Frame:
             outcome = _outcome(call, leaves, structure, position, is_operator=is_operator)
             self.recorder.announce(call.key, outcome)
             record = self._keep(call.key, outcome)
-        results = []
+        results: list[Any] = []
         for i, (leaf, described) in enumerate(zip(leaves, record.outputs, strict=True)):
             if isinstance(described, TensorMeta):
                 self._values[leaf] = Value((call.key.index, i), self.stage, described)
@@ -170,12 +169,14 @@ class Frame:
             record = self._program.records[call.key.index]
         else:
             record = self._keep(call.key, self.recorder.announce(call.key, None))
-        results = []
+        results: list[Any] = []
         for i, described in enumerate(record.outputs):
             if isinstance(described, TensorMeta):
                 results.append(self._placeholder(Value((call.key.index, i), call.key.home, described)))
+            elif isinstance(described, SameAs):
+                results.append(call.arguments[described.argument])
             else:
-                results.append(call.arguments[described.argument] if isinstance(described, SameAs) else described)
+                results.append(results[described.output] if isinstance(described, Repeated) else described)
         self._apply_changes(call, record)
         return record.structure.rebuild(results)
 
@@ -206,7 +207,8 @@ class Frame:
         if late is not None:
             raise PipelineError(
                 f"`{name}` runs on stage {home} but needs {self._program.origin(late)}: values can only go to later "
-                f"stages. Put `{name}` on stage {late.home} or later (PipelinePlan(split=[[...], ...])), or both on one stage"
+                f"stages. Put `{name}` on stage {late.home} or later with PipelinePlan(split=[[...], ...]), or both on "
+                "one stage"
             )
 
     def _real(self, leaf: Any) -> Any:
@@ -241,11 +243,11 @@ class Frame:
             self.recorder.note_sent(tensor, self._program.origin(value))
         elif not (meta := meta_of(tensor)).same_data(value.meta):
             raise PipelineError(
-                f"{self._program.origin(value)} is now {meta} (requires_grad={meta.requires_grad}), and was {value.meta} "
-                f"(requires_grad={value.meta.requires_grad}) in the first micro-batch: what crosses stages must keep its "
-                "shape while the inputs keep theirs"
+                f"{self._program.origin(value)} is now {meta}, requires_grad={meta.requires_grad}; in the first "
+                f"micro-batch it was {value.meta}, requires_grad={value.meta.requires_grad}. What crosses stages must "
+                "keep its shape while the inputs keep theirs"
             )
-        self._transport.send(local_part(tensor), key.home, FORWARD)
+        self._transport.send(local_part(tensor), key.home, FORWARD, stride=value.meta.local_layout[1])
         if value.meta.requires_grad:
             self.boundary.add_sent(tensor, value, key)
 
@@ -253,8 +255,7 @@ class Frame:
         meta = value.meta
         mesh = self._find_mesh(meta.sharded.axis_names) if meta.sharded else None
         local = self._transport.receive(
-            meta.sharded.local_shape if meta.sharded else meta.shape,
-            meta.sharded.local_stride if meta.sharded else meta.stride,
+            *meta.local_layout,
             meta.dtype,
             device=self._transport.device_of(meta.device_type),
             source=value.home,
@@ -289,20 +290,25 @@ def _outcome(call: Call, leaves: list, structure: Structure, position: dict[int,
     has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     if is_operator and not has_tensor and any(leaf is not None for leaf in leaves):
         raise PipelineError(
-            f"`{call.key.name}` reads the elements of a value of stage {call.key.home}, outside of the stages' modules; "
-            "other stages do not hold it. Control flow there may depend on shapes, not on values: move this code into a "
-            "module that belongs to one stage, or into the code that uses the loss"
+            f"`{call.key.name}` reads the elements of a value of stage {call.key.home} outside of the stages' modules, "
+            "and other stages do not hold it. Control flow there may depend on shapes, not on values: move this code "
+            "into a module that belongs to one stage, or to where the loss is used"
         )
-    described = []
-    for leaf in leaves:
+    described: list[Any] = []
+    seen: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            described.append(SameAs(position[id(leaf)]) if id(leaf) in position else meta_of(leaf))
+            first = seen.setdefault(id(leaf), i)
+            if id(leaf) in position:
+                described.append(SameAs(position[id(leaf)]))
+            else:
+                described.append(meta_of(leaf) if first == i else Repeated(first))
         elif isinstance(leaf, _PLAIN):
             described.append(leaf)
         else:
             raise PipelineError(
-                f"`{call.key.name}` returns a {type(leaf).__name__}, which the pipeline cannot look into; return tensors "
-                "and plain Python values, in tuples, lists, dicts or dataclasses"
+                f"`{call.key.name}` returns a {type(leaf).__name__}, which the pipeline cannot look into; return "
+                "tensors and plain Python values, in tuples, lists, dicts or dataclasses"
             )
     changed = tuple(
         (i, meta_of(leaf))
@@ -320,11 +326,13 @@ def _check_repeated(record: Record, leaves: list[Any], position: dict[int, int])
             return position.get(id(leaf)) == described.argument
         if isinstance(described, TensorMeta):
             return isinstance(leaf, torch.Tensor) and id(leaf) not in position
+        if isinstance(described, Repeated):
+            return leaf is leaves[described.output]
         return type(leaf) is type(described) and leaf == described
 
     if len(leaves) != len(record.outputs) or not all(map(matches, leaves, record.outputs)):
         now = [type(leaf).__name__ if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         raise PipelineError(
-            f"`{record.key.name}` returned {now}, and the first micro-batch returned {[*map(str, record.outputs)]}: the "
-            "other stages rely on the first one. Return what varies as a tensor"
+            f"`{record.key.name}` returned {now}, and in the first micro-batch {[*map(str, record.outputs)]}, on which "
+            "the other stages rely. Return what varies as a tensor"
         )

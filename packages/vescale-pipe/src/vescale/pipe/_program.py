@@ -84,13 +84,16 @@ class Record:
 class Program:
     """The records of one micro-batch, for one form of the inputs.
 
+    ``stage_form`` is the part of the form that only this stage sees (which parameters are frozen, their dtypes).
     ``dead`` are the crossings whose gradient is never produced; they are known after the first backward.
     """
 
+    stage_form: str = ""
     records: list[Record] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     loss: TensorMeta | None = None
     dead: set[CrossingKey] = field(default_factory=set)
+    recorded: bool = False
     backward_known: bool = False
 
     def origin(self, value: Value) -> str:

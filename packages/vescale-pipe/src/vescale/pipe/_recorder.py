@@ -98,15 +98,15 @@ class Recorder:
                 continue
             if value is None and leaf in self._made_inside:
                 raise PipelineError(
-                    f"`{name}` uses a tensor made inside `{self._made_inside[leaf]}` that is not an output of it (taken "
-                    "by a hook or an attribute, such as captured router logits or hidden states): it exists on one stage "
-                    "only. Return it from the module, or switch its capture off"
+                    f"`{name}` uses a tensor made inside `{self._made_inside[leaf]}` that is not an output of it: a hook "
+                    "or an attribute took it (captured router logits, hidden states), and it exists on one stage only. "
+                    "Return it from the module, or switch its capture off"
                 )
             moved = self._moved.get(_storage_key(leaf))
             if moved is not None and (value is None or value.id != moved[0]):
                 raise PipelineError(
-                    f"`{name}` uses a tensor that shares memory with one that `{moved[1]}` wrote in place with values of "
-                    "another stage; use the written tensor itself, or an out-of-place operator"
+                    f"`{name}` uses a tensor that shares memory with one that `{moved[1]}` wrote in place with values "
+                    "of another stage; use the written tensor itself, or an out-of-place operator"
                 )
 
     def note_inside(self, unit: str, args: Any, result: Any) -> None:

@@ -20,6 +20,7 @@ Uniform split of n blocks over p stages: n // p blocks each; the n % p remaining
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -103,7 +104,8 @@ def _uniform(model: nn.Module, num_stages: int) -> StageSplit:
     if num_blocks < num_stages:
         raise SplitError(
             f"{num_stages} pipeline stages need at least {num_stages} blocks, but `{blocks_fqn or 'the model'}` has "
-            f"{num_blocks}; use a pipeline degree of at most {num_blocks}, or PipelinePlan(split=[...]) at other modules"
+            f"{num_blocks}; use a pipeline degree of at most {num_blocks}, or name other modules in "
+            "PipelinePlan(split=[...])"
         )
     stages: list[tuple[str, ...]] = []
     begin = first
@@ -146,7 +148,7 @@ def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int) -> Stag
             )
         cuts.append(cut)
     cuts.append(len(units))
-    return StageSplit(tuple(tuple(units[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)))
+    return StageSplit(tuple(tuple(units[a:b]) for a, b in itertools.pairwise(cuts)))
 
 
 def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int) -> StageSplit:
@@ -163,7 +165,8 @@ def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int)
         stages[homes[0]].append(unit)
     for stage, found in enumerate(stages):
         if not found:
-            raise SplitError(f"stage {stage} holds no parameters: its list in PipelinePlan.split is {list(lists[stage])}")
+            listed = list(lists[stage])
+            raise SplitError(f"stage {stage} holds no parameters: its list in PipelinePlan.split is {listed}")
     return StageSplit(tuple(map(tuple, stages)))
 
 
@@ -185,7 +188,10 @@ def _holds_parameters(module: nn.Module) -> bool:
 
 
 def _longest_list(model: nn.Module) -> str | None:
-    """Return the name of the longest ModuleList with parameters (the first of equals), else of the longest Sequential."""
+    """Return the name of the longest ModuleList with parameters (the first of equals), else of the longest Sequential.
+
+    None where there is neither.
+    """
     for kind in (nn.ModuleList, nn.Sequential):
         found = [(-_num_units(module), order, fqn) for order, (fqn, module) in enumerate(model.named_modules())
                  if isinstance(module, kind) and _num_units(module) > 1]  # fmt: skip
@@ -244,6 +250,6 @@ def _check_tied_parameters(model: nn.Module, split: StageSplit) -> None:
         if other_stage != stage:
             raise SplitError(
                 f"`{other_fqn}` (stage {other_stage}) and `{fqn}` (stage {stage}) are one tied parameter, which two "
-                "stages cannot share yet; untie them (Hugging Face: tie_word_embeddings=False in the configuration), or "
-                "put both on one stage with PipelinePlan(split=[[...], ...])"
+                "stages cannot share yet; untie them (Hugging Face: tie_word_embeddings=False in the configuration), "
+                "or put both on one stage with PipelinePlan(split=[[...], ...])"
             )

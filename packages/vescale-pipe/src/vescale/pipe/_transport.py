@@ -55,21 +55,33 @@ class Transport:
         self.num_stages = axis.size()
         self.stage = axis.get_local_rank()
         self._ranks = axis.mesh.flatten().tolist()
+        self.device = current_device(axis.device_type)
         self._pending: list[tuple[dist.Work, torch.Tensor]] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
         if self.num_stages == 1:
             return
         backend = dist.get_backend(axis.get_group())
-        self._wire = torch.device("cpu") if "gloo" in backend else current_device(axis.device_type)
+        self._wire = torch.device("cpu") if "gloo" in backend else self.device
         everyone = bound_device() is not None
         groups = new_groups(self._ranks, backend, 2, everyone=everyone, timeout=timeout)
         self._groups = dict(zip((FORWARD, BACKWARD), groups, strict=True))
         (self._control,) = new_groups(self._ranks, "gloo", 1, everyone=False, timeout=timeout)
 
+    def device_of(self, device_type: str) -> torch.device:
+        """Return this rank's device for tensors that are on ``device_type`` on another stage."""
+        return self.device if device_type == self.device.type else current_device(device_type)
+
     # --- tensors ---
 
-    def send(self, tensor: torch.Tensor, to: int, direction: str) -> None:
-        """Begin to send a plain tensor; it must not be written before ``wait_sends``."""
+    def send(self, tensor: torch.Tensor, to: int, direction: str, *, stride: Sequence[int] | None = None) -> None:
+        """Begin to send a plain tensor; it must not be written before ``wait_sends``.
+
+        ``stride`` are the strides that the receiver expects, the tensor's own by default.
+        """
+        if stride is not None and tuple(stride) != tensor.stride() and _is_dense(tensor.shape, stride):
+            source = tensor
+            tensor = torch.empty_strided(source.shape, tuple(stride), dtype=source.dtype, device=source.device)
+            tensor.copy_(source)
         flat = _bytes_in_storage_order(tensor).to(self._wire)
         self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
         if flat.numel():

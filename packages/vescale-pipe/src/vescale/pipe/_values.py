@@ -11,7 +11,7 @@ Tensors that depend on no unit (masks, position ids, rotary tables, inputs) are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,8 +56,15 @@ class TensorMeta(Leaf):
             text += f" ({placements} over {', '.join(self.sharded.axis_names)})"
         return text
 
+    @property
+    def local_layout(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of the plain tensor that travels."""
+        if self.sharded is None:
+            return self.shape, self.stride
+        return self.sharded.local_shape, self.sharded.local_stride
+
     def same_data(self, other: TensorMeta) -> bool:
-        """Return whether both describe tensors of one shape, dtype and placement."""
+        """Return whether both describe tensors of one shape, dtype and placement, strides aside."""
         mine, theirs = self.sharded, other.sharded
         if (self.shape, self.dtype, self.requires_grad) != (other.shape, other.dtype, other.requires_grad):
             return False
@@ -71,6 +78,13 @@ class SameAs(Leaf):
     """An output that is one of the call's own arguments (identities, in-place operators): its position among them."""
 
     argument: int
+
+
+@dataclass(frozen=True)
+class Repeated(Leaf):
+    """An output that is the same tensor as an earlier output of the call: its position among the outputs."""
+
+    output: int
 
 
 @dataclass
@@ -126,16 +140,26 @@ def from_local_part(local: torch.Tensor, meta: TensorMeta, mesh: DeviceMesh | No
     )
 
 
-def gradient_placements(meta: TensorMeta) -> tuple[Placement, ...]:
-    """Return how the gradient of a sharded value is laid out: as the value, and replicated where it is partial."""
-    return tuple(Replicate() if p.is_partial() else p for p in meta.sharded.placements)
+def gradient_meta(meta: TensorMeta) -> TensorMeta:
+    """Return how the gradient of a value travels: contiguous, laid out as the value, replicated where it is partial."""
+    sharded = meta.sharded
+    if sharded is not None:
+        placements = tuple(Replicate() if p.is_partial() else p for p in sharded.placements)
+        stride = contiguous_stride(sharded.local_shape)
+        sharded = replace(sharded, placements=placements, local_stride=stride)
+    return replace(meta, stride=contiguous_stride(meta.shape), sharded=sharded)
 
 
 def laid_out_as_gradient(gradient: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """Return a gradient in the layout that ``gradient_placements`` states, reducing partial gradients."""
-    if meta.sharded is None:
-        return gradient
-    return gradient.redistribute(placements=gradient_placements(meta))
+    """Return the local part of a gradient in the layout of ``gradient_meta``; partial gradients are reduced."""
+    if meta.sharded is not None:
+        gradient = gradient.redistribute(placements=gradient_meta(meta).sharded.placements)
+    return local_part(gradient).contiguous()
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(torch.empty(shape, device="meta").stride())
 
 
 class Placeholder(torch.Tensor):
@@ -167,9 +191,9 @@ class Placeholder(torch.Tensor):
         what = f"{found.origin}, {found.value.meta}" if found is not None else "another stage's value"
         raise PipelineError(
             f"operator {func} ran on {what}, which this stage does not hold: it came in hidden in an object that the "
-            "pipeline cannot look into, or through a custom autograd function outside of the stages' modules. Pass it as "
-            "an argument of the module (tensors in tuples, lists, dicts and dataclasses are found), or move the code "
-            "into a module that belongs to one stage"
+            "pipeline cannot look into, or through a custom autograd function outside of the stages' modules. Pass it "
+            "as an argument of the module (tensors in tuples, lists, dicts and dataclasses are found), or move the "
+            "code into a module that belongs to one stage"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -22,7 +22,12 @@ DIVIDED = ("num_attention_heads", "num_key_value_heads", "num_local_experts")
 
 
 def plan_for(
-    model: nn.Module, *, axis: str = "tp", degree: int | None = None, sequence_parallel: bool = False, family: str | None = None
+    model: nn.Module,
+    *,
+    axis: str = "tp",
+    degree: int | None = None,
+    sequence_parallel: bool = False,
+    family: str | None = None,
 ) -> Plan:
     """Return the ready plan of a Hugging Face model, by its ``config.model_type``.
 
@@ -49,5 +54,7 @@ def plan_for(
     for attribute in DIVIDED if degree and FAMILIES[name] is not gpt2 else ():
         count = getattr(config, attribute, None)
         if isinstance(count, int) and count % degree:
-            raise PlanError(f"{attribute} is {count}, which {axis}={degree} ranks do not divide; use a degree that divides it")
+            raise PlanError(
+                f"{attribute} is {count}, which {axis}={degree} ranks do not divide; use a degree that divides it"
+            )
     return FAMILIES[name](axis=axis, sequence_parallel=sequence_parallel)

@@ -111,7 +111,7 @@ def last_uses(tape: Tape, needed: Iterable[int], wanted: Iterable[int]) -> dict[
     Storages in `wanted` that no call touches are listed under -1: they are ready at once.
     """
     last = dict.fromkeys(wanted, -1)
-    for index in needed:
+    for index in sorted(needed):
         call = tape.entries[index]
         for storage in tape.storages((*call.reads, *call.writes)) | tape.created(call):
             last[storage] = index

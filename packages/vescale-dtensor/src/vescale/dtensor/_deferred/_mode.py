@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ._demand import Reader
 from ._generators import GeneratorLog
-from ._ops import ALIAS, GEOMETRY_FACTORIES
+from ._ops import ALIAS, GEOMETRY_FACTORIES, SAME_KIND
 from ._tape import Tape
 from ._tensor import DeferredTensor, DeferredTensorError, record, wrap_constant
 from ._torch import Op, TorchDispatchMode, foreign_memory, is_random, tree_leaves, tree_map_only, written_arguments
@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         deferred = [tensor for tensor in tensors if isinstance(tensor, DeferredTensor)]
-        if self._is_paused or (not deferred and self._runs_as_always(func, tensors, kwargs)):
+        if self._is_paused or func is SAME_KIND or (not deferred and self._runs_as_always(func, tensors, kwargs)):
             return func(*args, **kwargs)
         if func is aten.lift_fresh.default:
             # numpy may still change its memory: such a tensor stays real, and is copied where it is used
@@ -57,6 +57,9 @@ class Recorder(TorchDispatchMode):
         owner = self._owner(func, deferred)
         if owner is not self.tape:
             return func(*args, **kwargs)
+        if func is aten.set_.source_Tensor and len(deferred) == 2:
+            args[0].data = args[1]
+            return args[0]
         if func is aten._local_scalar_dense.default:
             return self._now(func, args, kwargs)
         try:

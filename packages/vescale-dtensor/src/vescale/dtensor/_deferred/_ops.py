@@ -20,6 +20,7 @@ __all__ = [
     "OVERWRITES",
     "RANDOM_FACTORIES",
     "REFUSED",
+    "SAME_KIND",
     "scale_of_second",
 ]
 
@@ -28,9 +29,12 @@ aten = torch.ops.aten
 ALIAS = operators({"detach": ("default",), "alias": ("default",)})
 """What may be done with a deferred tensor after its constructor: `nn.Parameter(t)`, `t.data`, `state_dict()`."""
 
+SAME_KIND = aten._has_compatible_shallow_copy_type.default
+"""What `a.data = b` and `module.to(...)` ask first: whether `b` can take the place of `a`."""
+
 REFUSED = operators(
     {
-        "set_": ("default", "source_Storage", "source_Storage_storage_offset", "source_Tensor"),
+        "set_": ("default", "source_Storage", "source_Storage_storage_offset", "source_Tensor", "source_Tensor_storage_offset"),
         "resize_": ("default",),
         "resize_as_": ("default",),
     }

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._generators import GeneratorLog, generator_of
-from ._ops import ALIAS, GEOMETRY_FACTORIES, OVERWRITES, REFUSED
+from ._ops import ALIAS, GEOMETRY_FACTORIES, OVERWRITES, REFUSED, SAME_KIND
 from ._tape import Call, Ref, Tape
 from ._torch import (
     Op,
@@ -70,13 +70,13 @@ class DeferredTensor(Tensor):
 
     __torch_function__ = dispatch_without_torch_function
 
-    @staticmethod
-    def __new__(cls, state: DeferredState, *, requires_grad: bool = False) -> DeferredTensor:
+    @classmethod
+    def of(cls, state: DeferredState) -> DeferredTensor:
+        """Return a new tensor of a value. There is no `__init__`: `torch.Tensor(16)` would call it with 16."""
         value = state.tape.values[state.value]
-        return make_wrapper(cls, value.meta, value.device, requires_grad)
-
-    def __init__(self, state: DeferredState, *, requires_grad: bool = False):  # noqa: ARG002 (taken by __new__)
-        self.deferred = state
+        tensor = make_wrapper(cls, value.meta, value.device)
+        tensor.deferred = state
+        return tensor
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: ARG002 (torch's signature)
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -86,6 +86,8 @@ class DeferredTensor(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # noqa: ARG003 (torch's signature)
         kwargs = kwargs or {}
         tensor = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor))
+        if func is SAME_KIND:
+            return all(isinstance(argument, DeferredTensor) for argument in args)
         if func in ALIAS:
             return record(tensor.deferred.tape, tensor.deferred.log, func, args, kwargs)
         raise DeferredTensorError(
@@ -213,10 +215,12 @@ def _call(tape: Tape, log: GeneratorLog, func: Op, args: tuple, kwargs: dict, *,
         known = None if metadata_only else metas.get(id(result))
         if known is None:
             known = outputs[place] = tape.add_value(result, device)
-        wrapped.append(DeferredTensor(DeferredState(tape, log, known)))
+        wrapped.append(DeferredTensor.of(DeferredState(tape, log, known)))
+    if not (outputs or written or draws is not None):
+        return tree_unflatten(wrapped, spec)  # a question about geometry
+    tape.entries.append(_make_call(func, args, kwargs, written, outputs, is_view or metadata_only, draws))
     if metadata_only:
         _retarget(written[0], wrapped[0])
-    tape.entries.append(_make_call(func, args, kwargs, written, outputs, is_view or metadata_only, draws))
     if draws is not None:
         log.drawn(draws, index)
     return tree_unflatten(wrapped, spec) if whole_result else tuple(wrapped)

@@ -41,7 +41,7 @@ dispatch_without_torch_function = torch._C._disabled_torch_function_impl
 UNTAGGED_RANDOM = ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "normal")
 
 
-def make_wrapper(cls: type, meta: Tensor, device: torch.device, requires_grad: bool) -> Tensor:
+def make_wrapper(cls: type, meta: Tensor, device: torch.device) -> Tensor:
     """Create a tensor of `cls` without storage that reports the geometry of `meta` and the given device."""
     return torch.Tensor._make_wrapper_subclass(
         cls,
@@ -51,7 +51,7 @@ def make_wrapper(cls: type, meta: Tensor, device: torch.device, requires_grad: b
         dtype=meta.dtype,
         layout=meta.layout,
         device=device,
-        requires_grad=requires_grad,
+        requires_grad=False,
     )
 
 

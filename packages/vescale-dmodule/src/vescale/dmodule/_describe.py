@@ -1,0 +1,84 @@
+"""What a plan does to a module, as data: every parameter's placements and shard, without ranks or storage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import Placement, Shard
+
+from ._resolve import resolve
+
+__all__ = ["TensorLayout", "describe"]
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Where one parameter goes.
+
+    Attributes:
+        name: fully qualified name.
+        shape: global shape.
+        placements: one per mesh axis.
+        local_shape: shape of the largest shard, the one on coordinate 0 of every axis.
+        itemsize: bytes of an element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    local_shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of the largest shard."""
+        return math.prod(self.local_shape) * self.itemsize
+
+    def __str__(self) -> str:
+        placements = " ".join(f"S({p.dim})" if isinstance(p, Shard) else "R" for p in self.placements)
+        return f"{self.name}  {list(self.shape)} {placements} -> {list(self.local_shape)}"
+
+
+def describe(
+    module: nn.Module, axes: Mapping[str, int], plan: Mapping[str, Mapping[str, object]]
+) -> tuple[TensorLayout, ...]:
+    """Return the layout of every parameter of ``module`` under ``plan``; tied parameters once.
+
+    Runs in one process, also for a deferred module, so that a plan can be looked at before anything is started.
+
+    Args:
+        module: the module that would be parallelised.
+        axes: mesh axes and their sizes in mesh order, such as ``{"tp": 4}``.
+        plan: as in :func:`parallelize_module`.
+
+    Raises:
+        PlanError: as :func:`parallelize_module` would.
+
+    Example:
+        >>> for layout in describe(nn.Sequential(nn.Linear(8, 6)), {"tp": 4}, {"parameter": {r"0\\.weight": {"tp": Shard(0)}}}):
+        ...     print(layout)
+        0.weight  [6, 8] S(0) -> [2, 8]
+        0.bias  [6] R -> [6]
+    """
+    tensors = resolve(module, axes, plan).tensors
+    return tuple(
+        TensorLayout(
+            name,
+            tuple(parameter.shape),
+            tensors[name],
+            _largest_shard(tuple(parameter.shape), tensors[name], list(axes.values())),
+            parameter.element_size(),
+        )
+        for name, parameter in module.named_parameters()
+    )
+
+
+def _largest_shard(shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: list[int]) -> tuple[int, ...]:
+    local = list(shape)
+    for placement, size in zip(placements, sizes, strict=True):
+        if isinstance(placement, Shard):
+            local[placement.dim] = -(-local[placement.dim] // size)
+    return tuple(local)

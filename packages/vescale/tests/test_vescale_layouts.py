@@ -1,0 +1,142 @@
+"""The same loop under several layouts trains as one process does, in float64, and a wrong one does not."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import vescale
+from vescale.dtensor import Replicate, Shard
+from vescale_testing import ranks
+
+MODULE_PLAN = {
+    "parameter": {
+        r"layers\.\d+\.up\.(weight|bias)": {"tp": Shard(0)},
+        r"layers\.\d+\.down\.weight": {"tp": Shard(1)},
+    },
+    "forward": {r"layers\.\d+\.input": [{"tp": Replicate()}], r"layers\.\d+\.down\.output": [{"tp": Replicate()}]},
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+class Net(nn.Module):
+    """Four residual blocks and a head; returns predictions, the loss is a function beside it."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.dropout(layer(x))
+        return self.head(x)
+
+
+def build(**kwargs):
+    torch.manual_seed(0)
+    return Net(**kwargs).double()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(16, 8, generator=generator, dtype=torch.float64)
+        yield {"x": x, "target": x[:, :2].sin()}
+
+
+def train_plain():
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    losses, norms = [], []
+    for batch in batches():
+        loss = nn.functional.mse_loss(model(batch["x"]), batch["target"])
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def train(plan, *, take=None):
+    adamw = functools.partial(torch.optim.AdamW, lr=0.02)
+    model, optimizer = vescale.parallelize(
+        plan, build(), adamw, clip_grad_norm=0.5, loss_fn=nn.functional.mse_loss, module_plan=MODULE_PLAN
+    )
+    losses, norms = [], []
+    for batch in batches():
+        loss = model(**(take or model.local_batch)(batch)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(model.global_loss(loss).item())
+        norms.append(optimizer.grad_norm.item())
+    return losses, norms
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 4, "zero": 2},
+        {"tp": 4},
+        {"pp": 4, "num_microbatches": 4},
+        {"dp": 2, "tp": 2, "zero": 1},
+        {"dp": 2, "pp": 2, "zero": 1, "num_microbatches": 2},
+        {"tp": 2, "pp": 2, "num_microbatches": 2, "schedule": "gpipe", "split": ["layers.1"]},
+        {"dp": 2, "tp": 2, "num_microbatches": 4},
+        {"dp": 2, "pp": 2, "num_microbatches": 2, "axis_order": ("dp", "tp", "pp")},
+    ],
+    ids=lambda layout: " ".join(f"{key}={value}" for key, value in layout.items()),
+)
+@ranks(4)
+def test_layout_trains_as_one_process(layout):
+    losses, norms = train(vescale.Plan(**layout))
+    plain_losses, plain_norms = train_plain()
+    assert losses == pytest.approx(plain_losses, rel=1e-10)
+    assert norms == pytest.approx(plain_norms, rel=1e-10)
+
+
+@ranks(2)
+def test_wrong_slice_is_noticed():
+    """The comparison above can fail: here every rank takes the first half of the batch."""
+    losses, _ = train(vescale.Plan(dp=2), take=lambda batch: {name: value[:8] for name, value in batch.items()})
+    assert losses != pytest.approx(train_plain()[0], rel=1e-4)
+
+
+@ranks(2)
+def test_loss_is_the_same_on_every_stage():
+    losses, _ = train(vescale.Plan(pp=2, num_microbatches=2))
+    every = [None, None]
+    dist.all_gather_object(every, losses)
+    assert every[0] == every[1]
+
+
+@ranks(1)
+def test_dropout_with_micro_batches_is_refused():
+    model, _ = vescale.parallelize(
+        vescale.Plan(num_microbatches=2), build(dropout=0.1), torch.optim.SGD, loss_fn=nn.functional.mse_loss
+    )
+    batch = model.local_batch(next(batches()))
+    with pytest.raises(RuntimeError, match=r"a random operator \(dropout\?\) ran in a model with num_microbatches = 2"):
+        model(**batch)
+    model.eval()
+    assert model(**batch).loss.dim() == 0
+
+
+@ranks(2)
+def test_batch_that_does_not_divide_is_refused_on_every_rank():
+    model, _ = vescale.parallelize(vescale.Plan(dp=2), build(), torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"local_batch: x has 3 sequences, which dp \* num_microbatches = 2"):
+        model.local_batch({"x": torch.zeros(3, 8)})

@@ -1,0 +1,79 @@
+"""What `parallelize` refuses, and how: before anything is communicated, with the way out."""
+
+import functools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import vescale
+from vescale_testing import ranks
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "optimizer_fn", "error", "message"),
+    [
+        ({"dp": 1}, build(), torch.optim.SGD, TypeError, "plan must be a vescale.Plan, got dict"),
+        (vescale.Plan(), [build()], torch.optim.SGD, TypeError, "model must be an nn.Module, got list"),
+        (
+            vescale.Plan(),
+            build(),
+            lambda m: m,
+            TypeError,
+            "optimizer_fn must be a torch.optim class or functools.partial",
+        ),
+        (
+            vescale.Plan(),
+            build(),
+            torch.optim.SGD(build().parameters()),
+            TypeError,
+            "optimizer_fn must be a torch.optim",
+        ),
+        (
+            vescale.Plan(),
+            build(),
+            functools.partial(torch.optim.SGD, []),
+            TypeError,
+            "partial of one with keyword arguments",
+        ),
+        (vescale.Plan(tp=2), build(), torch.optim.SGD, ValueError, "no ready plan for Sequential"),
+        (vescale.Plan(module_plan="mixtrl"), build(), torch.optim.SGD, ValueError, "no ready plan for Sequential"),
+        (vescale.Plan(dp=2), build(), torch.optim.SGD, ValueError, "world size 1 is not dp*tp*pp = 2*1*1 = 2"),
+    ],
+)
+def test_bad_arguments_are_refused_without_a_process_group(monkeypatch, plan, model, optimizer_fn, error, message):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(error, match=re.escape(message)):
+        vescale.parallelize(plan, model, optimizer_fn)
+    assert not dist.is_initialized()
+
+
+@ranks(1)
+def test_parallel_model_is_not_parallelised_again():
+    model, _ = vescale.parallelize(vescale.Plan(), build(), torch.optim.SGD)
+    with pytest.raises(TypeError, match="the model is a ParallelModel already; give the plain module"):
+        vescale.parallelize(vescale.Plan(), model, torch.optim.SGD)
+
+
+@ranks(2)
+def test_mesh_of_another_shape_is_refused():
+    mesh = vescale.init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    with pytest.raises(
+        ValueError, match=r"the mesh has the axes \{'pp': 1, 'dp': 1, 'tp': 2\}, the plan needs .*'dp': 2"
+    ):
+        vescale.parallelize(vescale.Plan(dp=2), build(), torch.optim.SGD, mesh=mesh)
+    unnamed = vescale.init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match="the mesh has the axes without names, the plan needs"):
+        vescale.parallelize(vescale.Plan(dp=2), build(), torch.optim.SGD, mesh=unnamed)
+
+
+@ranks(2)
+def test_wrong_world_is_refused_on_every_rank():
+    with pytest.raises(ValueError, match=r"world size 2 is not dp\*tp\*pp = 2\*2\*2 = 8: start 8 processes"):
+        vescale.parallelize(vescale.Plan(dp=2, tp=2, pp=2), build(), torch.optim.SGD, module_plan={})
