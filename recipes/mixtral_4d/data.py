@@ -25,7 +25,9 @@ def load_tokens(config: Config) -> tuple[torch.Tensor, int]:
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, local_files_only=True)
         tokens, vocab_size = torch.tensor(tokenizer(text.decode(errors="replace"))["input_ids"]), len(tokenizer)
     if len(tokens) <= config.seq:
-        raise ConfigError(f"the text has {len(tokens)} tokens, fewer than --seq {config.seq} needs; use more text or a smaller --seq")
+        raise ConfigError(
+            f"the text has {len(tokens)} tokens, fewer than --seq {config.seq} needs; use more text or a smaller --seq"
+        )
     return tokens, vocab_size
 
 

@@ -38,7 +38,9 @@ def train(config: Config, out: Path) -> None:
             seconds = time.perf_counter() - start
             row = {"step": step, "loss": loss.item(), "grad_norm": grad_norm.item(), "seconds": seconds}
             print(json.dumps(row), file=lines, flush=True)
-    save_file({name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}, out / "reference.safetensors")
+    save_file(
+        {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}, out / "reference.safetensors"
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from config import RECIPE, Config, Layout, resumed_layout
 from tqdm import tqdm
 
@@ -36,7 +37,9 @@ class Report:
         self.layouts: dict[str, Layout] = {}
         self.parameter_rows: dict[str, tuple[float, str]] = {}
         middle = config.steps // 2
-        self.bar = tqdm(total=2 * config.steps - middle, unit="step", disable=not printing)
+        self.bar = tqdm(
+            total=2 * config.steps - middle, unit="step", disable=None if printing else True
+        )  # None: only on a terminal
         if printing:
             self.metrics = (self.out / "metrics.jsonl").open("w")
             self._say(f"{RECIPE}: {config.preset}, {config.dtype}, vocabulary {vocab_size}, {config.layout}")
@@ -114,22 +117,25 @@ class Report:
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
 
-        figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained")
+        figure, (top, bottom) = plt.subplots(
+            2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained"
+        )
         losses = [row["loss"] for row in self.expected.values()]
         top.plot(list(self.expected), losses, color="0.75", linewidth=6, label="one process, plain PyTorch")
+        floor = torch.finfo(self.config.torch_dtype).eps / 10  # where equal losses are drawn on the logarithmic axis
         styles = {"4d": ("C0", "-"), "resumed": ("C3", "--")}
         for name, steps in self.runs.items():
             color, line = styles[name]
             x = [s.step for s in steps]
             top.plot(x, [s.loss for s in steps], color=color, linestyle=line, label=f"{name}: {self.layouts[name]}")
-            differences = [max(self._relative(s, "loss"), 1e-17) for s in steps]
+            differences = [max(self._relative(s, "loss"), floor) for s in steps]
             bottom.semilogy(x, differences, color=color, linestyle=line, marker=".", label=name)
         bottom.axhline(self.config.bound, color="0.5", linewidth=1)
-        bottom.annotate("bound", (0, self.config.bound), textcoords="offset points", xytext=(0, 3), color="0.4")
+        bottom.annotate("bound", (0, self.config.bound), textcoords="offset points", xytext=(0, -11), color="0.4")
         top.set(ylabel="loss", title=f"Mixtral ({self.config.preset}), {self.config.dtype}: the same training")
-        bottom.set(xlabel="step", ylabel="relative difference")
+        bottom.set(xlabel="step", ylabel="relative difference\n(bottom: none)")
         top.legend()
-        bottom.legend(loc="lower right")
+        bottom.legend(loc="center right")
         figure.savefig(self.out / "loss.png", dpi=120)
         plt.close(figure)
 

@@ -85,7 +85,9 @@ def check_port(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise ConfigError(f"--port {port} is in use ({error.strerror}); choose another, or leave --port out") from error
+            raise ConfigError(
+                f"--port {port} is in use ({error.strerror}); choose another, or leave --port out"
+            ) from error
 
 
 def join(config: Config) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+
 from vescale.dtensor import deferred_init, is_deferred, materialize
 
 aten = torch.ops.aten

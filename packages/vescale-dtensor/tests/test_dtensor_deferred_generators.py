@@ -1,8 +1,9 @@
-"""The generator: not advanced by deferred_init, advanced like the eager constructor by materialize, never silently different."""
+"""The generator: deferred_init leaves it alone, materialize advances it like the constructor, nothing is silent."""
 
 import pytest
 import torch
 from torch import nn
+
 from vescale.dtensor import deferred_init, materialize
 
 
@@ -24,7 +25,9 @@ def test_a_draw_between_is_an_error_that_names_the_fix():
     module = deferred_init(nn.Linear, 3, 3)
     state = torch.get_rng_state()
     torch.rand(1)
-    with pytest.raises(ValueError, match=r"not in the state that deferred_init found.*materialize before anything else draws"):
+    with pytest.raises(
+        ValueError, match=r"not in the state that deferred_init found.*materialize before anything else draws"
+    ):
         materialize(module)
     torch.set_rng_state(state)
     materialize(module)

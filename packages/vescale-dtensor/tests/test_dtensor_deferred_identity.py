@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+
 from vescale.dtensor import deferred_init, is_deferred, materialize
 
 
@@ -114,7 +115,9 @@ def test_parts_may_be_materialized_at_different_times():
     torch.manual_seed(1)
     module = deferred_init(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
     materialize(module[1])
-    assert torch.equal(torch.get_rng_state(), state), "the constructor's draws are accounted for once, at the first call"
+    assert torch.equal(torch.get_rng_state(), state), (
+        "the constructor's draws are accounted for once, at the first call"
+    )
     torch.rand(3)
     later = torch.get_rng_state()
     materialize(module)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from vescale.dtensor._pieces import NORMAL_BLOCK, PIECEWISE_OPS, draw_pieces, piece_sizes
 
 aten = torch.ops.aten
@@ -19,7 +20,11 @@ CASES = [
     *[(aten.cauchy_.default, (0.0, 2.0), dtype) for dtype in FLOATS],
     *[(aten.random_.default, (), dtype) for dtype in (*FLOATS, *INTEGERS, torch.bool)],
     *[(aten.random_.to, (100,), dtype) for dtype in (*FLOATS, *INTEGERS)],
-    *[(RANDOM_FROM, (-5, 2**27), torch.int64), (RANDOM_FROM, (0, 2**28), torch.int64), (RANDOM_FROM, (3, 2**33), torch.int64)],
+    *[
+        (RANDOM_FROM, (-5, 2**27), torch.int64),
+        (RANDOM_FROM, (0, 2**28), torch.int64),
+        (RANDOM_FROM, (3, 2**33), torch.int64),
+    ],
 ]
 NUMELS = (0, 1, 7, 8, 15, 16, 17, 31, 33, 255, 256, 257, 1003)
 PIECES = (1, 5, 16, 17, 100, 256, 5000)

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from vescale_testing import ranks
 
 from vescale.dtensor import DTensor, Partial, Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
 from vescale.dtensor._place import BatchWindow, memory_layout, place_of
+from vescale_testing import ranks
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -83,7 +83,9 @@ def test_a_rank_outside_the_mesh_holds_nothing_but_draws_along():
 def test_a_partial_tensor_has_no_place():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     tensor = DTensor.from_local(torch.zeros(4), mesh, [Partial()], run_check=False)
-    expected = r"normal_ on a DTensor of shape \(4,\), placements \(Partial\(sum\),\).*redistribute to Shard or Replicate"
+    expected = (
+        r"normal_ on a DTensor of shape \(4,\), placements \(Partial\(sum\),\).*redistribute to Shard or Replicate"
+    )
     with pytest.raises(UnsupportedRandomOperator, match=expected):
         place_of("normal_", tensor, ())
     assert place_of("normal_", tensor.redistribute(placements=[Replicate()]), ()).box == ((0,), (4,))

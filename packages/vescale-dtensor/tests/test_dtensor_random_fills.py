@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 import torch
-from vescale_testing import ranks
 
 from vescale.dtensor import Replicate, Shard, disabled, init_device_mesh
+from vescale_testing import ranks
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -38,7 +38,22 @@ LIKES = {
     "bernoulli": lambda x, **k: torch.bernoulli(x, **k),
 }
 
-SHAPES = [(), (1,), (15,), (16,), (17,), (255,), (256,), (257,), (5, 3), (17, 15), (1, 16), (3, 0), (2, 3, 4), (4, 1, 5)]
+SHAPES = [
+    (),
+    (1,),
+    (15,),
+    (16,),
+    (17,),
+    (255,),
+    (256,),
+    (257,),
+    (5, 3),
+    (17, 15),
+    (1, 16),
+    (3, 0),
+    (2, 3, 4),
+    (4, 1, 5),
+]
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 MESHES = {  # world size -> meshes and what to place on them
@@ -67,7 +82,7 @@ def test_fills_in_place(world, assert_drawn_alike):
     @ranks(world)
     def on_every_rank():
         for draw, dtypes in FILLS.values():
-            cases = itertools.product(dtypes, SHAPES) if world == 2 else zip(itertools.cycle(dtypes), SHAPES)  # noqa: B905
+            cases = itertools.product(dtypes, SHAPES) if world == 2 else zip(itertools.cycle(dtypes), SHAPES)
             for dtype, shape in cases:
                 for mesh, placements in layouts(world, len(shape)):
                     assert_drawn_alike(draw, torch.zeros(shape, dtype=dtype), mesh, placements)

@@ -1,4 +1,4 @@
-"""Training with DDP at any ZeRO stage is training in one process: loss, gradient norm, parameters and optimizer state."""
+"""Training with DDP at any ZeRO stage is training in one process: loss, norm, parameters and optimizer state."""
 
 import pytest
 import torch

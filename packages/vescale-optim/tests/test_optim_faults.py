@@ -28,11 +28,11 @@ def check(problem, zero, inject):
         assert_same_training(record, expected, rtol=1e-12)
 
 
-def no_fault(patch, module):
+def no_fault(_patch, _module):
     pass
 
 
-def dropped_bucket(patch, module):
+def dropped_bucket(patch, _module):
     reduce = FlatBucket.reduce
 
     def forget(bucket):
@@ -46,7 +46,7 @@ def dropped_bucket(patch, module):
     patch.setattr(FlatBucket, "reduce", forget)
 
 
-def doubled_scale(patch, module):
+def doubled_scale(patch, _module):
     finish = Reduction.finish
 
     def finish_with_the_sum(reduction):
@@ -56,12 +56,12 @@ def doubled_scale(patch, module):
     patch.setattr(Reduction, "finish", finish_with_the_sum)
 
 
-def stale_gather(patch, module):
+def stale_gather(patch, _module):
     gather = FlatBucket.gather_values
     patch.setattr(FlatBucket, "gather_values", lambda bucket: None if bucket.plan.index == 1 else gather(bucket))
 
 
-def missing_tie(patch, module):
+def missing_tie(_patch, module):
     module.tied.weight = nn.Parameter(module.tied.weight.detach().clone())
 
 

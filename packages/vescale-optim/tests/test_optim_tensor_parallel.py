@@ -1,4 +1,4 @@
-"""Parameters that are DTensors over another axis: local tensors are reduced and stepped, the result is that of one process."""
+"""Parameters that are DTensors over another axis are reduced and stepped, and the result is that of one process."""
 
 import pytest
 import torch
@@ -45,7 +45,9 @@ def put_gradients(model, whole, coord, size):
         reference = build()
         reference.load_state_dict(whole(model))
         loss = reference(step_batch).square().mean()
-        grads = dict(zip(dict(reference.named_parameters()), torch.autograd.grad(loss, reference.parameters())))
+        grads = dict(
+            zip(dict(reference.named_parameters()), torch.autograd.grad(loss, reference.parameters()), strict=True)
+        )
         total = 0
         for fqn, param in model.named_parameters():
             grad = distribute_tensor(grads[fqn], param.device_mesh, param.placements).to_local()
@@ -127,7 +129,9 @@ def test_a_dtensor_over_the_data_parallel_axis_is_refused():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         module = nn.Linear(4, 4)
         module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Shard(0)]))
-        with pytest.raises(ValueError, match=r"'weight' is a DTensor over the axis 'dp' itself .*leave this one to DDP"):
+        with pytest.raises(
+            ValueError, match=r"'weight' is a DTensor over the axis 'dp' itself .*leave this one to DDP"
+        ):
             DDP(module, mesh["dp"])
 
     run_ranks(body, 2)

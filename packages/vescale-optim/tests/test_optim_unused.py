@@ -108,5 +108,7 @@ def test_a_parameter_unfrozen_later_is_an_error():
     module.never.requires_grad_(False)
     model = DDP(module, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     module.never.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"were frozen when DDP was built .*'never.weight'.*before wrapping the module"):
+    with pytest.raises(
+        RuntimeError, match=r"were frozen when DDP was built .*'never.weight'.*before wrapping the module"
+    ):
         model(halves()[0], True).square().mean().backward()

@@ -6,16 +6,11 @@ import pytest
 
 from vescale.pipe import Costs, Schedule, draw, format_table, gpipe, one_f_one_b
 
-TABLE = """\
-rank 0 |F0 |F1 | .   .   .   . |B0     | . |B1     |
-rank 1 | . |F0 |F1 | .   . |B0     | . |B1     | . |
-""".splitlines()
-
 
 def test_table_of_one_f_one_b():
     assert format_table(one_f_one_b(3, 2)).splitlines() == [
-        "rank 0 |F0 |F1 | .   .   .   . |B0     |B1     |",
-        "rank 1 | . |F0 |F1 | .   . |B0     |B1     | .   . |",
+        "rank 0 |F0 |F1 | .   .   .   .   . |B0     | . |B1     |",
+        "rank 1 | . |F0 |F1 | .   . |B0     | . |B1     | .   . |",
         "rank 2 | .   . |F0 |B0     |F1 |B1     | .   .   .   . |",
         "bubble 50.0%, peak activations 2 2 1 (micro-batches per rank)",
     ]

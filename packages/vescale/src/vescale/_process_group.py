@@ -3,8 +3,12 @@
 process group is there already        used as it is
 started by torchrun                   initialised from the environment, nccl for cuda and gloo for cpu
 started as a plain python process     a group of this one process, so that one script serves both
+
+A group made here is destroyed when the interpreter exits: the threads of one that is left alive can abort the process
+after its last line ("terminate called without an active exception").
 """
 
+import atexit
 import logging
 import os
 
@@ -39,6 +43,12 @@ def ensure_process_group(plan: Plan) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(_destroy_process_group)
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _select_gpu() -> None:

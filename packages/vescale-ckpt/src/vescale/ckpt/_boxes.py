@@ -57,7 +57,8 @@ class Box:
 
     def contains(self, other: "Box") -> bool:
         """Tell whether ``other`` lies inside this box."""
-        return self.intersect(other) == other
+        sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(a <= b and b + n <= a + m for a, m, b, n in sides)
 
     def slices(self, *, inside: "Box") -> tuple[slice, ...]:
         """Return the index of this box in a tensor that holds the box ``inside``."""

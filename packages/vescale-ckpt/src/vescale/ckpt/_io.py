@@ -196,7 +196,8 @@ def _is_taken(path: Path) -> bool:
 def _sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with contextlib.suppress(OSError):  # some network file systems cannot flush a directory
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -216,5 +217,5 @@ def _header_of(entries: Iterable[Entry]) -> bytes:
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, which must stay alive while they are used (needs no numpy)."""
+    """Return the bytes of a contiguous CPU tensor, which must stay alive while they are used."""
     return memoryview((ctypes.c_char * (values.numel() * values.element_size())).from_address(values.data_ptr()))

@@ -23,7 +23,7 @@ from ._io import open_data_file
 from ._manifest import Manifest, manifest_from_text
 from ._objects import Objects
 from ._plan_load import Comparison, Request, compare, find_mismatch, left_over, plan_load
-from ._read import read_manifest, read_manifest_text
+from ._read import check_files, read_manifest_text
 from ._state import FlatState, flatten, restore
 
 logger = logging.getLogger("vescale.ckpt")
@@ -57,7 +57,8 @@ def load(
 
     Raises:
         CheckpointError: with the same text on all ranks. If the checkpoint does not fit, the state is unmodified; if
-            stored bytes turn out to be damaged, tensors are partly filled and the text says so.
+            stored bytes turn out to be damaged, tensors are partly filled and the text says so. Checksums are compared
+            for pieces that a rank reads whole; ``verify`` compares all.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -98,8 +99,9 @@ def _share_manifest(control: Control, where: Path) -> Manifest:
     def read() -> str | None:
         if control.rank != 0:
             return None
-        read_manifest(where)
-        return read_manifest_text(where)
+        text = read_manifest_text(where)
+        check_files(where, manifest_from_text(text, where=str(where)))
+        return text
 
     text = control.run_round(read, lambda texts: [texts[0]] * control.size)
     return manifest_from_text(text, where=str(where))

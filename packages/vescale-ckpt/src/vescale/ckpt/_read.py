@@ -27,13 +27,7 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
     """
     where = Path(os.path.abspath(path))
     manifest = manifest_from_text(read_manifest_text(where), where=str(where))
-    for file, size in manifest.files.items():
-        try:
-            found = (where / file).stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{where}: data file {file!r} cannot be read: {error.strerror}") from error
-        if found != size:
-            raise CheckpointError(f"{where}: data file {file!r} has {found} bytes, {size} were written")
+    check_files(where, manifest)
     return manifest
 
 
@@ -82,6 +76,17 @@ def read_manifest_text(where: Path) -> str:
                 f"{where} has no {MANIFEST_NAME}: it is not a checkpoint, or one that was never completed{hint}"
             ) from None
         raise CheckpointError(f"no checkpoint at {where}: {error.strerror}{hint}") from None
+
+
+def check_files(where: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint with a data file that is missing or has another size than was written."""
+    for file, size in manifest.files.items():
+        try:
+            found = (where / file).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{where}: data file {file!r} cannot be read: {error.strerror}") from error
+        if found != size:
+            raise CheckpointError(f"{where}: data file {file!r} has {found} bytes, {size} were written")
 
 
 def _verify_file(path: Path, pieces: list[tuple[str, Piece]], manifest: Manifest) -> list[str]:

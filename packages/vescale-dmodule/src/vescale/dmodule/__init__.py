@@ -1,8 +1,8 @@
-"""Module parallelization of veScale: tensor, sequence and expert parallelism for any module, without touching its code."""
+"""Module parallelization of veScale: tensor, sequence and expert parallelism for any module, its code untouched."""
 
 from . import plans
 from ._describe import TensorLayout, describe
-from .errors import PlanError
+from .errors import ImplicitRedistributionError, PlanError
 from .parallelize import parallelize_module
 
-__all__ = ["PlanError", "TensorLayout", "describe", "parallelize_module", "plans"]
+__all__ = ["ImplicitRedistributionError", "PlanError", "TensorLayout", "describe", "parallelize_module", "plans"]

@@ -1,8 +1,7 @@
 """Boundaries: what enters or leaves a module is brought to the placements that the plan names.
 
-A plan entry mirrors the structure of the values: placements for a tensor, a list for positions (or tuple outputs), a dict
-for names (arguments, keys, dataclass fields), None to leave a value as it is. A plain tensor at a boundary is taken as
-equal on all ranks of the mesh, as everything outside the parallel module is.
+A plan entry mirrors the structure of the values (see ``_placements``). A plain tensor at a boundary is taken as equal on
+all ranks of the mesh, as everything outside the parallel module is.
 
 The conversions are differentiable; the backward of each one is its conjugate (all-gather against reduce-scatter,
 all-reduce against identity), so a boundary fixes the layout of gradients too.
@@ -10,9 +9,11 @@ all-reduce against identity), so a boundary fixes the layout of gradients too.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,26 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _torch
-from ._placements import check_dims, is_placement_spec, normalize
+from ._placements import is_placements, normalize, on_shape
 from .errors import PlanError
 
-__all__ = ["as_dtensor", "bring", "install_inputs", "install_outputs", "place", "to_plain"]
+__all__ = [
+    "InputPlan",
+    "as_dtensor",
+    "bring",
+    "install_inputs",
+    "install_outputs",
+    "is_plain",
+    "map_tensors",
+    "place",
+    "plan_inputs",
+    "to_plain",
+]
+
+
+def is_plain(value: object) -> bool:
+    """Tell whether a value is a tensor of torch's own type, not of a subclass."""
+    return type(value) in (Tensor, nn.Parameter)
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -36,9 +53,9 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 def bring(tensor: Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh) -> DTensor:
     """Return ``tensor`` in ``placements``, differentiably.
 
-    Note [boundaries are torch functions]: like an operator of torch, this and :func:`to_plain` offer themselves to function
-    modes and tensor subclasses first. A pipeline that stands in for values of other stages sees one call, whatever
-    communication it takes, and a stand-in needs not know DTensor.
+    Note [boundaries are torch functions]: like an operator of torch, this and :func:`to_plain` offer themselves to
+    function modes and tensor subclasses first. A pipeline that stands in for values of other stages sees one call,
+    whatever communication it takes, and its stand-in needs not know DTensor.
     """
     if has_torch_function((tensor,)):
         return handle_torch_function(bring, (tensor,), tensor, placements, mesh)
@@ -52,7 +69,7 @@ def bring(tensor: Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh) -
 
 
 def to_plain(tensor: Tensor) -> Tensor:
-    """Return a replicated DTensor as a plain tensor and a partial one reduced; leave sharded and plain ones as they are.
+    """Return a replicated DTensor as a plain tensor, a partial one reduced; sharded and plain ones stay as they are.
 
     See Note [boundaries are torch functions].
     """
@@ -65,34 +82,35 @@ def to_plain(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def place(value: object, spec: object, mesh: DeviceMesh, where: str) -> object:
-    """Return ``value`` with its tensors in the placements of ``spec``.
+# ------------------------------------------------------------------------------------------------- values
+
+
+def place(value: object, entry: object, mesh: DeviceMesh, where: str) -> object:
+    """Return ``value`` with its tensors in the placements of ``entry``.
 
     Raises:
-        PlanError: the structure of ``spec`` does not fit the value, naming the boundary.
+        PlanError: the structure of ``entry`` does not fit the value, naming the boundary.
     """
-    if spec is None or value is None:
+    if entry is None or value is None:
         return value
-    if is_placement_spec(spec):
-        return _place_tensor(value, normalize(spec, mesh.mesh_dim_names, where), mesh, where)
-    if isinstance(spec, Mapping):
-        return _place_fields(value, spec, mesh, where)
-    if isinstance(spec, Sequence) and isinstance(value, (tuple, list)):
-        if len(spec) > len(value):
-            raise PlanError(f"{where}: the plan has {len(spec)} entries, the module gave {len(value)} values")
-        placed = [place(v, s, mesh, f"{where}[{i}]") for i, (v, s) in enumerate(zip(value, spec, strict=False))]
-        placed += value[len(spec) :]
-        return type(value)(placed) if type(value) in (tuple, list) else type(value)(*placed)
-    if isinstance(spec, Sequence) and len(spec) == 1:  # a module with one output may be written as a list of one
-        return place(value, spec[0], mesh, where)
-    raise PlanError(f"{where}: the plan says {spec!r}, but the value is a {type(value).__name__}")
+    if is_placements(entry):
+        return _place_tensor(value, normalize(entry, mesh, where), mesh, where)
+    if isinstance(entry, Mapping):
+        return _place_fields(value, entry, mesh, where)
+    if not isinstance(value, tuple | list):
+        if len(entry) == 1:  # a module with one output may be written as a list of one
+            return place(value, entry[0], mesh, where)
+        raise PlanError(f"{where}: the plan has {len(entry)} entries, but the value is one {type(value).__name__}")
+    if len(entry) > len(value):
+        raise PlanError(f"{where}: the plan has {len(entry)} entries, but there are {len(value)} values")
+    placed = [place(v, e, mesh, f"{where} [{i}]") for i, (v, e) in enumerate(zip(value, entry, strict=False))]
+    return _rebuild_sequence(value, [*placed, *value[len(entry) :]])
 
 
-def _place_tensor(value: object, placements: tuple[Placement, ...], mesh: DeviceMesh, where: str) -> DTensor:
+def _place_tensor(value: object, placements: tuple[Placement, ...], mesh: DeviceMesh, where: str) -> object:
     if not isinstance(value, Tensor):
         raise PlanError(f"{where}: the plan gives placements {placements}, but the value is a {type(value).__name__}")
-    check_dims(placements, value.shape, where)
-    return bring(value, placements, mesh)
+    return bring(value, on_shape(placements, value.shape, where), mesh)
 
 
 class _PinGradient(torch.autograd.Function):
@@ -108,48 +126,128 @@ class _PinGradient(torch.autograd.Function):
         return grad.redistribute(placements=ctx.placements)
 
 
-def _place_fields(value: object, spec: Mapping, mesh: DeviceMesh, where: str) -> object:
-    if isinstance(value, Mapping):
-        fields = value
-    elif dataclasses.is_dataclass(value):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    else:
-        raise PlanError(f"{where}: the plan names {sorted(spec)}, but the value is a {type(value).__name__}")
-    missing = [name for name in spec if name not in fields]
+def _place_fields(value: object, entry: Mapping, mesh: DeviceMesh, where: str) -> object:
+    fields = _fields(value)
+    if fields is None:
+        raise PlanError(f"{where}: the plan names {sorted(entry)}, but the value is a {type(value).__name__}")
+    missing = [name for name in entry if name not in fields]
     if missing:
         raise PlanError(f"{where}: no field {missing[0]!r}; fields are {sorted(map(str, fields))}")
-    placed = {name: place(fields[name], sub, mesh, f"{where}.{name}") for name, sub in spec.items()}
+    placed = {name: place(fields[name], inner, mesh, f"{where} {name!r}") for name, inner in entry.items()}
+    return _rebuild_fields(value, placed)
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: object) -> object:
+    """Return ``value`` with ``fn`` applied to its tensors, in tuples, lists, dicts and dataclasses of any depth.
+
+    Containers without a changed tensor stay the same objects; objects of other classes are left alone.
+
+    Example:
+        >>> map_tensors(lambda t: t + 1, {"x": (torch.zeros(2), "y")})
+        {'x': (tensor([1., 1.]), 'y')}
+    """
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, tuple | list):
+        mapped = [map_tensors(fn, item) for item in value]
+        changed = any(new is not old for new, old in zip(mapped, value, strict=True))
+        return _rebuild_sequence(value, mapped) if changed else value
+    new_fields = {name: map_tensors(fn, field) for name, field in (_fields(value) or {}).items()}
+    changed_fields = {name: new for name, new in new_fields.items() if new is not _fields(value)[name]}
+    return _rebuild_fields(value, changed_fields) if changed_fields else value
+
+
+def _fields(value: object) -> Mapping | None:
+    """Return the named parts of a dataclass or a dict; a class that is both (Hugging Face's outputs) is a dataclass."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return value if isinstance(value, Mapping) else None
+
+
+def _rebuild_fields(value: object, changed: Mapping) -> object:
     if dataclasses.is_dataclass(value):
-        return dataclasses.replace(value, **placed)
-    return type(value)({**value, **placed})
+        return dataclasses.replace(value, **changed)
+    new = copy.copy(value)
+    new.update(changed)
+    return new
 
 
-def install_inputs(module: nn.Module, name: str, spec: object, mesh: DeviceMesh) -> None:
-    """Convert the inputs of ``module`` on every call: a list by position, a dict by argument name."""
-    signature = inspect.signature(module.forward)
+def _rebuild_sequence(value: Sequence, items: list) -> Sequence:
+    return type(value)(items) if type(value) in (tuple, list) else type(value)(*items)  # a named tuple takes them apart
+
+
+# ------------------------------------------------------------------------------------------------- modules
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """What a plan says about the arguments of one module.
+
+    Attributes:
+        where: the boundary's name in errors.
+        signature: of the module's forward.
+        arguments: argument name -> entry. The name of ``*args`` has a list, that of ``**kwargs`` a dict.
+    """
+
+    where: str
+    signature: inspect.Signature
+    arguments: dict[str, object]
+
+
+def plan_inputs(module: nn.Module, name: str, entry: object) -> InputPlan:
+    """Match an ``.input`` entry, a list by position or a dict by name, with the signature of a module's forward.
+
+    Raises:
+        PlanError: more positions than the forward has, or an argument that it does not take.
+    """
     where = f"{name}.input" if name else "input"
-    positions = list(signature.parameters)
-    if is_placement_spec(spec):
-        spec = [spec]
-    if not isinstance(spec, Mapping):
-        if len(spec) > len(positions):
-            raise PlanError(f"{where}: the plan has {len(spec)} entries, forward takes {positions}")
-        spec = dict(zip(positions, spec, strict=False))
-    unknown = [argument for argument in spec if argument not in positions]
-    if unknown:
-        raise PlanError(f"{where}: forward has no argument {unknown[0]!r}; its arguments are {positions}")
+    signature = inspect.signature(module.forward)
+    if is_placements(entry):
+        entry = [entry]
+    match = _by_name if isinstance(entry, Mapping) else _by_position
+    return InputPlan(where, signature, match(where, signature, entry or {}))
+
+
+def _names(signature: inspect.Signature, *kinds: object) -> list[str]:
+    return [parameter.name for parameter in signature.parameters.values() if parameter.kind in kinds]
+
+
+def _by_position(where: str, signature: inspect.Signature, entries: Sequence) -> dict[str, object]:
+    positional = _names(signature, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    variable = _names(signature, inspect.Parameter.VAR_POSITIONAL)
+    rest = list(entries)[len(positional) :]
+    if rest and not variable:
+        raise PlanError(f"{where}: the plan has {len(entries)} entries, forward takes {positional} by position")
+    return dict(zip(positional, entries, strict=False)) | ({variable[0]: rest} if rest else {})
+
+
+def _by_name(where: str, signature: inspect.Signature, entries: Mapping[str, object]) -> dict[str, object]:
+    variable = _names(signature, inspect.Parameter.VAR_KEYWORD)
+    named = [name for name in signature.parameters if name not in variable]
+    extra = {argument: entry for argument, entry in entries.items() if argument not in named}
+    if extra and not variable:
+        raise PlanError(f"{where}: forward has no argument {next(iter(extra))!r}; its arguments are {named}")
+    known = {argument: entry for argument, entry in entries.items() if argument in named}
+    return known | ({variable[0]: extra} if extra else {})
+
+
+def install_inputs(module: nn.Module, plan: InputPlan, mesh: DeviceMesh) -> None:
+    """Convert the inputs of ``module`` on every call."""
+    nothing = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
 
     def convert(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        bound = signature.bind(*args, **kwargs)
-        for argument, placements in spec.items():
-            if argument in bound.arguments:
-                bound.arguments[argument] = place(bound.arguments[argument], placements, mesh, f"{where} {argument!r}")
+        bound = plan.signature.bind(*args, **kwargs)
+        for argument, entry in plan.arguments.items():
+            kind = plan.signature.parameters[argument].kind
+            if argument in bound.arguments or kind in nothing:  # else the default stays
+                value = bound.arguments.get(argument, nothing.get(kind))
+                bound.arguments[argument] = place(value, entry, mesh, f"{plan.where} {argument!r}")
         return bound.args, bound.kwargs
 
     module.register_forward_pre_hook(convert, with_kwargs=True)
 
 
-def install_outputs(module: nn.Module, name: str, spec: object, mesh: DeviceMesh) -> None:
+def install_outputs(module: nn.Module, name: str, entry: object, mesh: DeviceMesh) -> None:
     """Convert what ``module`` returns on every call."""
     where = f"{name}.output" if name else "output"
-    module.register_forward_hook(lambda _module, _args, output: place(output, spec, mesh, where))
+    module.register_forward_hook(lambda _module, _args, output: place(output, entry, mesh, where))

@@ -15,6 +15,21 @@ __all__ = ["TensorLayout", "describe"]
 
 
 @dataclass(frozen=True)
+class _Axes:
+    """Mesh axes without ranks, see ``MeshAxes``."""
+
+    mesh_dim_names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes)
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        return math.prod(self.sizes) if mesh_dim is None else self.sizes[mesh_dim]
+
+
+@dataclass(frozen=True)
 class TensorLayout:
     """Where one parameter goes.
 
@@ -63,7 +78,7 @@ def describe(
         0.weight  [6, 8] S(0) -> [2, 8]
         0.bias  [6] R -> [6]
     """
-    tensors = resolve(module, axes, plan).tensors
+    tensors = resolve(module, _Axes(tuple(axes), tuple(axes.values())), plan).tensors
     return tuple(
         TensorLayout(
             name,

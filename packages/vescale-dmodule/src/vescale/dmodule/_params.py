@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,9 +11,10 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from vescale.dtensor import is_deferred, materialize
 
+from . import _torch
 from .errors import PlanError
 
-__all__ = ["check_ties", "distribute", "install_gradient_sync"]
+__all__ = ["check_ties", "distribute", "sync_gradients"]
 
 Placements = Mapping[str, tuple[Placement, ...]]
 
@@ -37,46 +39,55 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placements: Placements) -> N
     """Replace every parameter, and every buffer named in ``placements``, by its DTensor.
 
     A deferred module draws its own values shard by shard. A real one is sharded from the copy on coordinate 0 of each
-    axis, so that ranks cannot start from different values. Names, ties, ``requires_grad`` and dtypes stay.
+    axis, so that ranks cannot start from different values. Names, ties, ``requires_grad``, dtypes and the Python
+    attributes of parameters stay.
     """
     if is_deferred(module):
         materialize(module, mesh, lambda name, _tensor: placements.get(name))
         return
+    # By identity: every tensor of the module exists before the first is replaced, so no id is used twice.
     made: dict[int, Tensor] = {}
-
-    def convert(name: str, tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            shard = distribute_tensor(tensor.detach(), mesh, placements[name])
-            if isinstance(tensor, nn.Parameter):
-                shard = nn.Parameter(shard, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = shard
-        return made[id(tensor)]
-
-    _replace(module, placements, convert)
-
-
-def _replace(module: nn.Module, placements: Placements, convert: Callable[[str, Tensor], Tensor]) -> None:
     for owner, part in module.named_modules(remove_duplicate=False):
-        for table in (part._parameters, part._buffers):
+        for table in _torch.tensor_tables(part):
             for key, tensor in table.items():
                 name = f"{owner}.{key}" if owner else key
-                if tensor is not None and name in placements and not isinstance(tensor, DTensor):
-                    table[key] = convert(name, tensor)
+                if tensor is None or isinstance(tensor, DTensor) or name not in placements:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = _shard(tensor, mesh, placements[name])
+                table[key] = made[id(tensor)]
 
 
-def install_gradient_sync(module: nn.Module) -> None:
-    """Bring the gradient of every DTensor parameter to the parameter's placements before it is accumulated.
+def _shard(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    shard = distribute_tensor(tensor.detach(), mesh, placements)
+    if isinstance(tensor, nn.Parameter):
+        shard = nn.Parameter(shard, requires_grad=tensor.requires_grad)
+        vars(shard).update({name: value for name, value in vars(tensor).items() if name not in vars(shard)})
+    return shard
+
+
+@dataclass(frozen=True)
+class _Synced:
+    """Gradient hook that brings a gradient to the placements of its parameter."""
+
+    placements: tuple[Placement, ...]
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        if not isinstance(grad, DTensor) or tuple(grad.placements) == self.placements:
+            return None
+        return grad.redistribute(placements=self.placements)
+
+
+def sync_gradients(module: nn.Module) -> None:
+    """Make the gradient of every DTensor parameter come in the parameter's placements, before it is accumulated.
 
     A replicated parameter that met sharded activations (a norm weight under sequence parallelism) has a partial gradient
     on each rank. Reducing it in a hook of the parameter, before ``.grad`` sees it, keeps gradient accumulation exact.
+
+    Called before every forward, because hooks are lost or missing in copies of a module and in parameters that were
+    frozen when it was parallelised.
     """
     for parameter in module.parameters():
         if isinstance(parameter, DTensor) and parameter.requires_grad:
-            placements = tuple(parameter.placements)
-            parameter.register_hook(lambda grad, placements=placements: _synced(grad, placements))
-
-
-def _synced(grad: Tensor, placements: tuple[Placement, ...]) -> Tensor | None:
-    if not isinstance(grad, DTensor) or tuple(grad.placements) == placements:
-        return None
-    return grad.redistribute(placements=placements)
+            if not any(isinstance(hook, _Synced) for hook in _torch.tensor_hooks(parameter)):
+                parameter.register_hook(_Synced(tuple(parameter.placements)))

@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import is_deferred, materialize
 
+from ._agree import check_agreement
 from ._boundary import install_inputs, install_outputs
 from ._eager import install_eager
 from ._experts import install_experts
-from ._params import check_ties, distribute, install_gradient_sync
+from ._params import distribute
 from ._resolve import resolve
 from .errors import PlanError
 
@@ -21,6 +22,7 @@ __all__ = ["parallelize_module"]
 
 logger = logging.getLogger("vescale.dmodule")
 
+MODES = ("eager",)
 MARK = "_vescale_parallelized"
 
 
@@ -35,24 +37,28 @@ def parallelize_module(
     """Shard ``module`` in place over ``mesh`` as ``plan`` says and return it.
 
     The result is the same object with the same class and names; parameters are DTensors (``Replicate`` unless the plan
-    says otherwise), tied parameters stay tied, frozen ones frozen. It takes and returns what the plain module does: plain
-    inputs are read as equal on all ranks of the mesh, and outputs come back as plain tensors where one device would have
-    them. On a mesh of one rank the module is only checked and, if deferred, materialised.
+    says otherwise), tied parameters stay tied, frozen ones frozen. It takes and returns what the plain module does:
+    plain inputs are read as equal on all ranks of the mesh, and outputs come back as plain tensors where one device
+    would have them. On a mesh of one rank the module is only checked and, if deferred, materialised.
 
     Args:
         module: any module; a deferred one (:func:`vescale.dtensor.deferred_init`) is materialised shard by shard.
         mesh: device mesh whose axes the plan names, for example ``mesh["tp"]``.
         plan: ``{"parameter": {regex: placements}, "forward": {regex + ".input" | ".output": entry}, "expert": {regex:
-            placements}}``. Regexes match whole fully qualified names. Placements are ``{axis: Placement}`` or one placement
-            per mesh axis. A forward entry mirrors the values: a list by position, a dict by name, None to leave as it is.
+            placements}}``. Regexes match whole fully qualified names. Placements are ``{axis: Placement}`` or a list of
+            one placement per mesh axis. A forward entry mirrors the values: a list by position, a dict by name, None to
+            leave one as it is.
         mode: ``"eager"``: every activation is a DTensor.
         allow_implicit: let operators communicate on their own where their operands do not fit. By default that is an
             error, because it is a cost that no plan entry shows.
 
     Raises:
-        PlanError: a key that matches nothing (with the nearest names), contradicting keys, a dim out of range, an unknown
-            axis, experts that do not divide, tied parameters placed in two ways. Before any communication.
+        PlanError: a key that matches nothing (with the nearest names), contradicting keys, a dim out of range, an
+            unknown axis, experts that do not divide, tied parameters placed in two ways. Before any communication; a
+            plan that differs between ranks is found by a comparison of its text.
         ValueError: unknown mode, or the module is parallelised already.
+
+    The module's forward raises :class:`ImplicitRedistributionError` where an operator would communicate on its own.
 
     Example:
         >>> plan = {
@@ -61,35 +67,29 @@ def parallelize_module(
         ... }
         >>> model = parallelize_module(model, mesh["tp"], plan)         # doctest: +SKIP
     """
-    if mode != "eager":
-        raise ValueError(f"mode is {mode!r}; this version has 'eager'")
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; this version has {', '.join(map(repr, MODES))}")
     if getattr(module, MARK, False):
         raise ValueError(f"this {type(module).__name__} is parallelised already; build a new one to change the plan")
     if not mesh.mesh_dim_names:
         raise PlanError("the mesh has no axis names; give init_device_mesh(..., mesh_dim_names=('tp',))")
-    resolved = resolve(module, dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), plan)
-    check_ties(module, resolved.tensors)
+    resolved = resolve(module, mesh, plan)
+    check_agreement([*resolved.lines(), f"allow_implicit: {allow_implicit}"], mesh)
     setattr(module, MARK, True)
     if mesh.size() == 1:
         if is_deferred(module):
-            materialize(module)
+            materialize(module, mesh)
         return module
 
+    distribute(module, mesh, resolved.tensors)
     modules = dict(module.named_modules(remove_duplicate=False))
     for name, placements in resolved.experts.items():
-        install_experts(modules[name], name, placements, mesh)
-    for name, spec in resolved.inputs.items():
-        install_inputs(modules[name], name, spec, mesh)
-    for name, spec in resolved.outputs.items():
-        install_outputs(modules[name], name, spec, mesh)
+        install_experts(modules[name], placements, mesh)
+    for name, inputs in resolved.inputs.items():
+        install_inputs(modules[name], inputs, mesh)
+    for name, entry in resolved.outputs.items():
+        install_outputs(modules[name], name, entry, mesh)
     install_eager(module, allow_implicit=allow_implicit)
-    distribute(module, mesh, resolved.tensors)
-    install_gradient_sync(module)
-    logger.info(
-        "parallelised %s over %s: %d sharded tensors", type(module).__name__, mesh, _count_sharded(resolved.tensors)
-    )
+    num_sharded = sum(any(p.is_shard() for p in placements) for placements in resolved.tensors.values())
+    logger.info("parallelised %s over %s: %d sharded tensors", type(module).__name__, mesh, num_sharded)
     return module
-
-
-def _count_sharded(tensors: Mapping[str, tuple]) -> int:
-    return sum(any(p.is_shard() for p in placements) for placements in tensors.values())

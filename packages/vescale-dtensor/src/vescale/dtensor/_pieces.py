@@ -2,17 +2,18 @@
 
 Purpose: a rank that holds a shard of a tensor has to draw the values of the whole tensor, but must never hold it.
 
-Algorithm. On CPU every in-place random operator of this file walks over a contiguous tensor serially, so value i depends
-on the generator's state before the operator and on i alone, not on the number of elements. Calling the native operator
-on consecutive flat pieces is therefore the whole draw, with one exception: `normal_` on 16 or more elements works in blocks
-of 16 uniforms, and a last incomplete block is replaced by 16 new draws for the last 16 elements. So the pieces of
-`normal_` are multiples of 16, and the last one, which takes the remainder, has at least 16 elements::
+Algorithm. On CPU every in-place random operator of this file walks over a contiguous tensor serially, so value i
+depends on the generator's state before the operator and on i alone, not on the number of elements. Calling the native
+operator on consecutive flat pieces is therefore the whole draw, with one exception: `normal_` on 16 or more elements
+works in blocks of 16 uniforms, and a last incomplete block is replaced by 16 new draws for the last 16 elements. So
+the pieces of `normal_` are multiples of 16, and the last one, which takes the remainder, has at least 16 elements::
 
     numel = 1003, max_piece = 256      uniform_:  256 | 256 | 256 | 235
                                        normal_ :  256 | 256 | 256 | 235      (235 >= 16)
     numel = 1033, max_piece = 256      normal_ :  256 | 256 | 256 | 265      (9 are too few for a piece of their own)
 
-`normal_` on fewer than 16 elements takes the scalar path, whose second Box-Muller value stays in the generator: one piece.
+`normal_` on fewer than 16 elements takes the scalar path, whose second Box-Muller value stays in the generator: one
+piece.
 
 Guarantee: concatenated pieces are bit for bit the whole draw, and the generator ends in the same state, its cached
 Box-Muller value included. On other devices the elements of a piece depend on the launch geometry: one whole draw.
@@ -107,9 +108,7 @@ def draw_pieces(
         start += size
 
 
-def piece_sizes(
-    op: Op, numel: int, dtype: torch.dtype, device: torch.device, max_piece: int
-) -> tuple[int, ...]:
+def piece_sizes(op: Op, numel: int, dtype: torch.dtype, device: torch.device, max_piece: int) -> tuple[int, ...]:
     """Return the sizes of the consecutive pieces that together are one draw of `op` on `numel` elements.
 
     Example:

@@ -87,8 +87,15 @@ def handlers() -> dict[_torch.Op, _torch.Handler]:
     table[aten.bernoulli_.Tensor] = _bernoulli_tensor_
     table[aten.native_dropout.default] = _native_dropout
     for op in _torch.random_operators():
-        table.setdefault(op, _attention if any(a.name == "dropout_p" for a in op._schema.arguments) else _refuse)
+        table.setdefault(op, _other(op))
     return table
+
+
+def _other(op: _torch.Op) -> _torch.Handler:
+    """Return the handler of a random operator that is in no family."""
+    if _torch.is_composite(op):
+        return _decompose
+    return _attention if any(argument.name == "dropout_p" for argument in op._schema.arguments) else _refuse
 
 
 def handle(op: _torch.Op, args: tuple, kwargs: dict) -> object:
@@ -222,7 +229,12 @@ def _local(tensor: Tensor) -> Tensor:
     return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-# ------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------- other operators
+
+
+def _decompose(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run the operators that define ``op``; left whole, stock DTensor would run it on the shards."""
+    return op.decompose(*args, **kwargs)
 
 
 def _refuse(op: _torch.Op, args: tuple, kwargs: dict) -> object:

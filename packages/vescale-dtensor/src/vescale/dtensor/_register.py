@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from . import _torch
 from ._attention import attention_handlers
 from ._random_rules import handlers
+from ._scalar import scalar_handlers
 
 __all__ = ["disabled", "register"]
 
 
 def register() -> None:
-    """Install the rules for random operators and attention. Called once, on import."""
-    _torch.handler_table().update(handlers() | attention_handlers())
+    """Install the rules for random operators, attention and scalars. Called once, on import."""
+    _torch.handler_table().update(handlers() | attention_handlers() | scalar_handlers())
 
 
 @contextlib.contextmanager
@@ -25,7 +26,7 @@ def disabled() -> Iterator[None]:
     """Run random operators as stock torch does, for comparison. Process-wide while the context is open.
 
     Shards then draw for themselves, and the contexts of :mod:`vescale.dtensor.random` do nothing. Rules that do not
-    concern random numbers (attention on CPU) stay.
+    concern random numbers (attention on CPU, scalars) stay.
 
     Example:
         >>> with disabled():                        # doctest: +SKIP

@@ -56,16 +56,16 @@ def overload(name: str) -> Op | None:
 
 @functools.cache
 def is_composite(op: Op) -> bool:
-    """Tell whether ``op`` is defined by other operators, so that those are what draws random numbers."""
+    """Tell whether ``op`` is defined by other operators; only inference mode shows such operators to a dispatcher."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 @functools.cache
 def is_random(op: Op) -> bool:
-    """Tell whether ``op`` itself consumes a generator."""
+    """Tell whether ``op`` consumes a generator, by itself or in the operators that define it."""
     if op is torch.ops.aten._fused_sdp_choice.default:  # tagged, but it only says which attention kernel fits
         return False
-    return torch.Tag.nondeterministic_seeded in op.tags and not is_composite(op)
+    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 @functools.cache

@@ -73,9 +73,10 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
         yield
         return
     window = BatchWindow(mesh_axis.get_local_rank(), mesh_axis.size(), tuple(mesh_axis.mesh.tolist()))
-    token = WINDOWS.set((window, *WINDOWS.get()))
+    outer = WINDOWS.get()
+    token = WINDOWS.set((window, *outer))
     try:
-        with _RandomMode(handle):
+        with contextlib.nullcontext() if outer else _RandomMode(handle):  # two modes would cut each draw twice
             yield
     finally:
         WINDOWS.reset(token)

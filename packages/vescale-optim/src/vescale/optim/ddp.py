@@ -46,10 +46,10 @@ class DDP(_torch.UnmovableModule):
     """Wrap a module for data parallelism over one mesh axis.
 
     Parameters are plain tensors, or DTensors over other axes (tensor parallelism); they stay the same objects. At
-    construction a deferred module is materialized, and parameters and buffers of coord 0 overwrite those of the other coords. Tied parameters are reduced
-    once, frozen ones not at all. Gradients are reduced in any ``backward()`` that reaches the parameters, also one that
-    a pipeline engine runs without calling this wrapper. Dropout draws, on each rank, its slice of the mask that one
-    device would draw for the global batch.
+    construction a deferred module is materialized, and parameters and buffers of coord 0 overwrite those of the other
+    coords. Tied parameters are reduced once, frozen ones not at all. Gradients are reduced in any ``backward()`` that
+    reaches the parameters, also one that a pipeline engine runs without calling this wrapper. Dropout draws, on each
+    rank, its slice of the mask that one device would draw for the global batch.
 
     Attributes the wrapper does not have are looked up in the module; ``state_dict``, ``load_state_dict`` and
     ``named_parameters`` use the module's names.
@@ -75,10 +75,16 @@ class DDP(_torch.UnmovableModule):
         ``param.grad`` is a view of a flat buffer that the next backward overwrites: clone a gradient to keep it.
 
     Example:
-        >>> model = DDP(model, mesh["dp"], zero=2)                                  # doctest: +SKIP
+        >>> import torch, torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from vescale.optim import DistributedOptimizer
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun does it for many
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> model = DDP(nn.Linear(4, 2), mesh["dp"], zero=2)
         >>> optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=3e-4)
-        >>> model(local_batch).mean().backward()
+        >>> model(torch.ones(3, 4)).mean().backward()
         >>> optimizer.step()
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -138,7 +144,7 @@ class DDP(_torch.UnmovableModule):
             >>> with model.no_sync():                      # doctest: +SKIP
             ...     for batch in micro_batches[:-1]:
             ...         loss(model(batch)).backward()
-            >>> loss(model(micro_batches[-1])).backward()
+            >>> loss(model(micro_batches[-1])).backward()  # doctest: +SKIP
         """
         before = self._switch(synchronises=False)
         try:

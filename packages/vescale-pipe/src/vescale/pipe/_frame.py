@@ -133,6 +133,9 @@ class Frame:
             self._program.record(call.key)
         else:
             self.recorder.check_arguments(arguments, values, name)
+            if home == self.stage:  # found before the meeting: nothing may fail between a send and its receive
+                for _, value in needed.values():
+                    self._mesh_for(value)
             if needed:
                 self.recorder.meet("before", call.key)
         for leaf, value in needed.values():
@@ -251,9 +254,11 @@ class Frame:
         if value.meta.requires_grad:
             self.boundary.add_sent(tensor, value, key)
 
+    def _mesh_for(self, value: Value) -> DeviceMesh | None:
+        return None if value.meta.sharded is None else self._find_mesh(value.meta.sharded.axis_names)
+
     def _receive(self, key: CallKey, value: Value) -> torch.Tensor:
-        meta = value.meta
-        mesh = self._find_mesh(meta.sharded.axis_names) if meta.sharded else None
+        meta, mesh = value.meta, self._mesh_for(value)
         local = self._transport.receive(
             *meta.local_layout,
             meta.dtype,

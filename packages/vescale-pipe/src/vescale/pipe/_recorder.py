@@ -98,9 +98,9 @@ class Recorder:
                 continue
             if value is None and leaf in self._made_inside:
                 raise PipelineError(
-                    f"`{name}` uses a tensor made inside `{self._made_inside[leaf]}` that is not an output of it: a hook "
-                    "or an attribute took it (captured router logits, hidden states), and it exists on one stage only. "
-                    "Return it from the module, or switch its capture off"
+                    f"`{name}` uses a tensor made inside `{self._made_inside[leaf]}` that is not an output of it: a "
+                    "hook or an attribute took it (captured router logits, hidden states), and it exists on one stage "
+                    "only. Return it from the module, or switch its capture off"
                 )
             moved = self._moved.get(_storage_key(leaf))
             if moved is not None and (value is None or value.id != moved[0]):

@@ -7,7 +7,7 @@ one stage as a whole and is replaced by a stub elsewhere. Modules without parame
     MixtralForCausalLM            container (above the blocks)
       model: MixtralModel         container (above the blocks)
         embed_tokens              unit, before the blocks  -> stage 0
-        layers: ModuleList        container: the longest list of blocks
+        layers: ModuleList        container: the longest list of blocks (not inside another list)
           0, 1, 2, ...            units, shared out evenly
         norm                      unit, after the blocks   -> last stage
         rotary_emb                no parameters: runs on every stage
@@ -190,13 +190,16 @@ def _holds_parameters(module: nn.Module) -> bool:
 def _longest_list(model: nn.Module) -> str | None:
     """Return the name of the longest ModuleList with parameters (the first of equals), else of the longest Sequential.
 
-    None where there is neither.
+    Lists inside the entries of another list (experts of a block) do not count. None where there is no list.
     """
     for kind in (nn.ModuleList, nn.Sequential):
-        found = [(-_num_units(module), order, fqn) for order, (fqn, module) in enumerate(model.named_modules())
-                 if isinstance(module, kind) and _num_units(module) > 1]  # fmt: skip
-        if found:
-            return min(found)[2]
+        lengths: dict[str, int] = {}
+        for fqn, module in model.named_modules():
+            nested = any(outer == "" or fqn.startswith(f"{outer}.") for outer in lengths)
+            if isinstance(module, kind) and _num_units(module) > 1 and not nested:
+                lengths[fqn] = _num_units(module)
+        if lengths:
+            return max(lengths, key=lengths.__getitem__)
     return None
 
 

@@ -13,8 +13,9 @@ Guarantee: the gradients are the sums, in the order of micro-batches, that a gra
 computes, bit for bit where every crossing value has at most two consumers per stage (additions of three gradients are
 grouped by stage).
 
-A failure in the first micro-batch is raised on every stage. A failure later is raised on the stage where it happens;
-the others fail when their transfer reaches the ``timeout`` of the process groups, or when the failed process ends.
+A failure in the first micro-batch is raised on every stage, and the engine can be called again. A failure later is
+raised on the stage where it happens; the others fail when their transfer reaches the ``timeout`` of the process groups,
+or when the failed process ends. The engine then refuses further steps.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class PipelineEngine:
         self._gate = HookGate()
         self._programs: dict[int, Program] = {}
         self._current = Program()
+        self._failure: BaseException | None = None
         self._units: dict[str, nn.Module] = {}
         if self.num_stages > 1:
             self.split = split_units(model, plan, self.num_stages)
@@ -132,6 +134,11 @@ class PipelineEngine:
             PipelineError: the program cannot run as a pipeline, or another stage failed.
             RandomOperatorError: a random operator ran, with more than one stage.
         """
+        if self._failure is not None:
+            raise PipelineError(
+                f"an earlier step of this engine failed ({type(self._failure).__name__}: {self._failure}), which may "
+                "have left messages between the stages; restart from a checkpoint with a new engine"
+            )
         microbatches = split_inputs(args, kwargs, self.plan.num_microbatches)
         program = self._program_for(*microbatches[0])
         parameters = [p for p in self.model.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
@@ -140,8 +147,10 @@ class PipelineEngine:
         try:
             with hooked_units(self._units, self._state, self.stage):
                 step.run()
-        except BaseException:
+        except BaseException as error:
             self._transport.drop_sends()
+            # a recording fails on all stages with nothing in flight; after that, messages may be left unreceived
+            self._failure = error if program.recorded or not isinstance(error, Exception) else None
             raise
         if not program.loss.requires_grad:
             return step.loss

@@ -1,7 +1,7 @@
 """Public functions: `deferred_init` records a constructor, `materialize` makes a module's tensors real.
 
-Guarantee: after the same seed, materialized parameters and buffers are bit for bit those of the eager constructor (or this
-rank's shard of them), and the default generators end in the same state.
+Guarantee: after the same seed, materialized parameters and buffers are bit for bit those of the eager constructor (or
+this rank's shard of them), and the default generators end in the same state.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def deferred_init(ctor: Callable[..., T], /, *args, **kwargs) -> T:
         **kwargs: its keyword arguments.
 
     Returns:
-        What `ctor` returns. Its tensors report the shape, dtype, device and `requires_grad` of the eager ones, but have no
-        contents until :func:`materialize`. Reading contents inside `ctor` (`item()`, `tolist()`, …) works.
+        What `ctor` returns. Its tensors report the shape, dtype, device and `requires_grad` of the eager ones, but
+        have no contents until :func:`materialize`. Reading contents inside `ctor` (`item()`, `tolist()`, …) works.
 
     Raises:
         NotImplementedError: `ctor` does something with a tensor that cannot be recorded.
@@ -88,19 +88,19 @@ def materialize(
     *,
     device: torch.device | str | None = None,
 ) -> M:
-    """Make the deferred tensors of a module real, in place: each rank gets its shard, bit for bit what the eager one holds.
+    """Make the deferred tensors of a module real, in place; each rank gets its shard of what the eager one holds.
 
-    The whole recorded program is replayed: random draws for tensors that are not here (of a removed module, or of another
-    rank) advance the generator as they do in the eager constructor. Nothing is communicated; every rank must have been
-    seeded alike.
+    The whole recorded program is replayed: random draws for tensors that are not here (of a removed module, or of
+    another rank) advance the generator as they do in the eager constructor. Nothing is communicated; every rank must
+    have been seeded alike.
 
     Args:
         module: a module made by :func:`deferred_init`, or part of one. Tensors that are real already are kept; a second
             call changes nothing.
         mesh: the mesh that `placements` refer to.
-        placements: FQN -> one placement (`Shard` or `Replicate`) for each mesh axis, as a dictionary or as a function of
-            `(fqn, tensor)`. None for a tensor makes it plain and full. It holds for parameters and buffers, also for those
-            that were real from the start; tied tensors need it under one name only.
+        placements: FQN -> one placement (`Shard` or `Replicate`) for each mesh axis, as a dictionary or as a function
+            of `(fqn, tensor)`. None for a tensor makes it plain and full. It holds for parameters and buffers, also
+            for those that were real from the start; tied tensors need it under one name only.
         device: where the tensors end up, if not where the constructor made them; default: the mesh's device.
 
     Returns:
@@ -123,7 +123,8 @@ def materialize(
     targets = collect(module)
     device = target_device(device, mesh)
     chosen = resolve(targets, placements, mesh, module)
-    jobs = [Job(target, Layout(mesh, found, device)) for target, found in zip(targets, chosen, strict=True)]
+    layouts = [Layout(None if found is None else mesh, found, device) for found in chosen]
+    jobs = [Job(target, layout) for target, layout in zip(targets, layouts, strict=True)]
     deferred = [job for job in jobs if isinstance(job.target.tensor, DeferredTensor)]
     real = [job for job in jobs if job not in deferred]
     compute(deferred)

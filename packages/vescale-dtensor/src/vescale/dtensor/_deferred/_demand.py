@@ -1,12 +1,13 @@
 """Contents on demand: what a constructor reads from its own tensors while it is recorded.
 
-`float(linspace(0, 0.1, 12)[3])`, `mask.any()` and the like need a number now. The calls that the value depends on are replayed
-on real memory, which is freed at once.
+`float(linspace(0, 0.1, 12)[3])`, `mask.any()` and the like need a number now. The calls that the value depends on are
+replayed on real memory, which is freed at once.
 
-If draws are among them, the random stream is replayed as well, in the captured states, from the latest **snapshot** before the
-first draw that matters; the generators get their present states back afterwards. Each such read leaves a snapshot of the
-states behind its last draw. So the rejection loop of `trunc_normal_` (torch 2.12 and later), which asks after each round
-whether all elements are inside the bounds, replays its own rounds, not everything before. Its tensor is held whole meanwhile.
+If draws are among them, the random stream is replayed as well, in the captured states, from the latest **snapshot**
+before the first draw that matters; the generators get their present states back afterwards. Each such read leaves a
+snapshot of the states behind its last draw. So the rejection loop of `trunc_normal_` (torch 2.12 and later), which
+asks after each round whether all elements are inside the bounds, replays its own rounds, not everything before. Its
+tensor is held whole meanwhile.
 
 Guarantee: a read gives what the eager constructor reads, so the recorded program takes the same branches.
 """

@@ -1,23 +1,21 @@
 """Generators during recording and replay: nothing is drawn while a constructor is recorded.
 
-Problem: the constructor may look at the generator itself. `torch.manual_seed` inside it, or `torch.random.fork_rng`, which
-saves a state and restores it later, would see and restore a state that no draw has advanced.
+Problem: the constructor may look at the generator itself. `torch.manual_seed` inside it, or `torch.random.fork_rng`,
+which saves a state and restores it later, would see and restore a state that no draw has advanced.
 
-Algorithm. After each recorded draw the real generator is given a **token**: a state that no seed gives, with the number of
-the draw in it. Before the next draw, and at the end, the state is compared with the last token::
+Algorithm. After each recorded draw the real generator is given a **token**: a state that no seed gives, with the
+number of the draw in it. Before the next draw, and at the end, the state is compared with the last token::
 
-    program           real generator      recorded
-    normal_()         token 0             draw 0
-    s = get_state()   token 0
-    manual_seed(1)    seeded(1)
-    uniform_()        token 3             SetState(seeded(1)), draw 3       the state was no token: the program's own
-    set_state(s)      token 0
-    normal_()         token 5             SetState(after draw 0), draw 5    the state was a token: that place on the tape
+    program           real generator      recorded normal_()         token 0             draw 0 s = get_state()
+    token 0 manual_seed(1)    seeded(1) uniform_()        token 3             SetState(seeded(1)), draw 3       the
+    state was no token: the program's own set_state(s)      token 0 normal_()         token 5
+    SetState(after draw 0), draw 5    the state was a token: that place on the tape
 
 So a replay knows every state that the program set. When the constructor has finished, all generators get back the state
 they had before.
 
-Guarantee: the states of a replay are those of the eager constructor, and recording leaves every generator as it found it.
+Guarantee: the states of a replay are those of the eager constructor, and recording leaves every generator as it found
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ._tape import SetState, Tape
-from ._torch import tree_leaves
+from ._tree import leaves
 
 __all__ = ["GeneratorLog", "generator_of"]
 
@@ -46,7 +44,7 @@ def generator_of(args: tuple, kwargs: dict, device: torch.device) -> torch.Gener
     Raises:
         NotImplementedError: the device is neither a CPU nor a CUDA device.
     """
-    for leaf in tree_leaves((args, kwargs)):
+    for leaf in leaves((args, kwargs)):
         if isinstance(leaf, torch.Generator):
             return leaf
     if device.type == "cpu":

@@ -1,8 +1,8 @@
 """Which calls of a tape still matter: a pure backward pass over the tape, on storages.
 
-Algorithm. Walk from the end. A storage is **live** if somebody later needs its contents. A call that writes or creates a live
-storage is needed, and makes the storages it reads live. A call that overwrites a whole storage without reading it ends its
-life (what an initializer wrote before another one took over is never computed)::
+Algorithm. Walk from the end. A storage is **live** if somebody later needs its contents. A call that writes or
+creates a live storage is needed, and makes the storages it reads live. A call that overwrites a whole storage without
+reading it ends its life (what an initializer wrote before another one took over is never computed)::
 
     0 empty -> s0                                 structure only
     1 kaiming: uniform_(s0)      dead: 3 overwrites all of it; its draws are skipped in bounded pieces
@@ -13,8 +13,8 @@ life (what an initializer wrote before another one took over is never computed):
 
 Structure (allocations and views) is never in the result: a replay makes it on demand, when a needed call uses it.
 
-A draw whose number of random words or whose inputs matter (multinomial, poisson, dropout, …) cannot be skipped: it is always
-needed. `skippable_draw` tells the others.
+A draw whose number of random words or whose inputs matter (multinomial, poisson, dropout, …) cannot be skipped: it is
+always needed. `skippable_draw` tells the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from .._pieces import PIECEWISE_OPS
-from ._ops import GEOMETRY_FACTORIES, RANDOM_FACTORIES
+from ._ops import GEOMETRY_FACTORIES, RANDOM_FACTORIES, UNINITIALIZED
 from ._tape import Call, Tape
 from ._torch import Op
 
@@ -53,8 +53,7 @@ def skippable_draw(tape: Tape, call: Call) -> Draw | None:
     if call.op in PIECEWISE_OPS:
         value, op, args = tape.values[call.writes[0]], call.op, call.args[1:]
     elif call.op in RANDOM_FACTORIES:
-        op, to_args = RANDOM_FACTORIES[call.op]
-        value, args, kwargs = tape.values[call.outputs[0]], to_args(call.args), {}
+        value, op, args, kwargs = tape.values[call.outputs[0]], RANDOM_FACTORIES[call.op], (), {}
         generator = next((a for a in call.args if isinstance(a, torch.Generator)), generator)
     else:
         return None
@@ -65,7 +64,7 @@ def skippable_draw(tape: Tape, call: Call) -> Draw | None:
 
 def is_structure(call: Call) -> bool:
     """Tell whether a call makes tensors without giving them contents: a view or an uninitialized allocation."""
-    return call.is_view or (call.op in GEOMETRY_FACTORIES and GEOMETRY_FACTORIES[call.op] is None)
+    return call.is_view or call.op in UNINITIALIZED
 
 
 def needed_calls(tape: Tape, storages: Iterable[int], *, roots: frozenset[int] = frozenset()) -> list[int]:

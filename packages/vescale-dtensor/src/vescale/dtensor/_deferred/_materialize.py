@@ -1,12 +1,12 @@
 """From tensors of a module to a replay of their tape: what is wanted where, checks, and the results.
 
-Each `Job` is one tensor object with its layout. The jobs of one tape share one replay; tensors that share memory and geometry
-share it afterwards as well.
+Each `Job` is one tensor object with its layout. The jobs of one tape share one replay; tensors that share memory and
+geometry share it afterwards as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from .._random_rules import WINDOWS
 from .._torch import local_box
-from ._generators import GeneratorLog
 from ._liveness import needed_calls
+from ._record import Recording
 from ._replay import Replay, stream_entries, unskippable_draws
 from ._shards import Region, plan_shards
 from ._slots import Target, check_replaceable, replace
-from ._tape import Tape
 from ._tensor import DeferredTensorError
 
 __all__ = ["Job", "Layout", "compute", "place_real", "target_device"]
@@ -43,10 +43,12 @@ class Layout:
             return Region(shape, (origin, origin))
         return Region(shape, local_box(shape, self.mesh, self.placements))
 
+    def moved(self, local: Tensor) -> Tensor:
+        """Return this rank's part on the device where it shall be."""
+        return local if self.device is None else local.to(self.device)
+
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
         """Return this rank's part as the tensor that a module holds in the place of `like`."""
-        if self.device is not None:
-            local = local.to(self.device)
         if self.placements is not None:
             options = {"run_check": False, "shape": like.shape, "stride": like.stride()}
             local = DTensor.from_local(local, self.mesh, self.placements, **options)
@@ -85,20 +87,24 @@ def compute(jobs: Sequence[Job]) -> None:
     """Replay the tapes of deferred tensors, and leave in each tensor's `deferred.result` what takes its place.
 
     Raises:
-        ValueError: a generator was used since the constructor, several constructors have to be accounted for at once, or
+        ValueError: a generator was used since the constructor, several constructors have to be accounted for at once,
+        or
             a tensor has another layout already.
     """
     for job in jobs:
         check_replaceable(job.target)
         _check_earlier_result(job)
     jobs = [job for job in jobs if job.target.tensor.deferred.result is None]
-    tapes = {id(job.target.tensor.deferred.tape): job.target.tensor.deferred for job in jobs}
-    _check_tapes([(state.tape, state.log) for state in tapes.values()])
-    for key, state in tapes.items():
-        _replay(state.tape, state.log, [job for job in jobs if id(job.target.tensor.deferred.tape) == key])
+    by_recording: dict[Recording, list[Job]] = {}
+    for job in jobs:
+        by_recording.setdefault(job.target.tensor.deferred.recording, []).append(job)
+    _check_recordings(by_recording)
+    for recording, own in by_recording.items():
+        _replay(recording, own)
 
 
-def _replay(tape: Tape, log: GeneratorLog, jobs: list[Job]) -> None:
+def _replay(recording: Recording, jobs: list[Job]) -> None:
+    tape, log = recording.tape, recording.log
     wanted: dict[int, list[Job]] = {}
     for job in jobs:
         wanted.setdefault(tape.values[job.target.tensor.deferred.value].storage, []).append(job)
@@ -106,7 +112,7 @@ def _replay(tape: Tape, log: GeneratorLog, jobs: list[Job]) -> None:
         _check_sharing(sharing)
 
     needed, stream = needed_calls(tape, wanted), set()
-    if not tape.is_replayed or any(tape.entries[index].draws is not None for index in needed):
+    if not recording.is_replayed or any(tape.entries[index].draws is not None for index in needed):
         needed = needed_calls(tape, wanted, roots=unskippable_draws(tape))
         stream = stream_entries(tape, 0, len(tape.entries))
     regions = plan_shards(tape, needed, [(job.target.tensor.deferred.value, job.region) for job in jobs])
@@ -118,8 +124,7 @@ def _replay(tape: Tape, log: GeneratorLog, jobs: list[Job]) -> None:
         geometry = None
         for job in wanted[storage]:
             if local is None or geometry != _geometry(job):
-                local, geometry = _part(replay, storage, job), _geometry(job)
-                local = local if job.layout.device is None else local.to(job.layout.device)
+                local, geometry = job.layout.moved(_part(replay, storage, job)), _geometry(job)
             results.append((job, job.layout.wrap(local, job.target.tensor)))
 
     with log.borrowed(log.initial), torch.no_grad():
@@ -127,10 +132,10 @@ def _replay(tape: Tape, log: GeneratorLog, jobs: list[Job]) -> None:
         final = log.states()
     for job, result in results:
         job.target.tensor.deferred.result = (job.layout, result)
-    if not tape.is_replayed:
+    if not recording.is_replayed:
         for index in log.used:
             log.generators[index].set_state(final[index])
-        tape.is_replayed = True
+        recording.is_replayed = True
 
 
 def _part(replay: Replay, storage: int, job: Job) -> Tensor:
@@ -150,7 +155,7 @@ def place_real(job: Job) -> None:
         return
     check_replaceable(job.target)
     part = tensor.detach() if job.region.is_whole else tensor.detach()[job.region.slices].clone()
-    replace(job.target, layout.wrap(part, tensor))
+    replace(job.target, layout.wrap(layout.moved(part), tensor))
 
 
 # ------------------------------------------------------------------------------------------------- checks
@@ -166,8 +171,8 @@ def _check_sharing(jobs: list[Job]) -> None:
     if len({_geometry(job) for job in jobs}) > 1 and not all(job.region.is_whole for job in jobs):
         described = ", ".join(f"'{job.name}' {tuple(job.target.tensor.shape)} {job.layout.placements}" for job in jobs)
         raise NotImplementedError(
-            f"these tensors share memory, and their shards could not: {described}. Leave them whole (placements None), or "
-            "give all of them the same shape and placements"
+            f"these tensors share memory, and their shards could not: {described}. Leave them whole (placements None), "
+            "or give all of them the same shape and placements"
         )
 
 
@@ -178,25 +183,32 @@ def _check_earlier_result(job: Job) -> None:
     before = state.result[0]
     raise ValueError(
         f"'{job.name}' is tied to a tensor that was materialized before with placements {before.placements} on device "
-        f"{before.device}; now placements {job.layout.placements} on device {job.layout.device} were given. Give both the same"
+        f"{before.device}; now placements {job.layout.placements} on device {job.layout.device} were given. Give both "
+        "the same"
     )
 
 
-def _check_tapes(tapes: list[tuple[Tape, GeneratorLog]]) -> None:
-    if any(tape.read is not None for tape, _ in tapes):
-        raise DeferredTensorError("materialize was called inside deferred_init; call it on the result, after deferred_init")
-    drawing = [log for tape, log in tapes if not tape.is_replayed and log.used]
+def _check_recordings(recordings: Iterable[Recording]) -> None:
+    if any(recording.read is not None for recording in recordings):
+        raise DeferredTensorError(
+            "materialize was called inside deferred_init; call it on the result, after deferred_init"
+        )
+    if WINDOWS.get():
+        raise ValueError("materialize was called inside random.local_batch, which would draw parts of a larger batch")
+    drawing = [recording.log for recording in recordings if not recording.is_replayed and recording.log.used]
     if len(drawing) > 1:
         raise ValueError(
-            f"the module has tensors of {len(drawing)} calls of deferred_init that drew random numbers from the same state; "
-            "construct it in one deferred_init, or materialize each part before the next deferred_init"
+            f"the module has tensors of {len(drawing)} calls of deferred_init that drew random numbers from the same "
+            "state; construct it in one deferred_init, or materialize each part before the next deferred_init"
         )
     for log in drawing:
-        changed = [log.generators[i] for i in log.used if not torch.equal(log.generators[i].get_state(), log.initial[i])]
+        changed = [
+            log.generators[i] for i in log.used if not torch.equal(log.generators[i].get_state(), log.initial[i])
+        ]
         if changed:
             raise ValueError(
-                f"the random generator of {changed[0].device} is not in the state that deferred_init found: something drew "
-                "random numbers or seeded between deferred_init and materialize, so the parameters would not be those of "
-                "the eager constructor. Call materialize before anything else draws, or restore the state first "
-                "(torch.set_rng_state(state) with the state from before deferred_init)"
+                f"the random generator of {changed[0].device} is not in the state that deferred_init found: something "
+                "drew random numbers or seeded between deferred_init and materialize, so the parameters would not be "
+                "those of the eager constructor. Call materialize before anything else draws, or restore the state "
+                "first (torch.set_rng_state(state) with the state from before deferred_init)"
             )

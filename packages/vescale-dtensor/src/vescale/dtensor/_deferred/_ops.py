@@ -5,8 +5,6 @@ Everything that is not in a table is treated as "reads all its tensor arguments,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from .._pieces import PIECEWISE_OPS
@@ -21,6 +19,8 @@ __all__ = [
     "RANDOM_FACTORIES",
     "REFUSED",
     "SAME_KIND",
+    "UNINITIALIZED",
+    "fill_number",
     "scale_of_second",
 ]
 
@@ -34,7 +34,13 @@ SAME_KIND = aten._has_compatible_shallow_copy_type.default
 
 REFUSED = operators(
     {
-        "set_": ("default", "source_Storage", "source_Storage_storage_offset", "source_Tensor", "source_Tensor_storage_offset"),
+        "set_": (
+            "default",
+            "source_Storage",
+            "source_Storage_storage_offset",
+            "source_Tensor",
+            "source_Tensor_storage_offset",
+        ),
         "resize_": ("default",),
         "resize_as_": ("default",),
     }
@@ -42,29 +48,34 @@ REFUSED = operators(
 """They change the storage under a tensor, which has none yet."""
 
 
-def _factories(names: str, fill: Callable[[tuple, dict], object] | None) -> dict[Op, Callable | None]:
-    overloads = ("default", "memory_format", "names")
-    return dict.fromkeys(operators({name: overloads for name in names.split()}), fill)
+def _factories(names: str) -> frozenset[Op]:
+    return operators(dict.fromkeys(names.split(), ("default", "memory_format")))
 
 
-GEOMETRY_FACTORIES: dict[Op, Callable[[tuple, dict], object] | None] = {
-    **_factories("empty empty_strided empty_permuted empty_like new_empty new_empty_strided", None),
-    **_factories("zeros zeros_like new_zeros", lambda args, kwargs: 0),
-    **_factories("ones ones_like new_ones", lambda args, kwargs: 1),
-    **_factories("full full_like", lambda args, kwargs: args[1] if len(args) > 1 else kwargs["fill_value"]),
-    **_factories("new_full", lambda args, kwargs: args[2] if len(args) > 2 else kwargs["fill_value"]),
+UNINITIALIZED = _factories("empty empty_strided empty_permuted empty_like new_empty new_empty_strided")
+ZEROS = _factories("zeros zeros_like new_zeros")
+ONES = _factories("ones ones_like new_ones")
+FULL = _factories("full full_like new_full")
+
+GEOMETRY_FACTORIES = UNINITIALIZED | ZEROS | ONES | FULL
+"""They make a tensor with one value everywhere, or none, and look at the shape of their arguments only."""
+
+
+def fill_number(op: Op, args: tuple, kwargs: dict) -> object:
+    """Return the number that a call of `ZEROS`, `ONES`, `FULL` or `FILLS` writes everywhere."""
+    if op in ZEROS or op is aten.zero_.default:
+        return 0
+    if op in ONES:
+        return 1
+    position = 2 if op is aten.new_full.default else 1
+    return args[position] if len(args) > position else kwargs["value" if op in FILLS else "fill_value"]
+
+
+RANDOM_FACTORIES = {
+    **dict.fromkeys((aten.rand.default, aten.rand.generator, aten.rand_like.default), aten.uniform_.default),
+    **dict.fromkeys((aten.randn.default, aten.randn.generator, aten.randn_like.default), aten.normal_.default),
 }
-"""Operator -> what its new tensor is filled with (None: nothing). They look at the shape of their arguments only."""
-
-RANDOM_FACTORIES: dict[Op, tuple[Op, Callable[[tuple], tuple]]] = {
-    aten.rand.default: (aten.uniform_.default, lambda args: ()),
-    aten.rand.generator: (aten.uniform_.default, lambda args: ()),
-    aten.randn.default: (aten.normal_.default, lambda args: ()),
-    aten.randn.generator: (aten.normal_.default, lambda args: ()),
-    aten.rand_like.default: (aten.uniform_.default, lambda args: ()),
-    aten.randn_like.default: (aten.normal_.default, lambda args: ()),
-}
-"""Operator -> (the in-place draw on an empty tensor that it is, that draw's arguments)."""
+"""Operator -> the in-place draw, without arguments, on an empty tensor that it is."""
 
 FILLS = operators({"zero_": ("default",), "fill_": ("Scalar",)})
 """In-place operators that give every element one value known from the arguments."""
@@ -85,8 +96,8 @@ EXACT_POINTWISE = FILLS | operators(
 )
 """Element-wise operators whose result for one element is the same wherever the element lies.
 
-That holds only for correctly rounded arithmetic: `exp`, `erfinv` and the like round differently in the vectorised part and
-in the remainder of a loop, so on a shard their last bit may differ. They run on whole tensors.
+That holds only for correctly rounded arithmetic: `exp`, `erfinv` and the like round differently in the vectorised
+part and in the remainder of a loop, so on a shard their last bit may differ. They run on whole tensors.
 """
 
 

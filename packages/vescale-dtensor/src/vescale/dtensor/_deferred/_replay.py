@@ -1,8 +1,8 @@
 """Run a tape, or the part of it that matters, on real memory.
 
-One pass in program order. A needed call runs the program's own operator; allocations and views are made when a needed call
-first uses them; a draw that nobody needs advances its generator in bounded pieces; a storage is handed over and freed right
-after its last use. Storages that `plan_shards` chose hold this rank's box only::
+One pass in program order. A needed call runs the program's own operator; allocations and views are made when a needed
+call first uses them; a draw that nobody needs advances its generator in bounded pieces; a storage is handed over and
+freed right after its last use. Storages that `plan_shards` chose hold this rank's box only::
 
     peak memory  =  what was handed over  +  the full tensors alive between their first write and last use  +  one piece
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ._generators import GeneratorLog
 from ._liveness import last_uses, skippable_draw
-from ._ops import FILLS, GEOMETRY_FACTORIES
+from ._ops import FILLS, GEOMETRY_FACTORIES, fill_number
 from ._shards import Region, draw_into, fill_range
 from ._tape import Call, Ref, SetState, Tape
-from ._torch import tree_leaves, tree_map_only
+from ._tree import leaves, substitute
 
 __all__ = ["Replay", "stream_entries", "unskippable_draws"]
 
@@ -49,7 +49,9 @@ class Replay:
         regions: the storages to hold as shards.
     """
 
-    def __init__(self, tape: Tape, log: GeneratorLog, needed: Iterable[int], regions: Mapping[int, Region] | None = None):
+    def __init__(
+        self, tape: Tape, log: GeneratorLog, needed: Iterable[int], regions: Mapping[int, Region] | None = None
+    ):
         self.tape = tape
         self.log = log
         self.needed = frozenset(needed)
@@ -112,13 +114,13 @@ class Replay:
 
     def _run(self, call: Call) -> None:
         if call.op in GEOMETRY_FACTORIES:
-            self.value(call.outputs[0]).fill_(GEOMETRY_FACTORIES[call.op](call.args, call.kwargs))
+            self.value(call.outputs[0]).fill_(fill_number(call.op, call.args, call.kwargs))
             return
-        args, kwargs = tree_map_only(Ref, lambda ref: self.value(ref.value), (call.args, call.kwargs))
+        args, kwargs = substitute((call.args, call.kwargs), Ref, lambda ref: self.value(ref.value))
         if torch.Tag.inplace_view in call.op.tags:
             args = (args[0].detach(), *args[1:])
         with _default_dtype(call.default_dtype):
-            results = tree_leaves(call.op(*args, **kwargs))
+            results = list(leaves(call.op(*args, **kwargs)))
         for place, value in call.outputs.items():
             self._values.setdefault(self.tape.values[value].storage, {})[value] = results[place]
 
@@ -140,10 +142,10 @@ class Replay:
         if draw is not None:
             draw_into(self.shard(target.storage), region, draw)
         elif call.op in GEOMETRY_FACTORIES:
-            self.shard(target.storage).fill_(GEOMETRY_FACTORIES[call.op](call.args, call.kwargs))
+            self.shard(target.storage).fill_(fill_number(call.op, call.args, call.kwargs))
         elif call.op in FILLS:
             start = target.meta.storage_offset()
-            number = (*call.args[1:], *call.kwargs.values(), 0)[0]  # fill_ has a value, zero_ has none
+            number = fill_number(call.op, call.args, call.kwargs)
             fill_range(self.shard(target.storage), region, start, start + target.meta.numel(), number)
         else:
             self._run_pointwise(call, region)
@@ -155,7 +157,7 @@ class Replay:
                 return self.shard(storage) if storage in self.regions else self.value(argument.value)
             return argument.reshape(region.shape)[region.slices] if argument.dim() else argument
 
-        args, kwargs = tree_map_only((Ref, Tensor), local, (call.args, call.kwargs))
+        args, kwargs = substitute((call.args, call.kwargs), (Ref, Tensor), local)
         with _default_dtype(call.default_dtype):
             result = call.op(*args, **kwargs)
         for value in call.outputs.values():

@@ -1,15 +1,15 @@
 """Storages of which a rank only ever holds its own box: which ones, and the operators on them.
 
-Planning. A storage can live as a shard if everything that is done to it treats each element by itself and each element in
-the same place: whole-storage fills and random draws, exact element-wise operators with scalars or with a tensor that is
-sharded alike, and fills of a contiguous range such as a padding row. Storages that meet in one call form a group; one other
-use, or two different boxes in a group, and the whole group is replayed on full tensors::
+Planning. A storage can live as a shard if everything that is done to it treats each element by itself and each
+element in the same place: whole-storage fills and random draws, exact element-wise operators with scalars or with a
+tensor that is sharded alike, and fills of a contiguous range such as a padding row. Storages that meet in one call
+form a group; one other use, or two different boxes in a group, and the whole group is replayed on full tensors::
 
     empty -> s0, normal_(s0), mul_(s0, 0.5), _to_copy(s0) -> s1          group {s0, s1}: shards
     empty -> s2, qr(s3) -> s4, copy_(s2, s4)                             group {s2, s4}: full, because of qr
 
-Execution. A shard is a row-major tensor of the box's sizes. Fills and arithmetic run on it directly. Draws walk over the
-whole stream in bounded pieces and keep what falls into the box.
+Execution. A shard is a row-major tensor of the box's sizes. Fills and arithmetic run on it directly. Draws walk over
+the whole stream in bounded pieces and keep what falls into the box.
 
 Guarantee: the shard is bit for bit the box of the tensor that one device computes.
 """
@@ -26,8 +26,8 @@ from .._boxes import Box, flat_offset, flat_range_boxes, intersect
 from .._pieces import draw_pieces
 from ._liveness import Draw, skippable_draw
 from ._ops import EXACT_POINTWISE, FILLS, GEOMETRY_FACTORIES, scale_of_second
-from ._tape import Call, Ref, Tape, Value
-from ._torch import tree_leaves
+from ._tape import Call, Tape, Value
+from ._tree import leaves
 
 __all__ = ["Region", "draw_into", "fill_range", "plan_shards"]
 
@@ -128,7 +128,7 @@ def _treated_alike(tape: Tape, call: Call) -> set[int]:
 
 
 def _real_tensors(call: Call) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
 
 
 def _is_whole(tape: Tape, value: Value) -> bool:
@@ -146,7 +146,7 @@ def _keeps_dtype(tape: Tape, value: Value) -> bool:
 
 
 def _overlaps(region: Region, start: int, stop: int) -> Iterator[tuple[Box, Box]]:
-    """Yield `(rectangle, common)`: the rectangles of a flat range that meet the region, and what they have in common."""
+    """Yield `(rectangle, common)`: the rectangles of a flat range that meet the region, and their common part."""
     for rectangle in flat_range_boxes(region.shape, start, stop):
         common = intersect(rectangle, region.box)
         if common is not None:

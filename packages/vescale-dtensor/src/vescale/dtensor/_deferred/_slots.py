@@ -1,7 +1,7 @@
 """Where the tensors of a module are kept, and how they are replaced: everything that touches `nn.Module`.
 
-One tensor object may sit in several **slots**: a parameter tied to another one, a list of weights beside the registered ones.
-`collect` groups slots by object, so that each object is replaced once and stays one object.
+One tensor object may sit in several **slots**: a parameter tied to another one, a list of weights beside the
+registered ones. `collect` groups slots by object, so that each object is replaced once and stays one object.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def _deferred_in(attribute: object) -> Iterator[DeferredTensor]:
 
 def replace(target: Target, new: Tensor) -> None:
     """Put `new` into all slots of a target, with the Python attributes of the old tensor."""
-    vars(new).update({name: value for name, value in vars(target.tensor).items() if name not in ("deferred", "_is_param")})
+    vars(new).update(
+        {name: value for name, value in vars(target.tensor).items() if name not in ("deferred", "_is_param")}
+    )
     for owner, kind, name in target.slots:
         if kind == "parameter":
             set_parameter(owner, name, new)
@@ -119,7 +121,9 @@ def check_replaceable(target: Target) -> None:
 # ------------------------------------------------------------------------------------------------- placements
 
 
-def resolve(targets: Iterable[Target], placements: Placements | None, mesh: DeviceMesh | None, module: nn.Module) -> list:
+def resolve(
+    targets: Iterable[Target], placements: Placements | None, mesh: DeviceMesh | None, module: nn.Module
+) -> list:
     """Return for each target its placements over `mesh`, or None for a plain full tensor.
 
     Raises:
@@ -146,7 +150,9 @@ def _check_keys(placements: Mapping, targets: Iterable[Target], module: nn.Modul
     }
     for key in placements.keys() - known - absent:
         nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.0)
-        raise ValueError(f"placements has the key '{key}', which names no parameter or buffer; nearest names: {nearest}")
+        raise ValueError(
+            f"placements has the key '{key}', which names no parameter or buffer; nearest names: {nearest}"
+        )
 
 
 def _resolve_one(target: Target, placements: Placements, mesh: DeviceMesh) -> tuple[Placement, ...] | None:
@@ -166,7 +172,9 @@ def _resolve_one(target: Target, placements: Placements, mesh: DeviceMesh) -> tu
 def _checked(name: str, tensor: Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> tuple[Placement, ...]:
     axes = mesh.mesh_dim_names or mesh.ndim
     if not isinstance(placements, Sequence) or not all(isinstance(p, Placement) for p in placements):
-        raise ValueError(f"'{name}': expected a sequence of placements, one for each mesh axis {axes}, got {placements!r}")
+        raise ValueError(
+            f"'{name}': expected a sequence of placements, one for each mesh axis {axes}, got {placements!r}"
+        )
     if len(placements) != mesh.ndim:
         raise ValueError(f"'{name}': expected one placement for each mesh axis {axes}, got {list(placements)}")
     return tuple(_checked_one(name, tensor, placement) for placement in placements)
@@ -177,7 +185,8 @@ def _checked_one(name: str, tensor: Tensor, placement: Placement) -> Placement:
         return placement
     if type(placement) is not Shard or is_strided_shard(placement):
         raise NotImplementedError(
-            f"'{name}': materialize supports Shard and Replicate, got {placement}; materialize to one of these and redistribute"
+            f"'{name}': materialize supports Shard and Replicate, got {placement}; materialize to one of these, then "
+            "redistribute"
         )
     if not -tensor.dim() <= placement.dim < tensor.dim():
         raise ValueError(f"'{name}': {placement} does not fit a tensor of shape {tuple(tensor.shape)}")

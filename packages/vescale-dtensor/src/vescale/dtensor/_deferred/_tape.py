@@ -13,7 +13,7 @@ and real tensors (a snapshot) where it passed real ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,15 +92,11 @@ class Tape:
         entries: calls and generator events in program order.
         values: all values.
         roots: for each storage the value that was created with it.
-        read: while the constructor runs, the function that computes a value's contents on demand.
-        is_replayed: whether the program's random draws have been accounted for in the user's generators.
     """
 
     entries: list[Call | SetState] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)
-    read: Callable[[int], Tensor] | None = None
-    is_replayed: bool = False
     _storage_of: dict[int, int] = field(default_factory=dict)
 
     def add_value(self, meta: Tensor, device: torch.device) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
     "Op",
@@ -26,10 +25,6 @@ __all__ = [
     "storage_key",
     "takes_device",
     "tensor_slots",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_unflatten",
     "written_arguments",
 ]
 
@@ -38,7 +33,15 @@ Op = torch._ops.OpOverload
 dispatch_without_torch_function = torch._C._disabled_torch_function_impl
 
 # torch does not tag these, but they consume a generator
-UNTAGGED_RANDOM = ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "normal")
+UNTAGGED_RANDOM = (
+    "multinomial",
+    "poisson",
+    "binomial",
+    "_standard_gamma",
+    "_sample_dirichlet",
+    "rrelu_with_noise",
+    "normal",
+)
 
 
 def make_wrapper(cls: type, meta: Tensor, device: torch.device) -> Tensor:

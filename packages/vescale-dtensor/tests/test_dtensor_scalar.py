@@ -1,0 +1,47 @@
+"""The Python value of a DTensor is that of the whole tensor, on every rank."""
+
+import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
+from vescale.dtensor import Partial, Replicate, Shard, init_device_mesh
+from vescale_testing import ranks
+
+
+@ranks(3)
+def test_partial_values_are_reduced_first(shard):
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    for rows in (6, 5, 1):
+        whole = torch.arange(rows * 7.0).view(rows, 7)
+        x = shard(whole, mesh, (Shard(0),))
+        total = x.sum()
+        assert total.placements == (Partial(),)
+        assert total.item() == whole.sum().item()
+        assert float(x.mean()) == whole.mean().item()
+        if rows > 1:  # an empty shard has no maximum
+            assert (x.max().item(), int(x.min())) == (whole.max().item(), 0)
+        assert x.clamp(1, 2).prod().item() == whole.clamp(1, 2).prod().item()
+        assert bool((x > rows * 7 - 3).any())  # true for elements of the last rank only
+        assert not bool((x > 1).all())
+
+
+@ranks(3)
+def test_a_single_sharded_element_is_found_on_its_rank(shard):
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    assert shard(torch.tensor([5]), mesh, (Shard(0),)).item() == 5
+
+
+@ranks(2)
+def test_a_replicated_value_needs_no_communication(shard):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = shard(torch.tensor(2.5), mesh, (Replicate(),))
+    with CommDebugMode() as counts:
+        assert x.item() == 2.5
+    assert counts.get_total_counts() == 0
+
+
+@ranks(2)
+def test_more_than_one_element_has_no_value(shard):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
+        shard(torch.ones(2), mesh, (Shard(0),)).item()

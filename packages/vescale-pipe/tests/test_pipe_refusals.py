@@ -1,0 +1,450 @@
+"""What a pipeline cannot do is refused on every rank, with the place and the fix, and nothing hangs."""
+
+import datetime
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from vescale.pipe import PipelineEngine, PipelineError, PipelinePlan, RandomOperatorError
+from vescale_testing import ranks
+
+
+class Body(nn.Module):
+    """Two blocks; subclasses say what happens between and after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def between(self, h, x):
+        del x
+        return h
+
+    def after(self, h):
+        return h.square().mean()
+
+    def forward(self, x):
+        return self.after(self.second(self.between(self.first(x), x)))
+
+
+def make_engine(model, pipeline_mesh, num_microbatches=2, **kwargs):
+    return PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", num_microbatches, ["second"]), **kwargs)
+
+
+def check_refused(model, pipeline_mesh, error, match, batch=None):
+    """Both ranks raise the same error, and the engine can still run another program."""
+    engine = make_engine(model, pipeline_mesh)
+    with pytest.raises(error, match=match):
+        engine(torch.randn(4, 4) if batch is None else batch)
+
+
+# --- values on the wrong stage ---
+
+
+@ranks(2)
+def test_control_flow_on_values(pipeline_mesh):
+    class Model(Body):
+        def between(self, h, x):
+            del x
+            return h if h.sum() > 0 else -h
+
+    check_refused(Model(), pipeline_mesh, PipelineError, "`__bool__` reads the elements of a value of stage 0")
+
+
+@pytest.mark.parametrize("read", ["item", "tolist", "__float__"])
+@ranks(2)
+def test_reading_a_value(read, pipeline_mesh):
+    class Model(Body):
+        def after(self, h):
+            getattr(h.mean(), read)()
+            return h.mean()
+
+    match = "reads the elements of a value of stage 1 outside of the stages' modules.*move this code into a module"
+    check_refused(Model(), pipeline_mesh, PipelineError, match)
+
+
+@ranks(2)
+def test_a_value_of_a_later_stage(pipeline_mesh):
+    class Model(Body):
+        def after(self, h):
+            return self.first(h).mean()
+
+    match = (
+        r"`first` runs on stage 0 but needs output 0 of `second` \(stage 1\): values can only go to later stages. "
+        r"Put `first` on stage 1 or later"
+    )
+    check_refused(Model(), pipeline_mesh, PipelineError, match)
+
+
+@ranks(2)
+def test_a_parameter_of_another_stage(pipeline_mesh):
+    class Model(Body):
+        def after(self, h):
+            return (h @ self.first.weight).mean()
+
+    # raised by the attribute on stage 1, and handed on to stage 0
+    error = (PipelineError, AttributeError)
+    check_refused(Model(), pipeline_mesh, error, "`first` lives on pipeline stage 0, so its attribute `weight`")
+
+
+@ranks(2)
+def test_an_unused_last_stage(pipeline_mesh):
+    class Model(Body):
+        def forward(self, x):
+            self.second(x)
+            return self.first(x).mean()
+
+    match = r"the loss is output 0 of `mean` \(stage 0\), but the last stage is 1"
+    check_refused(Model(), pipeline_mesh, PipelineError, match)
+
+
+@ranks(2)
+def test_a_loss_of_no_stage(pipeline_mesh):
+    class Model(Body):
+        def forward(self, x):
+            self.second(self.first(x))
+            return x.mean()
+
+    check_refused(Model(), pipeline_mesh, PipelineError, "the loss does not depend on the output of any stage")
+
+
+# --- what leaves a module by another door ---
+
+
+@ranks(2)
+def test_a_tensor_captured_by_a_hook(pipeline_mesh):
+    """A hook that collects inner tensors collects this stage's only: a loss over them would be silently wrong."""
+    captured = []
+
+    class Model(Body):
+        def __init__(self):
+            super().__init__()
+            for name in ("first", "second"):
+                block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+                block[0].register_forward_hook(lambda *call: captured.append(call[-1]))
+                setattr(self, name, block)
+
+        def after(self, h):
+            return h.mean() + torch.stack(captured).mean()
+
+    match = "`stack` uses a tensor made inside `.*` that is not an output of it.*or switch its capture off"
+    check_refused(Model(), pipeline_mesh, PipelineError, match)
+
+
+@ranks(2)
+def test_captured_router_logits_of_hugging_face(pipeline_mesh):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        num_local_experts=2, vocab_size=16, output_router_logits=True, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    engine = PipelineEngine(transformers.MixtralForCausalLM(config), pipeline_mesh(), PipelinePlan("1f1b", 2))
+    ids = torch.randint(16, (2, 4), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(PipelineError, match="captured router logits"):
+        engine(input_ids=ids, labels=ids)
+
+
+@ranks(2)
+def test_a_value_hidden_in_an_object(pipeline_mesh):
+    class Box:
+        def __init__(self, content):
+            self.content = content
+
+    class Opens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, box):
+            return self.linear(box.content)
+
+    class Model(Body):
+        def __init__(self):
+            super().__init__()
+            self.second = Opens()
+
+        def between(self, h, x):
+            del x
+            return Box(h)
+
+    match = r"ran on output 0 of `first` \(stage 0\), float32\[2, 4\], which this stage does not hold.*hidden in an"
+    check_refused(Model(), pipeline_mesh, PipelineError, match)
+
+
+@ranks(2)
+def test_an_output_that_cannot_be_described(pipeline_mesh):
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x), object()
+
+    class Model(Body):
+        def __init__(self):
+            super().__init__()
+            self.first = Returns()
+
+        def between(self, h, x):
+            del x
+            return h[0]
+
+    check_refused(Model(), pipeline_mesh, PipelineError, "`first` returns a object, which the pipeline cannot look")
+
+
+# --- in-place writes ---
+
+
+@ranks(2)
+def test_a_write_after_the_send(pipeline_mesh):
+    class Model(Body):
+        def forward(self, x):
+            h = self.first(x)
+            out = self.second(h)
+            h.detach().add_(1)
+            return (out + h).mean()
+
+    match = r"output 0 of `first` \(stage 0\) was written in place after it was sent"
+    check_refused(Model(), pipeline_mesh, PipelineError, match)
+
+
+@ranks(2)
+def test_a_view_of_what_moved_to_another_stage(pipeline_mesh):
+    class Model(Body):
+        def after(self, h):
+            total = torch.zeros(3)
+            view = total.view(3, 1)
+            total += h.mean()
+            return view.mean() + total.mean()
+
+    match = "`mean` uses a tensor that shares memory with one that `add_` wrote in place with values of another stage"
+    check_refused(Model(), pipeline_mesh, PipelineError, match)
+
+
+# --- randomness ---
+
+
+class WithDropout(Body):
+    def __init__(self, p):
+        super().__init__()
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.Dropout(p))
+
+
+@ranks(2)
+def test_dropout(pipeline_mesh):
+    match = (
+        "random operator .* ran in `second`: the random stream is not carried through pipeline stages yet; "
+        "set dropout to 0, or use pp=1"
+    )
+    check_refused(WithDropout(0.5), pipeline_mesh, RandomOperatorError, match)
+    assert issubclass(RandomOperatorError, NotImplementedError)
+
+
+@ranks(2)
+def test_dropout_that_is_off_is_accepted(pipeline_mesh):
+    x = torch.randn(4, 4)
+    for model in (WithDropout(0.0), WithDropout(0.5).eval()):
+        assert make_engine(model, pipeline_mesh)(x).requires_grad
+
+
+@ranks(2)
+def test_attention_dropout_counts_by_its_probability(pipeline_mesh):
+    class Model(Body):
+        p = 0.0
+
+        def between(self, h, x):
+            del x
+            q = h.view(1, 1, *h.shape)
+            return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=self.p)[0, 0]
+
+    x = torch.randn(4, 4)
+    make_engine(Model(), pipeline_mesh)(x)
+    model = Model()
+    model.p = 0.5
+    check_refused(model, pipeline_mesh, RandomOperatorError, "ran in the code outside of the stages' modules")
+
+
+@ranks(2)
+def test_noise_outside_of_modules(pipeline_mesh):
+    class Model(Body):
+        def between(self, h, x):
+            return h + torch.randn_like(x)
+
+    check_refused(Model(), pipeline_mesh, RandomOperatorError, "random operator aten.randn_like")
+
+
+# --- inputs ---
+
+
+@pytest.mark.parametrize(
+    "batch, match",
+    [
+        (torch.ones(5, 4), r"input #0 has 5 rows \(shape \[5, 4\]\), which cannot be split into 2 equal micro-batches"),
+        (torch.ones(0, 4), "input #0 has 0 rows"),
+        (torch.ones(4, 4, requires_grad=True), "input #0 requires a gradient.*pass #0.detach"),
+        ({"x": torch.ones(4, 4), "y": [torch.ones(2, 4)]}, r"but #0\[0\] has 4 rows and #0\[1\] has 2; give every"),
+    ],
+)
+@ranks(2)
+def test_inputs_that_cannot_be_split(batch, match, pipeline_mesh):
+    check_refused(Body(), pipeline_mesh, ValueError, match, batch)
+
+
+@ranks(2)
+def test_ranks_with_different_shapes(pipeline_mesh):
+    engine = make_engine(Body(), pipeline_mesh)
+    rows = 4 + 4 * engine.stage
+    match = r"given different inputs; pass the same batch on every stage:\n  stage 0: #0=float32\[2, 4\].*\n  stage 1"
+    with pytest.raises(PipelineError, match=match):
+        engine(torch.ones(rows, 4))
+
+
+@ranks(2)
+def test_ranks_with_different_elements(pipeline_mesh):
+    engine = make_engine(Body(), pipeline_mesh)
+    with pytest.raises(PipelineError, match="inputs of the same form and different elements"):
+        engine(torch.full((4, 4), float(engine.stage)))
+
+
+@ranks(2)
+def test_an_output_without_a_loss(pipeline_mesh):
+    class Model(Body):
+        def after(self, h):
+            return h
+
+    match = r"expected a scalar loss: .* got a tensor of shape \[2, 4\]; pass labels to the model, or .*loss_fn"
+    check_refused(Model(), pipeline_mesh, TypeError, match)
+
+
+@ranks(4)
+def test_an_axis_of_two_dimensions():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    with pytest.raises(ValueError, match=r"one mesh axis, got 2 axes .*; pass mesh\['pp'\]"):
+        PipelineEngine(Body(), mesh, PipelinePlan())
+
+
+# --- failures ---
+
+
+@ranks(2)
+def test_an_error_in_one_stage_is_raised_on_all(pipeline_mesh):
+    class Model(Body):
+        def __init__(self):
+            super().__init__()
+            self.second = nn.Linear(5, 4)
+
+    engine = make_engine(Model(), pipeline_mesh)
+    error = RuntimeError if engine.stage == 1 else PipelineError
+    match = "shapes cannot be multiplied"
+    match = match if engine.stage == 1 else f"stage 1 failed during the first micro-batch(.|\n)*{match}"
+    with pytest.raises(error, match=match):
+        engine(torch.ones(4, 4))
+    with pytest.raises(error, match=match):  # and again: nothing is left half done
+        engine(torch.ones(4, 4))
+
+
+@ranks(2)
+def test_stages_that_run_different_programs(pipeline_mesh):
+    class Model(Body):
+        extra = False
+
+        def between(self, h, x):
+            del x
+            return h * 2 if self.extra else h
+
+    model = Model()
+    engine = make_engine(model, pipeline_mesh)
+    model.extra = engine.stage == 0
+    match = r"the stages run different programs .*stage 0 .*call 1 `mul`.*stage 1 .*`second`"
+    with pytest.raises(PipelineError, match=match):
+        engine(torch.ones(4, 4))
+
+
+@ranks(2)
+def test_a_program_that_changes_later(pipeline_mesh):
+    class Model(Body):
+        calls = 0
+
+        def between(self, h, x):
+            del x
+            self.calls += 1
+            return h * 2 if self.calls > 1 else h
+
+    engine = make_engine(Model(), pipeline_mesh)
+    match = r"another program than the first one: call 1 `mul` .* where call 1 `second`"
+    with pytest.raises(PipelineError, match=match):
+        engine(torch.ones(4, 4))
+
+
+@ranks(2, timeout=40)
+def test_a_late_failure_ends_the_others_by_timeout(pipeline_mesh):
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 2:
+                raise OSError("disk full")
+            return self.linear(x)
+
+    class Model(Body):
+        def __init__(self):
+            super().__init__()
+            self.first = Fails()
+
+    engine = make_engine(Model(), pipeline_mesh, timeout=datetime.timedelta(seconds=3))
+    begin = time.monotonic()
+    if engine.stage == 0:
+        with pytest.raises(OSError, match="disk full"):
+            engine(torch.ones(4, 4))
+        time.sleep(5)  # the process lives on, so that only the time-out can end the other's wait
+    else:
+        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+            engine(torch.ones(4, 4))
+    assert time.monotonic() - begin < 30
+    with pytest.raises(PipelineError, match=r"an earlier step of this engine failed .*restart from a checkpoint"):
+        engine(torch.ones(4, 4))
+
+
+@ranks(2)
+def test_a_shape_that_varies_with_the_data(pipeline_mesh):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x[x[:, 0] > 0])
+
+    class Model(Body):
+        def __init__(self):
+            super().__init__()
+            self.first = Keeps()
+
+    engine = make_engine(Model(), pipeline_mesh, timeout=datetime.timedelta(seconds=3))
+    x = torch.ones(4, 4)
+    x[3] = -1
+    match = (
+        r"output 0 of `first` \(stage 0\) is now float32\[1, 4\].* in the first micro-batch it was float32\[2, 4\]"
+        if engine.stage == 0
+        else "[Tt]imed out|closed"
+    )
+    with pytest.raises(RuntimeError, match=match):
+        engine(x)
+
+
+@ranks(2)
+def test_calling_the_model_directly(pipeline_mesh):
+    model = Body()
+    engine = make_engine(model, pipeline_mesh)
+    absent = "first" if engine.stage == 1 else "second"
+    match = f"`{absent}` lives on pipeline stage .*; run the model through its PipelineEngine"
+    with pytest.raises(PipelineError, match=match):
+        model(torch.ones(4, 4))
