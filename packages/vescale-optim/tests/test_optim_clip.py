@@ -129,6 +129,13 @@ def test_low_precision_gradients_are_summed_in_float32(dtype):
     torch.testing.assert_close(param.grad.float().norm().item(), 1.0, rtol=1e-2, atol=0)
 
 
+def test_an_infinite_maximum_only_measures():
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([3.0, 4.0])
+    assert clip_grad_norm_([param], math.inf) == 5
+    assert param.grad.tolist() == [3, 4]
+
+
 def test_nothing_to_clip():
     assert clip_grad_norm_([], 1.0) == 0
     assert clip_grad_norm_(nn.Linear(2, 2), 1.0) == 0

@@ -181,3 +181,32 @@ def test_models_that_differ_between_ranks():
     lines = [r"coord 0: weight: \(3, 3\) torch.float32 .*", r"coord 2: weight: \(4, 3\)"]
     with pytest.raises(ValueError, match="\n  ".join(["modules given to DDP differ over axis 'dp':", *lines])):
         DDP(module, mesh(3)["dp"])
+
+
+@ranks(2)
+def test_settings_that_differ_between_ranks():
+    with pytest.raises(ValueError, match=r"coord 0: zero=0 find_unused_parameters=True\n  coord 1: zero=1 find_unused"):
+        DDP(Model(), mesh(2)["dp"], zero=dist.get_rank())
+
+
+@ranks(1)
+def test_a_module_is_wrapped_once():
+    axis = mesh(1)["dp"]
+    module = Model()
+    model = DDP(module, axis)
+    for again in (module, model):
+        with pytest.raises(ValueError, match=r"'layer.weight' belongs to another DDP already; wrap a module once"):
+            DDP(again, axis)
+
+
+@ranks(1)
+def test_memory_that_is_shared_without_a_tie():
+    module = Model()
+    module.alias = nn.Parameter(module.layer.weight.detach())
+    DDP(module, mesh(1)["dp"])  # all-reduce leaves parameters where they are
+    module = Model()
+    module.alias = nn.Parameter(module.layer.weight.detach())
+    with pytest.raises(
+        ValueError, match=r"'alias' and 'layer.weight' are different tensors in the same memory; tie them"
+    ):
+        DDP(module, mesh(1)["dp"], zero=1)

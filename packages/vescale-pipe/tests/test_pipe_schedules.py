@@ -28,7 +28,7 @@ def test_gpipe_runs_all_forwards_first():
 def test_every_size_is_valid(make):
     for num_stages in range(1, 9):
         for num_microbatches in range(1, 18):
-            validate(make(num_stages, num_microbatches))
+            assert validate(make(num_stages, num_microbatches)) is None
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelinePlan
@@ -192,6 +193,19 @@ class Unused(nn.Module):
         return (self.b(h) + 0 * aside.detach()).square().mean()
 
 
+class Checkpointed(nn.Module):
+    """Container code wraps its blocks in activation checkpointing; the backward calls them again."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Sequential(linear(), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x):
+        for block in (self.a, self.b, self.c):
+            x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
 THREE = {
     UNet: ["down3", "up3"],
     Nested: ["second", "third"],
@@ -199,6 +213,7 @@ THREE = {
     InPlace: ["b", "c"],
     Identities: ["b", "c"],
     PartlyFrozen: ["b", "c"],
+    Checkpointed: ["b", "c"],
     Unused: [["a"], ["unused"], ["b", "never"]],
 }
 

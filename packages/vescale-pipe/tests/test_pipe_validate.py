@@ -47,7 +47,7 @@ def test_rank_without_actions():
 
 
 def test_split_backward_and_several_stages_per_rank_are_accepted():
-    validate(Schedule.parse("0F0 3F0 3I0 3W0 0I0 0W0; 1F0 2F0 2B0 1I0 1W0"))
+    assert validate(Schedule.parse("0F0 3F0 3I0 3W0 0I0 0W0; 1F0 2F0 2B0 1I0 1W0")) is None
 
 
 def test_weight_gradient_before_input_gradient():

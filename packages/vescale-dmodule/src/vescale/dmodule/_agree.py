@@ -37,8 +37,8 @@ def difference(plans: dict[int, Sequence[str]]) -> str:
     """Describe the first difference between plans by rank; empty if they are equal.
 
     Example:
-        >>> difference({0: ["parameter w: (Shard(dim=0),)"], 1: ["parameter w: (Replicate(),)"]})
-        "the plan differs between ranks: rank 0 has 'parameter w: (Shard(dim=0),)', rank 1 has 'parameter w: (Replicate(),)'"
+        >>> difference({0: ["parameter w: S(0)"], 1: ["parameter w: R"]})
+        "the plan differs between ranks: rank 0 has 'parameter w: S(0)', rank 1 has 'parameter w: R'"
     """
     (first, expected), *others = plans.items()
     for rank, lines in others:

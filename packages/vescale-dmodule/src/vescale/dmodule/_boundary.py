@@ -1,7 +1,7 @@
 """Boundaries: what enters or leaves a module is brought to the placements that the plan names.
 
-A plan entry mirrors the structure of the values (see ``_placements``). A plain tensor at a boundary is taken as equal on
-all ranks of the mesh, as everything outside the parallel module is.
+A plan entry mirrors the structure of the values (see ``_placements``). A plain tensor at a boundary is taken as equal
+on all ranks of the mesh, as everything outside the parallel module is.
 
 The conversions are differentiable; the backward of each one is its conjugate (all-gather against reduce-scatter,
 all-reduce against identity), so a boundary fixes the layout of gradients too.
@@ -107,7 +107,7 @@ def place(value: object, entry: object, mesh: DeviceMesh, where: str) -> object:
     return _rebuild_sequence(value, [*placed, *value[len(entry) :]])
 
 
-def _place_tensor(value: object, placements: tuple[Placement, ...], mesh: DeviceMesh, where: str) -> object:
+def _place_tensor(value: object, placements: tuple[Placement, ...], mesh: DeviceMesh, where: str) -> DTensor:
     if not isinstance(value, Tensor):
         raise PlanError(f"{where}: the plan gives placements {placements}, but the value is a {type(value).__name__}")
     return bring(value, on_shape(placements, value.shape, where), mesh)

@@ -73,7 +73,8 @@ def describe(
         PlanError: as :func:`parallelize_module` would.
 
     Example:
-        >>> for layout in describe(nn.Sequential(nn.Linear(8, 6)), {"tp": 4}, {"parameter": {r"0\\.weight": {"tp": Shard(0)}}}):
+        >>> plan = {"parameter": {r"0\\.weight": {"tp": Shard(0)}}}
+        >>> for layout in describe(nn.Sequential(nn.Linear(8, 6)), {"tp": 4}, plan):
         ...     print(layout)
         0.weight  [6, 8] S(0) -> [2, 8]
         0.bias  [6] R -> [6]

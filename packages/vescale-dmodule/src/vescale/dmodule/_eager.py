@@ -5,8 +5,9 @@ that. While the module runs, a function mode wraps the plain operands of such a 
 autograd, so that what backward saves is a DTensor too. It is sound because plain tensors inside the module come from
 inputs that are equal on all ranks of the mesh, or from code that depends on them alone.
 
-The mode is entered by hooks of every submodule, by the outermost one that runs. That is the root, except when activation
-checkpointing runs a part of the model again during backward. The same hooks know which submodule an error is in.
+The mode is entered by hooks of every submodule, by the outermost one that runs. That is the root, except when
+activation checkpointing runs a part of the model again during backward. The same hooks know which submodule an error
+is in.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _implicit(func: Callable, arguments: tuple, scope: _Scope) -> ImplicitRedist
     shown = ", ".join(f"{tuple(t.shape)} {tuple(t.placements)}" for t in operands)
     key = re.escape(f"{scope.path[-1]}.input" if scope.path and scope.path[-1] else "input")
     return ImplicitRedistributionError(
-        f"in {scope.where}: {_name(func)} on operands {shown} would communicate on its own; bring its operands to fitting "
+        f"in {scope.where}: {_name(func)} on operands {shown} would communicate on its own; bring them to fitting "
         f'placements by a boundary in the plan, such as "forward": {{r"{key}": [...]}}, or pass allow_implicit=True'
     )
 
@@ -147,4 +148,3 @@ def install_eager(module: nn.Module, *, allow_implicit: bool) -> None:
 def _install_scope(part: nn.Module, name: str, scope: _Scope) -> None:
     part.register_forward_pre_hook(lambda module, _args: scope.enter(module, name), prepend=True)
     part.register_forward_hook(lambda _module, _args, _output: scope.leave(name), always_call=True)
-

@@ -128,6 +128,19 @@ class _ToRegion(torch.autograd.Function):
         return _summed(grad, ctx.mesh, ctx.axis), None
 
 
+class _LocalShard(torch.autograd.Function):
+    """A parameter's local shard. Unlike ``to_local`` it has a gradient of zeros where nothing used it, see ``_Join``."""
+
+    @staticmethod
+    def forward(ctx, parameter: DTensor) -> Tensor:
+        ctx.mesh, ctx.placements = parameter.device_mesh, parameter.placements
+        return parameter.to_local()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> DTensor:
+        return DTensor.from_local(grad, ctx.mesh, ctx.placements, run_check=False)
+
+
 class _Join(torch.autograd.Function):
     """Identity of the output that depends on all inputs and parameters of the region, with no gradient.
 
@@ -165,7 +178,7 @@ def _local_state(module: nn.Module, num_local_experts: int) -> Iterator[tuple[Te
     if hasattr(module, EXPERT_PARALLEL_FLAG):
         attributes[EXPERT_PARALLEL_FLAG] = True
     whole, saved = dict(parameters), {name: getattr(module, name) for name in attributes}
-    local = {name: p.to_local() for name, p in whole.items() if p is not None}
+    local = {name: _LocalShard.apply(p) for name, p in whole.items() if p is not None}
     parameters.update(local)
     vars(module).update(attributes)
     try:

@@ -81,13 +81,14 @@ class _Synced:
 def sync_gradients(module: nn.Module) -> None:
     """Make the gradient of every DTensor parameter come in the parameter's placements, before it is accumulated.
 
-    A replicated parameter that met sharded activations (a norm weight under sequence parallelism) has a partial gradient
-    on each rank. Reducing it in a hook of the parameter, before ``.grad`` sees it, keeps gradient accumulation exact.
+    A replicated parameter that met sharded activations (a norm weight under sequence parallelism) has a partial
+    gradient on each rank. Reducing it in a hook of the parameter, before ``.grad`` sees it, keeps accumulation exact.
 
     Called before every forward, because hooks are lost or missing in copies of a module and in parameters that were
     frozen when it was parallelised.
     """
     for parameter in module.parameters():
-        if isinstance(parameter, DTensor) and parameter.requires_grad:
-            if not any(isinstance(hook, _Synced) for hook in _torch.tensor_hooks(parameter)):
-                parameter.register_hook(_Synced(tuple(parameter.placements)))
+        if not isinstance(parameter, DTensor) or not parameter.requires_grad:
+            continue
+        if not any(isinstance(hook, _Synced) for hook in _torch.tensor_hooks(parameter)):
+            parameter.register_hook(_Synced(tuple(parameter.placements)))

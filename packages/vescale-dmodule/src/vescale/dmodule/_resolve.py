@@ -1,7 +1,7 @@
 """From regular expressions to names: which parameter, boundary and expert module a plan means.
 
-Pure: looks at names, shapes and signatures, never at values, and communicates nothing, so that every mistake is reported
-before the first collective, alike on every rank.
+Pure: looks at names, shapes and signatures, never at values, and communicates nothing, so that every mistake is
+reported before the first collective, alike on every rank.
 """
 
 from __future__ import annotations

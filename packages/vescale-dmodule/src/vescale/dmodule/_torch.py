@@ -24,7 +24,7 @@ __all__ = [
 
 
 def explicit_redistribution() -> contextlib.AbstractContextManager:
-    """Return a context in which an operator that must communicate to bring its operands together raises RuntimeError."""
+    """Return a context in which an operator that must communicate to fit its operands together raises RuntimeError."""
     return ExplicitRedistributionContext(enable=True, strict=False, mode="raise")
 
 
@@ -37,8 +37,8 @@ def is_implicit_redistribution(error: RuntimeError) -> bool:
 def plain_operands_replicated() -> Iterator[None]:
     """Read plain tensors that meet a DTensor as replicated, then do as before.
 
-    ``torch.distributed.tensor.experimental.implicit_replication`` does the same, but always leaves it switched off, also
-    when it was on outside.
+    ``torch.distributed.tensor.experimental.implicit_replication`` does the same, but always leaves it switched off,
+    also when it was on outside.
     """
     dispatcher = DTensor._op_dispatcher
     before = dispatcher._allow_implicit_replication

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from . import _torch
 from ._attention import refuse_dropout
 from ._boxes import Box, flat_offset, flat_range_boxes, intersect
+from ._composite import decompose
 from ._pieces import MAX_PIECE, PIECEWISE_OPS, draw_pieces
 from ._place import BatchWindow, Place, place_of
 from .errors import UnsupportedRandomOperator
@@ -86,7 +87,7 @@ def handlers() -> dict[_torch.Op, _torch.Handler]:
     table[aten.bernoulli.default] = _bernoulli
     table[aten.bernoulli_.Tensor] = _bernoulli_tensor_
     table[aten.native_dropout.default] = _native_dropout
-    for op in _torch.random_operators():
+    for op in filter(_torch.is_random, _torch.operators()):
         table.setdefault(op, _other(op))
     return table
 
@@ -94,7 +95,7 @@ def handlers() -> dict[_torch.Op, _torch.Handler]:
 def _other(op: _torch.Op) -> _torch.Handler:
     """Return the handler of a random operator that is in no family."""
     if _torch.is_composite(op):
-        return _decompose
+        return decompose
     return _attention if any(argument.name == "dropout_p" for argument in op._schema.arguments) else _refuse
 
 
@@ -230,11 +231,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------- other operators
-
-
-def _decompose(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-    """Run the operators that define ``op``; left whole, stock DTensor would run it on the shards."""
-    return op.decompose(*args, **kwargs)
 
 
 def _refuse(op: _torch.Op, args: tuple, kwargs: dict) -> object:

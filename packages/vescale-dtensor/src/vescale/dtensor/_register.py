@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from . import _torch
 from ._attention import attention_handlers
+from ._composite import composite_handlers
 from ._random_rules import handlers
 from ._scalar import scalar_handlers
 
@@ -17,8 +18,8 @@ __all__ = ["disabled", "register"]
 
 
 def register() -> None:
-    """Install the rules for random operators, attention and scalars. Called once, on import."""
-    _torch.handler_table().update(handlers() | attention_handlers() | scalar_handlers())
+    """Install the rules for random operators, attention, scalars and composite operators. Called once, on import."""
+    _torch.handler_table().update(composite_handlers() | handlers() | attention_handlers() | scalar_handlers())
 
 
 @contextlib.contextmanager
@@ -26,7 +27,7 @@ def disabled() -> Iterator[None]:
     """Run random operators as stock torch does, for comparison. Process-wide while the context is open.
 
     Shards then draw for themselves, and the contexts of :mod:`vescale.dtensor.random` do nothing. Rules that do not
-    concern random numbers (attention on CPU, scalars) stay.
+    concern random numbers stay.
 
     Example:
         >>> with disabled():                        # doctest: +SKIP

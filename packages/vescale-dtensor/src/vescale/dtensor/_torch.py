@@ -25,14 +25,15 @@ __all__ = [
     "Op",
     "TorchDispatchMode",
     "handler_table",
+    "has_stock_rule",
     "is_composite",
     "is_random",
     "is_strided_shard",
     "local_box",
     "local_tensor",
+    "operators",
     "overload",
     "plain_operands_allowed",
-    "random_operators",
     "redistributed",
     "stock_dispatch",
     "tree_leaves",
@@ -69,10 +70,17 @@ def is_random(op: Op) -> bool:
 
 
 @functools.cache
-def random_operators() -> tuple[Op, ...]:
-    """Return every ATen overload that consumes a generator."""
+def operators() -> tuple[Op, ...]:
+    """Return every ATen overload."""
     names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    return tuple(op for name in sorted(names) if (op := overload(name)) is not None and is_random(op))
+    return tuple(op for name in sorted(names) if (op := overload(name)) is not None)
+
+
+def has_stock_rule(op: Op) -> bool:
+    """Tell whether stock DTensor has a sharding rule for ``op`` itself."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")  # the second is not in every version
+    return any(op in getattr(propagator, table, ()) for table in tables)
 
 
 # ------------------------------------------------------------------------------------------------- dispatch

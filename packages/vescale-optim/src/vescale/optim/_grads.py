@@ -51,7 +51,8 @@ class ShardedGradient(torch.Tensor):
             for tensor in args[0]:
                 tensor.zero_()
             return None
-        fqn = next(a.slot.fqn for a in _flatten(args) if isinstance(a, ShardedGradient))
+        operands = _flatten([*args, *(kwargs or {}).values()])
+        fqn = next(a.slot.fqn for a in operands if isinstance(a, ShardedGradient))
         raise RuntimeError(
             f"the gradient of {fqn!r} is sharded by DDP(zero=1 or 2), so {func} cannot read param.grad. Use "
             "vescale.optim.DistributedOptimizer to step, vescale.optim.clip_grad_norm_ to clip, or DDP(zero=0)"

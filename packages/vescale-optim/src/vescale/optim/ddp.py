@@ -24,13 +24,13 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from vescale.dtensor import is_deferred, materialize
 
 from . import _torch
 from ._axis import Axis
 from ._buckets import BucketPlan, ParamInfo, plan_buckets
+from ._checks import check_module, check_zero, mark_wrapped, refuse_local_statistics
 from ._flat import FlatBucket, FlatSlot
 from ._local_batch import attach_local_batch
 from ._reduce import Reducer
@@ -38,8 +38,6 @@ from ._reduce import Reducer
 __all__ = ["DDP"]
 
 logger = logging.getLogger("vescale.optim")
-
-_LOCAL_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class DDP(_torch.UnmovableModule):
@@ -67,8 +65,8 @@ class DDP(_torch.UnmovableModule):
     Raises:
         ValueError: If ``mesh_axis`` is not 1-D, ``zero`` is unknown, nothing is trainable, a parameter has no storage,
         is
-            not a floating-point number, is on another device, or is a DTensor over this axis; or if parameters differ
-            between ranks.
+            not a floating-point number, is on another device, is a DTensor over this axis, shares memory with another
+            (ZeRO 1, 2) or has been wrapped before; or if modules or settings differ between ranks.
         NotImplementedError: For ``zero=3``.
 
     Note:
@@ -98,19 +96,20 @@ class DDP(_torch.UnmovableModule):
         find_unused_parameters: bool = True,
     ):
         super().__init__()
-        _check_zero(zero)
+        check_zero(zero)
         if is_deferred(module):
             materialize(module)
         axis = Axis.of(mesh_axis, role="DDP(mesh_axis=...)")
         trainable = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
         frozen = {fqn: p for fqn, p in module.named_parameters() if not p.requires_grad}
-        _check_parameters(module, trainable, axis)
+        check_module(module, trainable, axis, moves_parameters=zero > 0)
         plan = plan_buckets(
             [ParamInfo(fqn, _torch.local_tensor(p).numel(), p.dtype) for fqn, p in trainable.items()],
             num_shards=axis.size,
             bucket_bytes=bucket_bytes,
         )
-        axis.check_same(_describe(module, plan), what="the modules given to DDP")
+        settings = f"zero={zero} find_unused_parameters={find_unused_parameters}"
+        axis.check_same(f"{settings}\n{_describe(module, plan)}", what="the modules given to DDP")
         logger.debug("zero=%d over %r\n%s", zero, axis, plan)
         tensors = [*trainable.values(), *frozen.values(), *module.buffers()]
         axis.broadcast_([_torch.local_tensor(t.detach()) for t in tensors], chunk_bytes=bucket_bytes)
@@ -119,10 +118,11 @@ class DDP(_torch.UnmovableModule):
         self.mesh_axis = mesh_axis
         self._axis = axis
         self.zero = zero
+        mark_wrapped(trainable.values())
         self._order = {fqn: position for position, fqn in enumerate(trainable)}
         buckets = [FlatBucket(b, [trainable[s.fqn] for s in b.slots], axis, zero=zero) for b in plan.buckets]
         self._reducer = Reducer(buckets, frozen, axis, overlap=overlap, find_unused=find_unused_parameters)
-        _refuse_local_statistics(module, axis)
+        refuse_local_statistics(module, axis)
         attach_local_batch(module, mesh_axis)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,48 +209,6 @@ class DDP(_torch.UnmovableModule):
             return getattr(self.module, name)
 
 
-def _check_zero(zero: int) -> None:
-    if zero == 3:
-        raise NotImplementedError(
-            "zero=3 (sharded parameters) is not available; use zero=2, which shards gradients and optimizer state, "
-            "or torch.distributed.fsdp.fully_shard"
-        )
-    if zero not in (0, 1, 2):
-        raise ValueError(f"zero must be 0, 1 or 2, got {zero!r}")
-
-
-def _check_parameters(module: nn.Module, trainable: dict[str, nn.Parameter], axis: Axis) -> None:
-    """Raise ValueError for a parameter that cannot be in a flat buffer, or cannot be reduced over the axis."""
-    if not trainable:
-        raise ValueError(
-            f"{type(module).__name__} has no trainable parameter, so DDP has nothing to reduce; use it without DDP"
-        )
-    devices = {}
-    for fqn, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if _torch.is_deferred_storage(tensor):
-            raise ValueError(f"{fqn!r} has no storage (device meta); materialize the module before wrapping it")
-        if isinstance(tensor, DTensor):
-            _check_placements(fqn, tensor, axis)
-    for fqn, param in trainable.items():
-        devices.setdefault(_torch.local_tensor(param).device, fqn)
-        if not param.is_floating_point():
-            raise ValueError(f"{fqn!r} has dtype {param.dtype}; DDP reduces floating-point gradients: freeze it")
-    if len(devices) > 1:
-        raise ValueError(f"trainable parameters are on several devices: {devices}; move them to one")
-
-
-def _check_placements(fqn: str, tensor: DTensor, axis: Axis) -> None:
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise ValueError(f"{fqn!r} has placements {tensor.placements}; redistribute it to Shard or Replicate")
-    mesh = tensor.device_mesh
-    for dim in range(mesh.ndim):
-        if mesh.size(dim) > 1 and Axis.of_dim(mesh, dim).ranks == axis.ranks:
-            raise ValueError(
-                f"{fqn!r} is a DTensor over the axis {axis.name!r} itself (mesh {mesh.mesh_dim_names}, placements "
-                f"{tensor.placements}); distribute parameters over the other axes only, and leave this one to DDP"
-            )
-
-
 def _describe(module: nn.Module, plan: BucketPlan) -> str:
     """Return everything that must be the same on all ranks of the axis, as lines."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -258,21 +216,3 @@ def _describe(module: nn.Module, plan: BucketPlan) -> str:
         f"{fqn}: {tuple(_torch.local_tensor(t).shape)} {t.dtype} trainable={t.requires_grad}" for fqn, t in tensors
     ]
     return "\n".join([*shapes, str(plan)])
-
-
-def _refuse_local_statistics(module: nn.Module, axis: Axis) -> None:
-    """Make BatchNorm raise in training: its statistics would be those of the local batch."""
-    if axis.size == 1:
-        return
-    for fqn, part in module.named_modules():
-        if isinstance(part, _LOCAL_STATISTICS):
-
-            def refuse(part: nn.Module, _args: tuple, fqn: str = fqn) -> None:
-                if part.training:
-                    raise RuntimeError(
-                        f"{fqn!r} ({type(part).__name__}) normalises by statistics of the local batch, which is not "
-                        "what one device computes; use torch.nn.SyncBatchNorm.convert_sync_batchnorm before DDP, or "
-                        ".eval() it"
-                    )
-
-            part.register_forward_pre_hook(refuse)

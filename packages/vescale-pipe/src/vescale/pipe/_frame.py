@@ -18,6 +18,7 @@ from the event alone, so messages need no headers, and match by order.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -308,7 +309,7 @@ def _outcome(call: Call, leaves: list, structure: Structure, position: dict[int,
                 described.append(SameAs(position[id(leaf)]))
             else:
                 described.append(meta_of(leaf) if first == i else Repeated(first))
-        elif isinstance(leaf, _PLAIN):
+        elif isinstance(leaf, _PLAIN) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)):
             described.append(leaf)
         else:
             raise PipelineError(

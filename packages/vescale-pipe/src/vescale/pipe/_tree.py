@@ -1,7 +1,7 @@
 """Nested containers taken apart and put together: tuples, lists, dicts, registered classes and plain dataclasses.
 
-``flatten`` is ``torch.utils`` tree flattening that also opens dataclass instances, which torch treats as leaves.
-Objects of any other class are leaves.
+``flatten`` is ``torch.utils`` tree flattening that also opens the dataclass instances with tensors inside, which torch
+treats as leaves. Objects of any other class are leaves.
 """
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | torch.Tensor | Leaf):
             names = tuple(field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name))
             parts = [flatten(getattr(leaf, name)) for name in names]
-            leaves.extend(item for part_leaves, _ in parts for item in part_leaves)
-            opened.append(_Opened(leaf, names, tuple(structure for _, structure in parts)))
-        else:
-            leaves.append(leaf)
-            opened.append(None)
+            inner = [item for part_leaves, _ in parts for item in part_leaves]
+            if any(isinstance(item, torch.Tensor | Leaf) for item in inner):
+                leaves.extend(inner)
+                opened.append(_Opened(leaf, names, tuple(structure for _, structure in parts)))
+                continue
+        leaves.append(leaf)
+        opened.append(None)
     return leaves, Structure(spec, tuple(opened))
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.profiler import record_function
 
 from ._actions import FORWARD, Schedule
 from ._backward import Boundary, GradientSum, HookGate, connect, run_backward
@@ -63,6 +64,13 @@ class PipelineEngine:
             ``output.loss``, ``output["loss"]`` or the output itself, a scalar tensor.
         meshes: meshes for DTensors that cross stages, beside those of this stage's parameters.
         timeout: after which a transfer to or from another stage fails; the backend's default if None.
+
+    Attributes:
+        model: the model, with stubs.
+        plan: as given.
+        stage: index of this rank's stage, out of ``num_stages``.
+        schedule: the actions of every rank.
+        split: the units of every stage; None with one stage.
 
     Raises:
         SplitError: the model cannot be cut as the plan says.
@@ -260,14 +268,16 @@ class _Step:
     def run(self) -> None:
         """Run the schedule; then ``loss`` is the step's loss and ``total`` holds its gradients."""
         for action in self._engine.schedule.ranks[self._engine.stage]:
-            if action.kind == FORWARD:
-                self._left[action.microbatch] = self._forward(action.microbatch)
-                if not self._program.loss.requires_grad:
-                    del self._left[action.microbatch]
-            elif self._program.loss.requires_grad:
-                boundary, loss = self._left.pop(action.microbatch)
-                run_backward(boundary, loss, self.total, transport=self._transport, program=self._program)
-                del boundary, loss
+            with record_function(f"vescale.pipe/{action}"):
+                if action.kind == FORWARD:
+                    left = self._forward(action.microbatch)
+                    if self._program.loss.requires_grad:
+                        self._left[action.microbatch] = left
+                    del left
+                elif self._program.loss.requires_grad:
+                    left = self._left.pop(action.microbatch)
+                    run_backward(*left, self.total, transport=self._transport, program=self._program)
+                    del left
         self._transport.wait_sends()
         self.loss = self._shared_loss()
 

@@ -1,4 +1,4 @@
-"""Pieces that the ready plans share. ``axis`` is the tensor-parallel mesh axis; activations are ``(batch, seq, hidden)``."""
+"""Pieces that the ready plans share. ``axis`` is the tensor-parallel axis; activations are (batch, seq, hidden)."""
 
 from __future__ import annotations
 

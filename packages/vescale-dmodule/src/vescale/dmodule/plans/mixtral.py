@@ -10,10 +10,10 @@ __all__ = ["mixtral"]
 
 
 def mixtral(*, axis: str = "tp", sequence_parallel: bool = False) -> Plan:
-    """Return the plan of a Mixtral: heads and vocabulary sharded over ``axis``, whole experts spread over the same axis.
+    """Return the plan of a Mixtral: heads and vocabulary sharded over ``axis``, whole experts spread over it.
 
-    Covers every matrix but the small router, which is replicated with the norms. Query heads, key-value heads and experts
-    must divide over the axis.
+    Covers every matrix but the small router, which is replicated with the norms. Query heads, key-value heads and
+    experts must divide over the axis.
 
     Example:
         >>> mixtral()["expert"]
