@@ -10,7 +10,6 @@ our own wheels only those whose content changed are installed again (hatchling b
 give equal wheels).
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -211,21 +210,15 @@ def docs(session: nox.Session) -> None:
 @nox.session(default=False, venv_backend="none", requires=["composed"])
 def mixtral_4d(session: nox.Session) -> None:
     """Train an unmodified Mixtral in 4D and compare with one process (arguments after -- go to train.py)."""
-    default_runs = ([], ["--dp", "2", "--tp", "2", "--pp", "1", "--dropout", "0.1", "--steps", "8"])
-    for arguments in [session.posargs] if session.posargs else default_runs:
-        num = num_processes(arguments)
-        train = ("recipes/mixtral_4d/train.py", *arguments)
-        run_composed(session, "torchrun", "--standalone", f"--nproc-per-node={num}", *train)
+    with_dropout = ["--dp", "2", "--tp", "2", "--pp", "1", "--dropout", "0.1", "--steps", "8", "--out", "runs/dropout"]
+    for arguments in [session.posargs] if session.posargs else [with_dropout, []]:
+        run_composed(session, "python", "recipes/mixtral_4d/train.py", *arguments)
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
 def bench(session: nox.Session) -> None:
     """Run the benchmarks (name some after --)."""
-    scripts = {path.stem.removeprefix("bench_"): path for path in sorted(ROOT.glob("benchmarks/**/bench_*.py"))}
-    if unknown := set(session.posargs) - set(scripts):
-        session.error(f"no benchmark {', '.join(sorted(unknown))}; there are: {', '.join(scripts) or 'none yet'}")
-    for name in session.posargs or scripts:
-        run_composed(session, "python", relative(scripts[name]))
+    run_composed(session, "python", "benchmarks/run.py", *session.posargs)
 
 
 @nox.session(default=False, venv_params=["--system-site-packages"])
@@ -259,15 +252,6 @@ def dev(session: nox.Session) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- helpers
-
-
-def num_processes(arguments: list[str]) -> int:
-    """Return how many processes the degrees among a training script's arguments need (2 x 2 x 2 by default)."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for axis in ("--dp", "--tp", "--pp"):
-        parser.add_argument(axis, type=int, default=2)
-    degrees, _ = parser.parse_known_args(arguments)
-    return max(1, degrees.dp * degrees.tp * degrees.pp)
 
 
 def floor_pins(session: nox.Session, project: Project) -> list[str]:

@@ -27,7 +27,7 @@ def test_the_same_communication_as_outside(shard):
         with CommDebugMode() as outside:
             expected = operator(x)
         with torch.inference_mode(), CommDebugMode() as inside:
-            actual = operator(x)
+            actual = operator(x + 0)  # a view of a tensor from outside is an error of stock DTensor
         assert actual.placements == expected.placements, name
         assert inside.get_comm_counts() == outside.get_comm_counts(), name
         assert torch.equal(actual.to_local(), expected.to_local()), name

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vescale.dtensor._pieces import NORMAL_BLOCK, PIECEWISE_OPS, draw_pieces, piece_sizes
+from vescale.dtensor._pieces import NORMAL_BLOCK, PIECEWISE_OPS, Scratch, draw_pieces, piece_sizes
 
 aten = torch.ops.aten
 RANDOM_FROM = getattr(aten.random_, "from")
@@ -115,3 +115,22 @@ def test_other_operators_are_refused():
 def test_bad_arguments_are_refused_also_for_an_empty_tensor():
     with pytest.raises(RuntimeError, match="std >= 0"):
         list(draw_pieces(aten.normal_.default, 0, torch.float32, "cpu", (0.0, -1.0)))
+
+
+def test_one_scratch_for_several_draws():
+    one, other = generators(cached_normal=False)
+    scratch = Scratch()
+    addresses = set()
+    for op, args, numel in (
+        (aten.normal_.default, (), 1003),
+        (aten.uniform_.default, (), 40),
+        (aten.normal_.default, (), 7),
+    ):
+        expected = whole(op, args, torch.float32, numel, one)
+        pieces = draw_pieces(op, numel, torch.float32, "cpu", args, generator=other, max_piece=100, scratch=scratch)
+        kept = []
+        for _, piece in pieces:
+            kept.append(piece.clone())
+            addresses.add(piece.data_ptr())
+        assert torch.equal(expected, torch.cat(kept))
+    assert len(addresses) == 1

@@ -207,6 +207,6 @@ def test_memory_that_is_shared_without_a_tie():
     module = Model()
     module.alias = nn.Parameter(module.layer.weight.detach())
     with pytest.raises(
-        ValueError, match=r"'alias' and 'layer.weight' are different tensors in the same memory; tie them"
+        ValueError, match=r"'layer.weight' and 'alias' are different tensors in the same memory; tie them"
     ):
         DDP(module, mesh(1)["dp"], zero=1)

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["MAX_PIECE", "NORMAL_BLOCK", "PIECEWISE_OPS", "Scratch", "draw_pieces", "piece_sizes"]
+
 aten = torch.ops.aten
 Op = type(aten.uniform_.default)
 
@@ -52,6 +54,24 @@ PIECEWISE_OPS = frozenset(
 """The in-place operators that `draw_pieces` takes. None of them reads what it overwrites."""
 
 
+class Scratch:
+    """Memory for pieces that one draw after the other uses.
+
+    Without it each draw allocates and frees its own, which leaves holes in the process's memory when tensors that stay
+    are allocated in between (measured with glibc: two thirds more resident memory for a model of 0.2 billion elements).
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return `numel` uninitialized elements; what `take` returned before for this dtype is given up."""
+        memory = self._memory.get((dtype, device))
+        if memory is None or memory.numel() < numel:
+            memory = self._memory[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
+        return memory[:numel]
+
+
 def draw_pieces(
     op: Op,
     numel: int,
@@ -62,6 +82,7 @@ def draw_pieces(
     generator: torch.Generator | None = None,
     *,
     max_piece: int = MAX_PIECE,
+    scratch: Scratch | None = None,
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield `(start, piece)` of one in-place draw of `op` on a contiguous tensor of `numel` elements.
 
@@ -74,6 +95,7 @@ def draw_pieces(
         kwargs: keyword arguments of `op` without `generator`.
         generator: the generator to advance; None means the default one of `device`.
         max_piece: elements held at a time (`normal_` may exceed it by 15, and never uses fewer than 16).
+        scratch: memory to draw into, to be given again to the next draw.
 
     Yields:
         The flat index of the piece's first element, and the flat piece. The memory is used again for the next piece:
@@ -99,10 +121,10 @@ def draw_pieces(
     if max_piece < 1:
         raise ValueError(f"max_piece must be at least 1 element, got {max_piece}")
     sizes = piece_sizes(op, numel, dtype, torch.device(device), max_piece)
-    scratch = torch.empty(max(sizes), dtype=dtype, device=device)
+    memory = (scratch or Scratch()).take(max(sizes), dtype, torch.device(device))
     start = 0
     for size in sizes:
-        piece = scratch[:size]
+        piece = memory[:size]
         op(piece, *args, generator=generator, **(kwargs or {}))
         yield start, piece
         start += size

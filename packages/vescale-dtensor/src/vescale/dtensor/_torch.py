@@ -25,7 +25,6 @@ __all__ = [
     "Op",
     "TorchDispatchMode",
     "handler_table",
-    "has_stock_rule",
     "is_composite",
     "is_random",
     "is_strided_shard",
@@ -57,8 +56,10 @@ def overload(name: str) -> Op | None:
 
 @functools.cache
 def is_composite(op: Op) -> bool:
-    """Tell whether ``op`` is defined by other operators; only inference mode shows such operators to a dispatcher."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+    """Tell whether ``op`` is defined by other operators alone; only inference mode shows those to a dispatcher."""
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
+    keys = torch._C.DispatchKey
+    return has_kernel(keys.CompositeImplicitAutograd) and not any(map(has_kernel, (keys.CPU, keys.CUDA)))
 
 
 @functools.cache
@@ -74,13 +75,6 @@ def operators() -> tuple[Op, ...]:
     """Return every ATen overload."""
     names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
     return tuple(op for name in sorted(names) if (op := overload(name)) is not None)
-
-
-def has_stock_rule(op: Op) -> bool:
-    """Tell whether stock DTensor has a sharding rule for ``op`` itself."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    tables = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")  # the second is not in every version
-    return any(op in getattr(propagator, table, ()) for table in tables)
 
 
 # ------------------------------------------------------------------------------------------------- dispatch

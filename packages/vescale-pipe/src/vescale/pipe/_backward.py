@@ -39,7 +39,6 @@ class Sent:
     """A value that this stage sent and that needs a gradient back."""
 
     crossing: CrossingKey
-    consumer: int
     tensor: torch.Tensor
     meta: TensorMeta
 
@@ -54,7 +53,6 @@ class Received:
     """A value that this stage received and owes a gradient for."""
 
     crossing: CrossingKey
-    consumer: int
     edge: GradientEdge
     meta: TensorMeta
     peer: int
@@ -70,11 +68,11 @@ class Boundary:
 
     def add_sent(self, tensor: torch.Tensor, value: Value, key: CallKey) -> None:
         """Keep a sent value until its backward."""
-        self.sent.insert(0, Sent((value.id, key.home), key.index, tensor, value.meta))
+        self.sent.insert(0, Sent((value.id, key.home), tensor, value.meta))
 
     def add_received(self, edge: GradientEdge, value: Value, key: CallKey, mesh: DeviceMesh | None) -> None:
         """Keep the place where a received value's gradient appears."""
-        self.received.insert(0, Received((value.id, key.home), key.index, edge, value.meta, value.home, mesh))
+        self.received.insert(0, Received((value.id, key.home), edge, value.meta, value.home, mesh))
 
 
 class _Receive(torch.autograd.Function):

@@ -93,14 +93,16 @@ def draw(schedule: Schedule, path: str | Path, *, costs: Costs | None = None, ti
     axes.set_xlim(0, result.makespan)
     axes.set_ylim(schedule.num_ranks - 0.5, -0.5)
     axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
-    axes.set_xlabel("time")
+    axes.set_xlabel("time", loc="left")
     axes.set_facecolor("#f1f1f1")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(title or _default_title(schedule, result), fontsize=9, loc="left")
     kinds = [kind for kind in _LOOK if any(action.kind == kind for _, action in schedule)]
     handles = [Patch(color=_LOOK[kind][0], label=_LOOK[kind][1]) for kind in kinds]
-    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0)}
-    axes.legend(handles=handles, ncols=len(kinds), frameon=False, fontsize=8, **place)
+    axes_inches = figure.get_figheight() * axes.get_position().height
+    # below the time axis: above, it would meet the title of a narrow picture
+    place = {"loc": "upper right", "bbox_to_anchor": (1.0, -0.3 / axes_inches)}
+    axes.legend(handles=handles, ncols=len(kinds), frameon=False, fontsize=8, borderpad=0, **place)
     figure.savefig(path, bbox_inches="tight")
 
 

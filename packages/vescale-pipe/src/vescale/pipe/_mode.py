@@ -19,19 +19,18 @@ from ._tree import flatten
 
 _PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf grad grad_fn itemsize nbytes names is_cpu is_cuda is_meta "
-    "is_sparse is_quantized is_mkldnn is_xpu is_mps is_nested is_inference"
+    "is_sparse is_quantized is_mkldnn is_xpu is_mps is_nested"
 )
 _METHODS = (
     "size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex "
-    "is_signed is_inference is_same_size get_device type_as __len__ __hash__ __repr__ __str__ __format__"
+    "is_signed is_inference is_same_size get_device __len__ __hash__ __repr__ __str__ __format__"
 )
 
 
 def _description_functions() -> frozenset[Any]:
     """Return the functions that read what a placeholder knows: shapes, dtypes, devices. They are no events."""
-    getters = [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)
-               and hasattr(getattr(torch.Tensor, name), "__get__")]  # fmt: skip
-    methods = [getattr(torch.Tensor, name) for name in _METHODS.split() if name != "type_as"]
+    getters = [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)]
+    methods = [getattr(torch.Tensor, name) for name in _METHODS.split()]
     functions = [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.result_type]
     return frozenset([*getters, *methods, *functions])
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from .._pieces import Scratch
 from ._generators import GeneratorLog
 from ._liveness import last_uses, skippable_draw
 from ._ops import FILLS, GEOMETRY_FACTORIES, fill_number
@@ -56,6 +57,7 @@ class Replay:
         self.log = log
         self.needed = frozenset(needed)
         self.regions = regions or {}
+        self._scratch = Scratch()
         self._values: dict[int, dict[int, Tensor]] = {}  # storage -> value -> real tensor
         self._shards: dict[int, Tensor] = {}  # storage -> this rank's box of it
 
@@ -86,7 +88,7 @@ class Replay:
             self.log.generators[entry.generator].set_state(state)
             return
         if index not in self.needed:
-            draw_into(None, None, skippable_draw(self.tape, entry))
+            draw_into(None, None, skippable_draw(self.tape, entry), self._scratch)
         elif self.regions and not self.regions.keys().isdisjoint(self._touched(entry)):
             self._run_on_shards(entry)
         else:
@@ -140,7 +142,7 @@ class Replay:
         region = self.regions[target.storage]
         draw = skippable_draw(self.tape, call) if call.draws is not None else None
         if draw is not None:
-            draw_into(self.shard(target.storage), region, draw)
+            draw_into(self.shard(target.storage), region, draw, self._scratch)
         elif call.op in GEOMETRY_FACTORIES:
             self.shard(target.storage).fill_(fill_number(call.op, call.args, call.kwargs))
         elif call.op in FILLS:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .._boxes import Box, flat_offset, flat_range_boxes, intersect
-from .._pieces import draw_pieces
+from .._pieces import Scratch, draw_pieces
 from ._liveness import Draw, skippable_draw
 from ._ops import EXACT_POINTWISE, FILLS, GEOMETRY_FACTORIES, scale_of_second
 from ._tape import Call, Tape, Value
@@ -157,9 +157,10 @@ def _index(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(offset - base, offset - base + size) for offset, size, base in zip(*box, origin, strict=True))
 
 
-def draw_into(shard: Tensor | None, region: Region | None, draw: Draw) -> None:
+def draw_into(shard: Tensor | None, region: Region | None, draw: Draw, scratch: Scratch) -> None:
     """Advance the generator by a whole draw, and keep the values of the region in `shard`, if there is one."""
-    pieces = draw_pieces(draw.op, draw.numel, draw.dtype, draw.device, draw.args, draw.kwargs, draw.generator)
+    args = (draw.op, draw.numel, draw.dtype, draw.device, draw.args, draw.kwargs, draw.generator)
+    pieces = draw_pieces(*args, scratch=scratch)
     for start, piece in pieces:
         if shard is None:
             continue
