@@ -15,7 +15,9 @@ def place(program: Program) -> str:
 def test_example_runs(program):
     if program.needs_gpu and not has_gpu():
         pytest.skip("torch sees no CUDA device")
+    failure = None
     try:
         run(program)
     except RuntimeError as error:
-        pytest.fail(str(error), pytrace=False)
+        failure = str(error)
+    assert failure is None, failure

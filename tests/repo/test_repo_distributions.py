@@ -84,3 +84,8 @@ def test_constraints_are_exact():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
     assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==\S+", line)] == []
     assert len(lines) == len(set(map(requirement_name, lines)))
+
+
+def test_the_umbrella_knows_its_version():
+    source = (PROJECTS["vescale"].folder / "src" / "vescale" / "__init__.py").read_text()
+    assert f'__version__ = "{PROJECTS["vescale"].version}"' in source

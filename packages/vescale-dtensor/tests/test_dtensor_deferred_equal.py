@@ -190,6 +190,20 @@ def test_nested_deferred_init_is_part_of_the_outer_one():
     assert_same_module(eager, materialize(module))
 
 
+def test_modules_made_on_meta_and_emptied():
+    """`skip_init` constructs on `meta` and allocates with `to_empty`; what stays on `meta` is left alone."""
+
+    def ctor():
+        module = nn.Sequential(nn.utils.skip_init(nn.Linear, 3, 4), nn.Linear(2, 2, device="meta"))
+        nn.init.normal_(module[0].weight)
+        nn.init.zeros_(module[0].bias)
+        return module
+
+    eager, module = eager_and_deferred(ctor)
+    assert_same_module(eager[0], module[0])
+    assert module[1].weight.is_meta
+
+
 def test_arguments_and_other_results_are_passed_through():
     module, number = deferred_init(lambda size, *, bias: (nn.Linear(size, 2, bias=bias), 7), 3, bias=False)
     assert number == 7

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale.dtensor import Partial, Replicate, Shard, deferred_init, init_device_mesh, is_deferred, materialize
+from vescale.dtensor import Partial, Replicate, Shard, deferred_init, init_device_mesh, is_deferred, materialize, random
 from vescale_testing import ranks
 
 WAY_OUT = r"Call vescale\.dtensor\.materialize\(module\)"
@@ -102,6 +102,11 @@ def test_arrays_read_in_the_constructor_are_read_only():
         deferred_init(ctor)
 
 
+def test_sparse_tensors():
+    with pytest.raises(NotImplementedError, match="deferred_init records strided tensors"):
+        deferred_init(lambda: torch.eye(3).to_sparse())
+
+
 def test_resizing():
     with pytest.raises(NotImplementedError, match=r"aten\.resize_\.default .* is not supported in deferred_init"):
         deferred_init(lambda: torch.empty(3).resize_(5))
@@ -163,6 +168,15 @@ def test_ties_and_shared_memory_that_shards_would_break():
 
     with pytest.raises(NotImplementedError, match=r"share memory, and their shards could not: 'whole'.*'row'"):
         materialize(deferred_init(sharing), mesh, {"whole": [Shard(0)]})
+
+
+@ranks(2)
+def test_materialize_inside_a_local_batch():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    module = deferred_init(nn.Linear, 3, 3)
+    with random.local_batch(mesh["dp"]), pytest.raises(ValueError, match=r"called inside random\.local_batch"):
+        materialize(module)
+    materialize(module)
 
 
 @ranks(1)

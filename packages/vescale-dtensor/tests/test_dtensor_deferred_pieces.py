@@ -121,13 +121,9 @@ def test_one_scratch_for_several_draws():
     one, other = generators(cached_normal=False)
     scratch = Scratch()
     addresses = set()
-    for op, args, numel in (
-        (aten.normal_.default, (), 1003),
-        (aten.uniform_.default, (), 40),
-        (aten.normal_.default, (), 7),
-    ):
-        expected = whole(op, args, torch.float32, numel, one)
-        pieces = draw_pieces(op, numel, torch.float32, "cpu", args, generator=other, max_piece=100, scratch=scratch)
+    for op, numel in ((aten.normal_.default, 1003), (aten.uniform_.default, 40), (aten.normal_.default, 7)):
+        expected = whole(op, (), torch.float32, numel, one)
+        pieces = draw_pieces(op, numel, torch.float32, "cpu", generator=other, max_piece=100, scratch=scratch)
         kept = []
         for _, piece in pieces:
             kept.append(piece.clone())

@@ -1,16 +1,16 @@
 """Make sure that torch.distributed is initialised as a plan needs it, before anything is communicated.
 
-process group is there already        used as it is
-started by torchrun                   initialised from the environment, nccl for cuda and gloo for cpu
-started as a plain python process     a group of this one process, so that one script serves both
+    process group is there already        used as it is, and left to who made it
+    started by torchrun                   initialised from the environment, nccl for cuda and gloo for cpu
+    started as a plain python process     a group of this one process, so that one script serves both
 
-A group made here is destroyed when the interpreter exits: the threads of one that is left alive can abort the process
-after its last line ("terminate called without an active exception").
+A group made here is closed when the program ends, see Note [the last collective].
 """
 
 import atexit
 import logging
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from vescale.plan import Plan
 logger = logging.getLogger("vescale")
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_LAST_COLLECTIVE_SECONDS = 0.1
 
 
 def ensure_process_group(plan: Plan) -> None:
@@ -43,12 +44,20 @@ def ensure_process_group(plan: Plan) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    atexit.register(_destroy_process_group)
+    atexit.register(_close_process_group)
 
 
-def _destroy_process_group() -> None:
+def _close_process_group() -> None:
+    """Destroy the group at the end of the program, and let gloo's threads finish.
+
+    Note [the last collective]: gloo's worker thread frees the tensors of a collective after it has told the caller
+    that it is done, and needs Python's lock for that. If the interpreter is shutting down by then, the thread is ended
+    instead, and the process aborts after its last line: "terminate called without an active exception". Sleeping gives
+    the lock away while the interpreter is still whole.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    time.sleep(_LAST_COLLECTIVE_SECONDS)
 
 
 def _select_gpu() -> None:

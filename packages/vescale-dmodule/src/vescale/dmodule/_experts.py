@@ -129,7 +129,7 @@ class _ToRegion(torch.autograd.Function):
 
 
 class _LocalShard(torch.autograd.Function):
-    """A parameter's local shard. Unlike ``to_local`` it has a gradient of zeros where nothing used it, see ``_Join``."""
+    """A parameter's local shard; unlike with ``to_local``, its gradient is zero where nothing used it (``_Join``)."""
 
     @staticmethod
     def forward(ctx, parameter: DTensor) -> Tensor:

@@ -93,5 +93,5 @@ def on_shape(placements: Sequence[Placement], shape: Sequence[int], where: str) 
     """
     for placement in placements:
         if isinstance(placement, Shard) and not -len(shape) <= placement.dim < len(shape):
-            raise PlanError(f"{where}: {placement} on a tensor of shape {tuple(shape)}, which has {len(shape)} dims")
+            raise PlanError(f"{where}: {placement!r} on a tensor of shape {tuple(shape)}, which has {len(shape)} dims")
     return tuple(Shard(p.dim % len(shape)) if type(p) is Shard else p for p in placements)

@@ -6,10 +6,13 @@ which saves a state and restores it later, would see and restore a state that no
 Algorithm. After each recorded draw the real generator is given a **token**: a state that no seed gives, with the
 number of the draw in it. Before the next draw, and at the end, the state is compared with the last token::
 
-    program           real generator      recorded normal_()         token 0             draw 0 s = get_state()
-    token 0 manual_seed(1)    seeded(1) uniform_()        token 3             SetState(seeded(1)), draw 3       the
-    state was no token: the program's own set_state(s)      token 0 normal_()         token 5
-    SetState(after draw 0), draw 5    the state was a token: that place on the tape
+    program           real generator   recorded
+    normal_()         token 0          draw 0
+    s = get_state()   token 0
+    manual_seed(1)    seeded(1)
+    uniform_()        token 3          SetState(seeded(1)), draw 3        no token: a state of the program's own
+    set_state(s)      token 0
+    normal_()         token 5          SetState(after draw 0), draw 5     a token: that place on the tape
 
 So a replay knows every state that the program set. When the constructor has finished, all generators get back the state
 they had before.
@@ -21,6 +24,7 @@ it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -64,12 +68,15 @@ class GeneratorLog:
     Attributes:
         generators: in the order in which they were seen.
         initial: their states before the constructor, or where they were first used if it made them.
+        remembered: the draws whose following state the program comes back to.
+        after: the states that followed them, as far as a replay has come.
     """
 
     def __init__(self, tape: Tape):
         self.tape = tape
         self.generators: list[torch.Generator] = []
         self.initial: list[Tensor] = []
+        self.remembered: set[int] = set()
         self.after: dict[int, Tensor] = {}
         self._expected: list[Tensor] = []
         self._tokens: dict[tuple[int, bytes], int] = {}
@@ -93,16 +100,16 @@ class GeneratorLog:
         for index, generator in enumerate(self.generators):
             state = generator.get_state()
             if not torch.equal(state, self._expected[index]):
-                place = self._tokens.get((index, state.numpy().tobytes()))
+                place = self._tokens.get((index, _key(state)))
                 self.tape.entries.append(SetState(index, state if place is None else place))
+                self.remembered |= set() if place is None else {place}
                 self._expected[index] = state
 
     def drawn(self, index: int, call: int) -> None:
         """Leave the token of a draw in its generator; `call` is the draw's place on the tape."""
-        token = _token(self._expected[index], call)
-        self._tokens[index, token.numpy().tobytes()] = call
-        self.generators[index].set_state(token)
+        self.generators[index].set_state(_token(self._expected[index], call))
         self._expected[index] = self.generators[index].get_state()
+        self._tokens[index, _key(self._expected[index])] = call
 
     def restore(self) -> None:
         """Give every generator the state it had when it was first seen."""
@@ -115,11 +122,6 @@ class GeneratorLog:
         touched = {entry.generator for entry in self.tape.entries if isinstance(entry, SetState)}
         touched |= {call.draws for _, call in self.tape.calls() if call.draws is not None}
         return tuple(sorted(touched))
-
-    @property
-    def remembered(self) -> set[int]:
-        """The draws whose following state the program comes back to."""
-        return {e.state for e in self.tape.entries if isinstance(e, SetState) and isinstance(e.state, int)}
 
     def states(self) -> list[Tensor]:
         """Return the present states of all generators."""
@@ -137,6 +139,11 @@ class GeneratorLog:
         finally:
             for generator, state in zip(self.generators, present, strict=True):
                 generator.set_state(state)
+
+
+def _key(state: Tensor) -> bytes:
+    """Return a digest of a state: states of the CPU generator have 5 KB, and a large model draws thousands of times."""
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 
 def _token(state: Tensor, call: int) -> Tensor:

@@ -3,10 +3,9 @@
 The operator runs on meta tensors, which says what its results look like, which of them are views, and which arguments
 came back; then a call is appended to the tape::
 
-    DeferredTensor (4, 3) --normal_-->  meta tensor (4, 3).normal_()     geometry and aliases, checked like eager
-    arguments
-                                        tape: Call(normal_, writes v0)   replayed by materialize
-                                        generator: token of this draw
+    DeferredTensor (4, 3) --normal_-->  meta tensor (4, 3).normal_()      geometry, aliases, checks of arguments
+                                        tape: Call(normal_, writes v0)    replayed by materialize
+                                        generator: token of this draw     see _generators
 
 Guarantee: the results are what the program expects: the same object from an in-place operator, new geometry after
 `t_()`.
@@ -14,7 +13,7 @@ Guarantee: the results are what the program expects: the same object from an in-
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -70,27 +69,22 @@ class Recording:
         changes_geometry = torch.Tag.inplace_view in func.tags
         meta_args, meta_kwargs = substitute((args, kwargs), Tensor, lambda t: self._to_meta(func, t, changes_geometry))
         meta_result = func(*meta_args, **_on_meta(func, meta_args, meta_kwargs))
-        results = list(leaves(meta_result))
-        _check_layout(func, results)
+        _check_layout(func, leaves(meta_result))
         if not changes_geometry:
             self._check_geometry(func, written)
         device = _result_device(args, kwargs)
         draws = self._prepare_draw(func, args, kwargs, device)
 
-        # an in-place operator returns the very object it was called on
-        same = {} if changes_geometry else {id(self._meta(tensor)): tensor for tensor in written}
         argument_storages = {storage_key(t) for t in leaves((meta_args, meta_kwargs)) if isinstance(t, Tensor)}
-        outputs: dict[int, int] = {}
-        is_view = False
-        for place, result in enumerate(results):
-            if not isinstance(result, Tensor):
-                continue
-            if id(result) in same:
-                results[place] = same[id(result)]
-                continue
-            is_view |= storage_key(result) in argument_storages
-            outputs[place] = self.tape.add_value(result, device)
-            results[place] = DeferredTensor.of(DeferredState(self, outputs[place]))
+        same = {} if changes_geometry else {id(self._meta(tensor)): tensor for tensor in written}
+        results, outputs, is_view = [], {}, False
+        for place, meta in enumerate(leaves(meta_result)):
+            if isinstance(meta, Tensor) and id(meta) not in same:
+                outputs[place] = self.tape.add_value(meta, device)
+                results.append(DeferredTensor.of(DeferredState(self, outputs[place])))
+                is_view |= storage_key(meta) in argument_storages
+            else:
+                results.append(same.get(id(meta), meta))  # an in-place operator returns the object it was called on
         if outputs or written or draws is not None:  # otherwise a question about geometry
             self.tape.entries.append(_make_call(func, args, kwargs, written, outputs, is_view, draws))
         if draws is not None:
@@ -159,7 +153,7 @@ def _refuse_writes(func: Op, written: list[Tensor]) -> None:
             )
 
 
-def _check_layout(func: Op, results: list) -> None:
+def _check_layout(func: Op, results: Iterable) -> None:
     for result in results:
         if isinstance(result, Tensor) and result.layout is not torch.strided:
             raise NotImplementedError(

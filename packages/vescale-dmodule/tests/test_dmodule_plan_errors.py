@@ -1,0 +1,255 @@
+"""A plan that does not fit is refused with a text that says where and what to do, before any communication.
+
+Most cases run without processes. Where ranks are needed, only one of them calls: a collective would hang.
+"""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale.dmodule import PlanError, describe, parallelize_module, plans
+from vescale.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from vescale_testing import ranks
+
+S0, S1, R = {"tp": Shard(0)}, {"tp": Shard(1)}, {"tp": Replicate()}
+
+
+class Experts(nn.Module):
+    def __init__(self, num_experts=6, **tensors):
+        super().__init__()
+        self.num_experts = num_experts
+        self.weight = nn.Parameter(torch.zeros(6, 3))
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):  # noqa: ARG002 - the signature of experts
+        return hidden_states
+
+
+def network(**modules):
+    return nn.ModuleDict(
+        {
+            "layers": nn.ModuleList(
+                [nn.ModuleDict({"up": nn.Linear(6, 8), "down": nn.Linear(8, 6)}) for _ in range(2)]
+            ),
+            "norm": nn.LayerNorm(6),
+            **modules,
+        }
+    )
+
+
+PARAMETER_ERRORS = [
+    (
+        {r"layers\.\d+\.upp\.weight": S0},
+        r"parameter key 'layers\\.\\d+\\.upp\\.weight' matches nothing in the module; nearest names: "
+        "'layers.0.up.weight', 'layers.1.up.weight', ",
+    ),
+    (
+        {r"layers\.0\.up\.weight": S0, r"layers\.\d\.up\.weight": S1},
+        r"parameter keys 'layers\\.0\\.up\\.weight' and 'layers\\.\\d\\.up\\.weight' both match 'layers.0.up.weight' "
+        "with different placements: {'tp': Shard(dim=0)} and {'tp': Shard(dim=1)}; make one of them narrower",
+    ),
+    (
+        {r"norm\.weight": {"ep": Shard(0)}},
+        "parameter 'norm.weight': axis 'ep' is not in the mesh; its axes are ('tp',)",
+    ),
+    (
+        {r"norm\.weight": {"tp": Shard(1)}},
+        "parameter 'norm.weight': Shard(dim=1) on a tensor of shape (6,), which has 1 dims",
+    ),
+    (
+        {r"norm\.weight": [Shard(0), Replicate()]},
+        "parameter 'norm.weight': 2 placements for a mesh of 1 axes ('tp',); name them in a dict",
+    ),
+    (
+        {r"norm\.weight": Shard(0)},
+        "parameter 'norm.weight': expected placements such as {'tp': Shard(0)} or [Shard(0)], got Shard(dim=0)",
+    ),
+    (
+        {r"norm\.(weight": S0},
+        r"parameter key 'norm\\.(weight' is no regular expression: missing ), unterminated subpattern",
+    ),
+]
+
+FORWARD_ERRORS = [
+    ({r"layers\.0\.up": [S0]}, r"forward key 'layers\\.0\\.up' must end in '.input' or '.output'"),
+    (
+        {r"nrm\.output": [S0]},
+        r"forward key 'nrm\\.output' matches nothing in the module; nearest names: 'norm.output', ",
+    ),
+    ({r"norm\.input": [S0, S0]}, "norm.input: the plan has 2 entries, forward takes ['input'] by position"),
+    ({r"norm\.input": {"x": S0}}, "norm.input: forward has no argument 'x'; its arguments are ['input']"),
+    ({r"norm\.output": [{"dp": Shard(0)}]}, "norm.output [0]: axis 'dp' is not in the mesh; its axes are ('tp',)"),
+    (
+        {r"norm\.output": {"hidden": "Shard(0)"}},
+        "norm.output 'hidden': expected placements such as {'tp': Shard(0)}, a list or dict of them, or None; got ",
+    ),
+    (
+        {r"norm\.output": [R], r".*norm\.output": [S0]},
+        r"forward keys 'norm\\.output' and '.*norm\\.output' both match 'norm.output' with different placements",
+    ),
+]
+
+EXPERT_ERRORS = [
+    (
+        Experts(),
+        {"tp": Shard(1)},
+        "expert 'experts': exactly one axis must hold Shard(0), the expert dim; got (Shard(dim=1),)",
+    ),
+    (Experts(), R, "expert 'experts': exactly one axis must hold Shard(0), the expert dim; got (Replicate(),)"),
+    (
+        nn.Linear(6, 6),
+        S0,
+        "expert 'experts': Linear has no integer attribute num_experts, so it is no stack of experts",
+    ),
+    (
+        Experts(),
+        S0,
+        "expert 'experts': 6 experts do not divide over 4 ranks of the axis; use a degree that divides 6",
+    ),
+    (
+        Experts(8),
+        S0,
+        "expert 'experts': parameter 'weight' of shape (6, 3) has no leading dim of 8",
+    ),
+    (
+        Experts(8, weight=None, inner=nn.Linear(2, 8)),
+        S0,
+        "expert 'experts': parameter 'inner.weight' is in a submodule; expected stacked expert tensors",
+    ),
+]
+
+
+def assert_refused(module, plan, text, *, ranks=4):
+    with pytest.raises(PlanError) as info:
+        describe(module, {"tp": ranks}, plan)
+    assert str(info.value).startswith(text), str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"), PARAMETER_ERRORS, ids=lambda value: value[:30] if isinstance(value, str) else ""
+)
+def test_parameter_section(plan, text):
+    assert_refused(network(), {"parameter": plan}, text)
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"), FORWARD_ERRORS, ids=lambda value: value[:30] if isinstance(value, str) else ""
+)
+def test_forward_section(plan, text):
+    assert_refused(network(), {"forward": plan}, text)
+
+
+@pytest.mark.parametrize(("experts", "placements", "text"), EXPERT_ERRORS, ids=range(len(EXPERT_ERRORS)))
+def test_expert_section(experts, placements, text):
+    assert_refused(network(experts=experts), {"expert": {"experts": placements}}, text)
+
+
+def test_experts_of_another_signature():
+    experts = Experts(8, weight=nn.Parameter(torch.zeros(8, 3)))
+    experts.forward = lambda x: x
+    text = "expert 'experts': forward takes ['x'], expected ['hidden_states', 'top_k_index', 'top_k_weights']"
+    assert_refused(network(experts=experts), {"expert": {"experts": S0}}, text)
+
+
+def test_experts_with_a_value_per_expert_in_a_buffer():
+    experts = Experts(8, weight=nn.Parameter(torch.zeros(8, 3)))
+    experts.register_buffer("bias", torch.zeros(8))
+    text = "expert 'experts': buffer 'bias' holds a value per expert, which is not supported"
+    assert_refused(network(experts=experts), {"expert": {"experts": S0}}, text)
+
+
+def test_experts_that_two_sections_place():
+    experts = Experts(8, weight=nn.Parameter(torch.zeros(8, 3)))
+    plan = {"expert": {"experts": S0}, "parameter": {r"experts\.weight": S1}}
+    text = (
+        "parameter 'experts.weight' is placed as (Shard(dim=1),), but its experts are placed as (Shard(dim=0),); leave"
+    )
+    assert_refused(network(experts=experts), plan, text)
+
+
+def test_an_unknown_section():
+    assert_refused(
+        network(), {"parameters": {}}, "unknown section 'parameters' in the plan; sections are parameter, forward, e"
+    )
+
+
+def test_a_tied_parameter_placed_twice():
+    module = network(head=nn.Linear(6, 8))
+    module["head"].weight = module["layers"][0]["up"].weight
+    plan = {"parameter": {r"layers\.0\.up\.weight": S0, r"head\.weight": S1}}
+    text = "'layers.0.up.weight' and 'head.weight' are one tied parameter, but the plan places it as (Shard(dim=0),) and as "
+    assert_refused(module, plan, text)
+
+
+@ranks(2)
+def test_one_rank_alone_is_refused_without_communication():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    unnamed = init_device_mesh("cpu", (2,))
+    placed = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    placed["a"].weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Replicate()]))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        for plan, text in PARAMETER_ERRORS:
+            with pytest.raises(PlanError, match=re.escape(text)):
+                parallelize_module(network(), mesh, {"parameter": plan})
+        with pytest.raises(
+            PlanError, match=r"the mesh has no axis names; give init_device_mesh\(\.\.\., mesh_dim_names="
+        ):
+            parallelize_module(network(), unnamed, {})
+        with pytest.raises(
+            PlanError, match=r"'a\.weight' is a DTensor already; give parallelize_module a module of plain"
+        ):
+            parallelize_module(placed, mesh, {})
+        with pytest.raises(ValueError, match="mode is 'static'; this version has 'eager'"):
+            parallelize_module(network(), mesh, {}, mode="static")
+
+
+@ranks(2)
+def test_a_refused_module_can_be_parallelised_afterwards_but_only_once():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    module = network()
+    for plan in ({"parameter": {"nothing": S0}}, {"forward": {r"norm\.input": {"x": S0}}}):
+        with pytest.raises(PlanError):
+            parallelize_module(module, mesh, plan)
+    parallelize_module(module, mesh, {})
+    with pytest.raises(ValueError, match="this ModuleDict is parallelised already; build a new one to change the plan"):
+        parallelize_module(module, mesh, {})
+
+
+@ranks(3)
+def test_plans_that_differ_between_ranks_name_them():
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    placement = S0 if dist.get_rank() == 2 else R
+    expected = (
+        "the plan differs between ranks: rank 0 has 'parameter norm.weight: (Replicate(),)', "
+        "rank 2 has 'parameter norm.weight: (Shard(dim=0),)'"
+    )
+    with pytest.raises(PlanError, match=re.escape(expected)):
+        parallelize_module(network(), mesh, {"parameter": {r"norm\.weight": placement}})
+    implicit = dist.get_rank() == 1
+    with pytest.raises(PlanError, match="rank 0 has 'allow_implicit: False', rank 1 has 'allow_implicit: True'"):
+        parallelize_module(network(), mesh, {}, allow_implicit=implicit)
+
+
+def test_ready_plans_check_the_degree():
+    model = nn.Module()
+    divided = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 4}
+    for attribute in divided:
+        model.config = SimpleNamespace(model_type="mixtral", **{**divided, attribute: 6})
+        text = f"{attribute} is 6, which tp=4 ranks do not divide; use a degree that divides it"
+        with pytest.raises(PlanError, match=text):
+            plans.plan_for(model, degree=4)
+        plans.plan_for(model, degree=2)
+        plans.plan_for(model, degree=4, family="gpt2")  # all heads on each rank
+
+
+def test_models_without_a_ready_plan():
+    with pytest.raises(
+        PlanError, match=r"no ready plan for Linear \(model type None\); ready are gpt2, llama, mistral, mixtral"
+    ):
+        plans.plan_for(nn.Linear(2, 2))
