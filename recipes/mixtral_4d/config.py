@@ -41,11 +41,11 @@ PRESETS: dict[str, dict[str, object]] = {
     },
 }
 
-# Largest accepted relative difference of the loss. The two programs do the same arithmetic in another order of additions:
-# a sum over tensor-parallel ranks, the mean over data-parallel ranks and micro-batches. One such rounding is 6e-8 in
-# float32 (1e-16 in float64, 4e-3 in bfloat16); AdamW divides by the root of the second moment, which lifts the rounding of
-# small gradients to the size of a step, and a token that sits between two experts may change sides. Over the steps of this
-# recipe this grows to about 1e-5 in float32. A wrong mask, scale or missing reduction is above 1e-3 from the first steps.
+# Largest accepted relative difference of the loss. The two programs do the same arithmetic in another order of
+# additions: a sum over tensor-parallel ranks, the mean over data-parallel ranks and micro-batches. One such rounding is
+# 6e-8 in float32 (1e-16 in float64, 4e-3 in bfloat16). AdamW divides by the root of the second moment, which lifts the
+# rounding of small gradients to the size of a step, and a token that sits between two experts may change sides; so the
+# bound leaves room for some hundred roundings. A wrong mask, scale or missing reduction is soon above 1e-3.
 BOUNDS = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-2}
 
 
@@ -220,9 +220,7 @@ def check(config: Config) -> None:
     if config.tokenizer is not None and not Path(config.tokenizer).is_dir():
         raise ConfigError(f"--tokenizer {config.tokenizer} is not a folder; give a local Hugging Face tokenizer folder")
     if config.resume is not None and not Path(config.resume).is_dir():
-        raise ConfigError(
-            f"--resume {config.resume} is not a folder; give a checkpoint folder such as runs/mixtral_4d/checkpoint"
-        )
+        raise ConfigError(f"--resume {config.resume} is not a folder; give one such as runs/mixtral_4d/checkpoint")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but torch sees no CUDA device here; use --device cpu")
     resumed_layout(config)
@@ -254,8 +252,8 @@ def check_layout(config: Config, layout: Layout) -> None:
         )
     if layout.pp > 1 and config.dropout > 0:
         raise ConfigError(
-            f"--dropout {config.dropout} with --pp {layout.pp}: the random stream is not carried through pipeline stages; "
-            "use --dropout 0, or --pp 1"
+            f"--dropout {config.dropout} with --pp {layout.pp}: the random stream is not carried through pipeline "
+            "stages; use --dropout 0, or --pp 1"
         )
 
 

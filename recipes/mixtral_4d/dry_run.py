@@ -1,4 +1,4 @@
-"""``--dry-run``: mesh, every parameter's placement, bytes per rank and the pipeline schedule, in one process, without storage."""
+"""``--dry-run``: mesh, every parameter's placement, bytes per rank and schedule; in one process and without storage."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def print_dry_run(config: Config) -> None:
         parameters[stage] += tensor.local_bytes
         print(f"  {stage}  {tensor}")
     _print_bytes(config, parameters)
-    print(
-        f"\nschedule {config.schedule}, {pipeline.num_microbatches} micro-batches\n{format_table(pipeline.actions(layout.pp))}"
-    )
+    print(f"\nschedule {config.schedule}, {pipeline.num_microbatches} micro-batches")
+    print(format_table(pipeline.actions(layout.pp)))
 
 
 def _print_mesh(config: Config) -> None:
@@ -50,11 +49,10 @@ def _print_mesh(config: Config) -> None:
 
 
 def _print_bytes(config: Config, parameters: dict[int, int]) -> None:
-    """Print what a rank of each stage holds. AdamW keeps two values per parameter; ZeRO divides them, then gradients."""
+    """Print what a rank of each stage holds; AdamW keeps two values per parameter, ZeRO divides them."""
     layout = config.layout
-    print(
-        f"\nbytes per rank without activations (largest shard)\n{'stage':>7} {'parameters':>12} {'gradients':>12} {'AdamW':>12} {'sum':>12}"
-    )
+    print("\nbytes per rank without activations (largest shard)")
+    print(f"{'stage':>7} {'parameters':>12} {'gradients':>12} {'AdamW':>12} {'sum':>12}")
     for stage, size in sorted(parameters.items()):
         gradients = size / layout.dp if layout.zero == 2 else size
         states = 2 * size / layout.dp if layout.zero else 2 * size

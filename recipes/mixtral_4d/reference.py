@@ -1,7 +1,7 @@
 """The single-process program that the parallel run must equal: plain PyTorch, no veScale.
 
-Run by ``train.py`` in a process of its own: ``python reference.py CONFIG.json OUT`` writes ``OUT/reference.jsonl`` (a line
-per step) and ``OUT/reference.safetensors`` (the parameters after the last step).
+Run by ``train.py`` in a process of its own: ``python reference.py CONFIG.json OUT`` writes ``OUT/reference.jsonl`` (a
+line per step) and ``OUT/reference.safetensors`` (the parameters after the last step).
 """
 
 from __future__ import annotations

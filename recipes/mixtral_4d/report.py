@@ -13,12 +13,15 @@ from tqdm import tqdm
 
 __all__ = ["Report", "Step"]
 
-HEADER = f"{'run':>9} {'step':>5} {'loss':>12} {'reference':>12} {'difference':>11} {'grad norm':>10} {'tokens/s':>9} {'MiB':>7}"
+HEADER = (
+    f"{'run':>9} {'step':>5} {'loss':>12} {'reference':>12} {'difference':>11} {'grad norm':>10} "
+    f"{'tokens/s':>9} {'MiB':>7}"
+)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: mean loss of the global batch, gradient norm before clipping, seconds, peak MiB of any rank."""
+    """One optimizer step: mean loss of the global batch, norm before clipping, seconds, peak MiB of any rank."""
 
     step: int
     loss: float
@@ -68,9 +71,8 @@ class Report:
         expected = self.expected.get(step.step, {}).get("loss")
         speed = self.config.batch * self.config.seq / step.seconds
         columns = f"{'-':>12} {'-':>11}" if expected is None else f"{expected:12.8f} {step.loss - expected:11.2e}"
-        self._say(
-            f"{name:>9} {step.step:5d} {step.loss:12.8f} {columns} {step.grad_norm:10.6f} {speed:9,.0f} {step.memory_mib:7.0f}"
-        )
+        sizes = f"{step.grad_norm:10.6f} {speed:9,.0f} {step.memory_mib:7.0f}"
+        self._say(f"{name:>9} {step.step:5d} {step.loss:12.8f} {columns} {sizes}")
         self._write({"run": name, "reference_loss": expected, "tokens_per_s": speed, **dataclasses.asdict(step)})
         self.bar.update()
 
@@ -100,8 +102,8 @@ class Report:
         sign = "<=" if good else "NOT <="
         verdict = "PASS" if good else "FAIL"
         print(
-            f"{RECIPE}: {verdict} max |loss difference| {absolute:.2e}, relative {relative:.2e} {sign} {self.config.bound:.0e} "
-            f"({self.config.dtype} order of additions)",
+            f"{RECIPE}: {verdict} max |loss difference| {absolute:.2e}, "
+            f"relative {relative:.2e} {sign} {self.config.bound:.0e} ({self.config.dtype} order of additions)",
             flush=True,
         )
         return 0 if good else 1

@@ -1,10 +1,12 @@
 """A run that is stopped and continued under another layout is the run that was never stopped."""
 
+from dataclasses import replace
+
 import pytest
-from vescale_testing import assert_same_training, run_ranks
-from vescale_testing.training import Training, train_in_parallel, train_on_one
 
 from vescale import Plan
+from vescale_testing import assert_same_training, run_ranks
+from vescale_testing.training import Training, train_in_parallel, train_on_one
 
 FIRST = Plan(dp=2, tp=2, pp=2, zero=1, num_microbatches=2)
 SECOND = {
@@ -31,7 +33,7 @@ def test_dropout_continues_where_it_stopped(tmp_path):
         assert_same_training(record, _last_steps(expected, 2), rtol=1e-10)
 
 
-def test_without_the_checkpoint_it_is_another_training(tmp_path):
+def test_without_the_checkpoint_it_is_another_training():
     training = Training(steps=4)
     expected = train_on_one(training)
     for record in run_ranks(train_in_parallel, 2, training, Plan(dp=2), stop=2, timeout=60):
@@ -40,6 +42,4 @@ def test_without_the_checkpoint_it_is_another_training(tmp_path):
 
 
 def _last_steps(record, count):
-    from dataclasses import replace
-
     return replace(record, losses=record.losses[-count:], grad_norms=record.grad_norms[-count:])

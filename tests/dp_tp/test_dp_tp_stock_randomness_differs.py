@@ -1,11 +1,11 @@
 """The negative sibling: with stock torch's random operators the same comparison fails."""
 
 import pytest
-from vescale_testing import assert_same_training, run_ranks
-from vescale_testing.training import Training, train_in_parallel, train_on_one
 
 from vescale import Plan
 from vescale.dtensor import disabled
+from vescale_testing import assert_same_training, run_ranks
+from vescale_testing.training import Training, train_in_parallel, train_on_one
 
 
 @pytest.mark.parametrize("plan", [Plan(tp=2), Plan(dp=2)], ids=["tp", "dp"])

@@ -1,10 +1,10 @@
 """Data x tensor x ZeRO parallel training with dropout is the single-process training, for every family and layout."""
 
 import pytest
-from vescale_testing import assert_same_training, run_ranks
-from vescale_testing.training import Training, train_in_parallel, train_on_one
 
 from vescale import Plan
+from vescale_testing import assert_same_training, run_ranks
+from vescale_testing.training import Training, train_in_parallel, train_on_one
 
 LAYOUTS = [
     Plan(dp=2, tp=2, zero=0),

@@ -1,10 +1,10 @@
 """Training in 4D is the single-process training: data x tensor x pipeline x ZeRO, below 1e-10 in float64."""
 
 import pytest
-from vescale_testing import assert_same_training, run_ranks
-from vescale_testing.training import Training, train_in_parallel, train_on_one
 
 from vescale import Plan
+from vescale_testing import assert_same_training, run_ranks
+from vescale_testing.training import Training, train_in_parallel, train_on_one
 
 LAYOUTS = {
     "dp2_tp2_pp2": Plan(dp=2, tp=2, pp=2, zero=1, num_microbatches=2),

@@ -80,7 +80,9 @@ def test_another_number_of_processes_is_refused(train, capsys, tmp_path, monkeyp
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "6")
     assert train.main(["--out", str(tmp_path)]) == 2
-    assert "world size 6 is not dp*tp*pp = 2*2*2 = 8; start 8 processes or change the degrees" in capsys.readouterr().err
+    assert (
+        "world size 6 is not dp*tp*pp = 2*2*2 = 8; start 8 processes or change the degrees" in capsys.readouterr().err
+    )
     monkeypatch.setenv("RANK", "3")
     assert train.main(["--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == ""  # rank 0 speaks
@@ -122,7 +124,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(tmp_path):
 
 
 @pytest.mark.parametrize("difference, verdict", [(1e-7, "PASS"), (1e-3, "FAIL"), (float("nan"), "FAIL")])
-def test_the_verdict_follows_the_bound(train, capsys, tmp_path, difference, verdict):
+@pytest.mark.usefixtures("train")
+def test_the_verdict_follows_the_bound(capsys, tmp_path, difference, verdict):
     report_module, config_module = sys.modules["report"], sys.modules["config"]
     report = report_module.Report(config_module.Config(steps=2, out=str(tmp_path)), 256, printing=True)
     report.reference([{"step": step, "loss": 5.0, "grad_norm": 1.0, "seconds": 1.0} for step in range(2)])

@@ -182,7 +182,9 @@ def test_a_tied_parameter_placed_twice():
     module = network(head=nn.Linear(6, 8))
     module["head"].weight = module["layers"][0]["up"].weight
     plan = {"parameter": {r"layers\.0\.up\.weight": S0, r"head\.weight": S1}}
-    text = "'layers.0.up.weight' and 'head.weight' are one tied parameter, but the plan places it as (Shard(dim=0),) and as "
+    text = (
+        "'layers.0.up.weight' and 'head.weight' are one tied parameter, but the plan places it as (Shard(dim=0),) and"
+    )
     assert_refused(module, plan, text)
 
 

@@ -9,6 +9,8 @@ from vescale.plan import profile
 from vescale.plan._memory import block_activation_bytes, edge_activation_bytes
 
 BATCH, SEQ = 3, 40
+# What the formula leaves out: statistics of the norms, log-sum-exp of attention.
+SMALL_CHANGE = 0.02
 
 
 def kept_bytes(module, x):
@@ -32,13 +34,15 @@ def kept_bytes(module, x):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_formula_is_what_autograd_keeps(build_gpt, gated, dtype):
-    """Within 2%: what is missing are the statistics of the norms and the log-sum-exp of attention."""
+    """Up to small change; and a wrong formula is further away."""
     model = build_gpt(2, 64, 4, 200, 100, gated=gated).to(dtype)
     measured = kept_bytes(model.blocks[0], torch.randn(BATCH, SEQ, 64, dtype=dtype, requires_grad=True) + 0)
     estimated = block_activation_bytes(profile(model), tokens=BATCH * SEQ, sequence_length=SEQ)
-    assert estimated == pytest.approx(measured, rel=0.02)
+    assert estimated == pytest.approx(measured, rel=SMALL_CHANGE)
     wrong = dataclasses.replace(profile(model), gated=not gated)
-    assert block_activation_bytes(wrong, tokens=BATCH * SEQ, sequence_length=SEQ) != pytest.approx(measured, rel=0.02)
+    assert block_activation_bytes(wrong, tokens=BATCH * SEQ, sequence_length=SEQ) != pytest.approx(
+        measured, rel=SMALL_CHANGE
+    )
 
 
 @pytest.mark.parametrize(("heads", "ffn_factor"), [(8, 4), (16, 4)])

@@ -69,7 +69,7 @@ def labels(*masked):
 
 @pytest.mark.parametrize("masked", [(0, 0, 0, 0), (2, 2, 2, 2), (0, 3, 3, 0), (0, 3, 0, 3)])
 def test_equally_masked_slices_are_cut(masked):
-    slice_batch({"labels": labels(*masked)}, coord=0, dp=2)
+    assert torch.equal(slice_batch({"labels": labels(*masked)}, coord=1, dp=2)["labels"], labels(*masked)[2:])
 
 
 def test_unequally_masked_slices_are_refused():
@@ -84,8 +84,14 @@ def test_unequally_masked_slices_are_refused():
         slice_batch({"labels": labels(1, 1, 1, 0)}, coord=0, dp=2)
 
 
-def test_other_normalisations_are_left_alone():
-    slice_batch({"labels": labels(0, 0, 3, 3), "num_items_in_batch": 7}, coord=0, dp=2)
-    slice_batch({"labels": labels(0, 0, 3, 3)}, coord=0, dp=1)
-    slice_batch({"labels": torch.randn(4, 5)}, coord=0, dp=2)
-    slice_batch({"labels": torch.tensor([1, -100, 2, -100])}, coord=0, dp=2)
+@pytest.mark.parametrize(
+    ("batch", "dp"),
+    [
+        ({"labels": labels(0, 0, 3, 3), "num_items_in_batch": 7}, 2),  # the loss is divided by a number of the caller's
+        ({"labels": labels(0, 0, 3, 3)}, 1),
+        ({"labels": torch.randn(4, 5)}, 2),
+        ({"labels": torch.tensor([1, -100, 2, -100])}, 2),
+    ],
+)
+def test_other_normalisations_are_left_alone(batch, dp):
+    assert len(slice_batch(batch, coord=0, dp=dp)["labels"]) == 4 // dp

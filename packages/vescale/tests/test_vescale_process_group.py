@@ -1,5 +1,9 @@
 """The number of processes is checked before anything starts, and a plan must be the same everywhere."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +19,20 @@ def test_plain_python_process_is_a_world_of_one():
         return dist.is_initialized(), dist.get_world_size()
 
     assert run_ranks(body, 1, backend=None) == [(True, 1)]
+
+
+def test_group_made_here_is_closed_at_the_end():
+    """And only then: a program that ends without closing it can abort."""
+    code = (
+        "import atexit, torch.distributed as dist\n"
+        "atexit.register(lambda: print('open' if dist.is_initialized() else 'closed'))\n"  # runs last
+        "import vescale._process_group as group\n"
+        "group.ensure_process_group(group.Plan())\n"
+        "print('open' if dist.is_initialized() else 'closed')"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["open", "closed"]
 
 
 def test_plan_for_more_processes_is_refused_before_anything_starts(monkeypatch):

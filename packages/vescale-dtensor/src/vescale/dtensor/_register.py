@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from . import _torch
 from ._attention import attention_handlers
+from ._cache_keys import complete_cache_keys
 from ._composite import composite_handlers
 from ._random_rules import handlers
 from ._scalar import scalar_handlers
@@ -19,6 +20,7 @@ __all__ = ["disabled", "register"]
 
 def register() -> None:
     """Install the rules for random operators, attention, scalars and composite operators. Called once, on import."""
+    complete_cache_keys()
     _torch.handler_table().update(composite_handlers() | handlers() | attention_handlers() | scalar_handlers())
 
 

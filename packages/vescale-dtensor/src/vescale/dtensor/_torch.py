@@ -6,6 +6,7 @@ nowhere else.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
@@ -34,6 +35,7 @@ __all__ = [
     "overload",
     "plain_operands_allowed",
     "redistributed",
+    "set_first_cached_argument",
     "stock_dispatch",
     "tree_leaves",
     "tree_map_only",
@@ -83,6 +85,15 @@ def operators() -> tuple[Op, ...]:
 def handler_table() -> dict[Op, Handler]:
     """Return DTensor's table of operators that are handled before sharding propagation and its own RNG tracker."""
     return DTensor._op_dispatcher._custom_op_handlers
+
+
+def set_first_cached_argument(op: Op, position: int) -> None:
+    """Make the cache of sharding decisions tell calls of ``op`` apart by its arguments from ``position`` on."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = ("op_to_schema_info", "op_to_schema_info_for_single_dim_strategy")  # the second is not in every version
+    for table in (getattr(propagator, name, {}) for name in tables):
+        if op in table:
+            table[op] = dataclasses.replace(table[op], static_argnum=min(position, table[op].static_argnum))
 
 
 def stock_dispatch(op: Op, args: tuple, kwargs: dict) -> object:

@@ -1,0 +1,32 @@
+"""A second call with other arguments on the same operands is not answered from the first."""
+
+import torch
+
+from vescale.dtensor import Replicate, Shard, init_device_mesh
+from vescale_testing import ranks
+
+
+@ranks(2)
+def test_arguments_that_decide_the_shape(shard):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = torch.rand(6, 8, generator=torch.Generator().manual_seed(1))
+    for placements in ((Replicate(),), (Shard(0),)):
+        x = shard(whole, mesh, placements)
+        for count in (1, 3, 2, 1):
+            for actual, expected in zip(torch.topk(x, count), torch.topk(whole, count), strict=True):
+                assert actual.shape == expected.shape
+                assert torch.equal(actual.full_tensor(), expected)
+            assert torch.histc(x, count).shape == (count,)
+            assert torch.equal(torch.histc(x, count, 0, 1).full_tensor(), torch.histc(whole, count, 0, 1))
+
+
+@ranks(2)
+def test_topk_of_two_counts_in_backward(shard):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for count in (1, 2, 1):
+        whole = torch.rand(6, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        x = shard(whole, mesh, (Replicate(),))
+        for tensor in (whole, x):
+            values = torch.topk(tensor, count).values
+            (values / values.sum(-1, keepdim=True)).square().sum().backward()
+        assert torch.equal(x.grad.to_local(), whole.grad)
