@@ -46,7 +46,7 @@ PRESETS: dict[str, dict[str, object]] = {
 # 6e-8 in float32 (1e-16 in float64, 4e-3 in bfloat16). AdamW divides by the root of the second moment, which lifts the
 # rounding of small gradients to the size of a step, and a token that sits between two experts may change sides; so the
 # bound leaves room for some hundred roundings. A wrong mask, scale or missing reduction is soon above 1e-3.
-BOUNDS = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-2}
+BOUNDS = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-3}
 
 
 class ConfigError(ValueError):
