@@ -99,10 +99,15 @@ def test_an_interrupt_in_the_caller_ends_the_ranks():
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
 
+    # a program that a shell starts in the background ignores the signal
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(lambda: time.sleep(100), 2)
+    try:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(lambda: time.sleep(100), 2)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert time.monotonic() - start < 15
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
