@@ -13,7 +13,7 @@ def test_without_our_randomness_training_differs(plan):
     training = Training(dropout=0.1)
     expected = train_on_one(training)
     for record in run_ranks(_train_with_stock_randomness, 2, training, plan, timeout=60):
-        with pytest.raises(AssertionError, match=r"loss of step 1 differs by 0\.\d+"):
+        with pytest.raises(AssertionError, match=r"loss of step 1 differs by \d"):
             assert_same_training(record, expected, rtol=1e-10)
 
 

@@ -12,6 +12,7 @@ from . import _torch
 from ._attention import attention_handlers
 from ._cache_keys import complete_cache_keys
 from ._composite import composite_handlers
+from ._loss import loss_handlers
 from ._random_rules import handlers
 from ._scalar import scalar_handlers
 
@@ -19,9 +20,10 @@ __all__ = ["disabled", "register"]
 
 
 def register() -> None:
-    """Install the rules for random operators, attention, scalars and composite operators. Called once, on import."""
+    """Install all rules. Called once, on import."""
     complete_cache_keys()
-    _torch.handler_table().update(composite_handlers() | handlers() | attention_handlers() | scalar_handlers())
+    others = attention_handlers() | loss_handlers() | scalar_handlers()
+    _torch.handler_table().update(composite_handlers() | handlers() | others)
 
 
 @contextlib.contextmanager

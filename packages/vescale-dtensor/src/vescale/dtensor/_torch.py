@@ -141,16 +141,18 @@ def wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like:
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
 
 
-def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: Op) -> Tensor:
+def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: Op | None) -> Tensor:
     """Return the shard of ``tensor`` in the placements that ``for_op`` needs, outside autograd.
 
     Raises:
-        RuntimeError: that needs communication, and a context that forbids implicit redistribution is active.
+        RuntimeError: that needs communication, a context that forbids implicit redistribution is active, and ``for_op``
+            is not None (which says that the communication is a part of the operator).
     """
     source = tensor._spec
     if source.placements == tuple(placements):
         return tensor._local_tensor
     target = DTensorSpec(source.mesh, tuple(placements), tensor_meta=source.tensor_meta)
-    message = f"Implicit redistribution occurred for {for_op} of {source} to {target.placements}"
-    ExplicitRedistributionContext.observe_redistribution(source, target, message)
+    if for_op is not None:
+        message = f"Implicit redistribution occurred for {for_op} of {source} to {target.placements}"
+        ExplicitRedistributionContext.observe_redistribution(source, target, message)
     return redistribute_local_tensor(tensor._local_tensor, source, target)
