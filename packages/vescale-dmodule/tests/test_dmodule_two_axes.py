@@ -1,9 +1,6 @@
-"""Batch and model sharded over two axes of one mesh: the same training, dropout included, in both orders of the axes."""
+"""Batch and model sharded over two axes of one mesh, in both orders: the same training, dropout included."""
 
 import dataclasses
-
-import pytest
-import torch
 
 from vescale.dmodule import parallelize_module, plans
 from vescale.dtensor import DTensor, Placement, Shard, init_device_mesh
@@ -21,36 +18,17 @@ def with_batch(entry):
     return {name: with_batch(inner) for name, inner in entry.items()}
 
 
-@pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp")], ids="-".join)
-def test_training_equals_one_process(names, build, train, assert_same_pass):
-    @ranks(4)
-    def on_every_rank():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        for family in ("mixtral", "llama") if names[0] == "dp" else ("gpt2",):
-            model = build(family, dropout=0.1)
-            plan = plans.plan_for(model, degree=2, sequence_parallel=True)
-            forward = {key: with_batch(entry) for key, entry in plan["forward"].items()}
-            forward["input"] = {"input_ids": BATCH, "labels": BATCH}
-            parallelize_module(model, mesh, {**plan, "forward": forward})
-            actual = train(model)
-            assert isinstance(actual.logits, DTensor)  # still sharded over the batch
-            actual = dataclasses.replace(actual, logits=actual.logits.full_tensor())
-            assert_same_pass(actual, train(build(family, dropout=0.1)))
-            assert all(p.grad.placements == p.placements for p in model.parameters())
-
-    on_every_rank()
-
-
 @ranks(4)
-def test_labels_that_some_ranks_ignore(build):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    ids = torch.randint(0, 255, (4, 9), generator=torch.Generator().manual_seed(1))
-    labels = ids.clone()
-    labels[0] = labels[1, 3:] = -100
-    model = build("llama")
-    plan = plans.plan_for(model, degree=2)
-    forward = {key: with_batch(entry) for key, entry in plan["forward"].items()}
-    forward["input"] = {"input_ids": BATCH, "labels": BATCH}
-    parallelize_module(model, mesh, {**plan, "forward": forward})
-    expected = build("llama")(input_ids=ids, labels=labels).loss
-    torch.testing.assert_close(model(input_ids=ids, labels=labels).loss, expected, rtol=1e-6, atol=0)
+def test_training_equals_one_process(build, train, assert_same_pass):
+    for family, names in (("mixtral", ("dp", "tp")), ("llama", ("tp", "dp"))):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        model = build(family, dropout=0.1, num_hidden_layers=1)
+        plan = plans.plan_for(model, degree=2, sequence_parallel=True)
+        forward = {key: with_batch(entry) for key, entry in plan["forward"].items()}
+        forward["input"] = {"input_ids": BATCH, "labels": BATCH}
+        parallelize_module(model, mesh, {**plan, "forward": forward})
+        actual = train(model)
+        assert isinstance(actual.logits, DTensor)  # still sharded over the batch
+        actual = dataclasses.replace(actual, logits=actual.logits.full_tensor())
+        assert_same_pass(actual, train(build(family, dropout=0.1, num_hidden_layers=1)))
+        assert all(p.grad.placements == p.placements for p in model.parameters())

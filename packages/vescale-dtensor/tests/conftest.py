@@ -23,7 +23,7 @@ def _shard(tensor, mesh, placements):
 
 @pytest.fixture(scope="session")
 def shard_of():
-    """`shard_of(tensor, mesh, placements)`: this rank's part, as `torch.chunk` cuts it, one mesh axis after the other."""
+    """`shard_of(tensor, mesh, placements)`: this rank's part, as `torch.chunk` cuts it, one mesh axis after another."""
     return _shard_of
 
 

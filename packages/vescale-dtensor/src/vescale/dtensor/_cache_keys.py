@@ -1,8 +1,8 @@
 """Arguments that stock DTensor forgets in the key of its cache of sharding decisions.
 
 The cache answers a second call on operands of the same shape and placements without a look at its other arguments,
-except those from a registered position on. For the operators below that position comes after an argument that decides the shape
-of the result: ``torch.topk(x, 2)`` after ``torch.topk(x, 1)`` reports the shape of the first call.
+except those from a registered position on. For the operators below that position comes after an argument that decides
+the shape of the result: ``torch.topk(x, 2)`` after ``torch.topk(x, 1)`` reports the shape of the first call.
 """
 
 from __future__ import annotations

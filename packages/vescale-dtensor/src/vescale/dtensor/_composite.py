@@ -1,8 +1,8 @@
 """Operators that are defined by other operators, under inference mode.
 
 Outside inference mode autograd takes them apart before DTensor sees them. Inference mode shows them whole (``matmul``,
-``reshape``, ``dropout``), and stock DTensor's own rules for them, or those that it guesses, gather operands that need no
-communication, and draw random numbers on the shard. Taking them apart first gives the same operators, and the same
+``reshape``, ``dropout``), and stock DTensor's own rules for them, or those that it guesses, gather operands that need
+no communication, and draw random numbers on the shard. Taking them apart first gives the same operators, and the same
 placements, as outside.
 """
 

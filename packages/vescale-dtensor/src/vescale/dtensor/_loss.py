@@ -8,6 +8,8 @@ different numbers of targets, or their targets weigh differently; and it refuses
     total_weight, which backward divides by, too                            Replicate
 
 The one number that is reduced on the way is a part of the operator, not a redistribution of operands.
+
+torch's ``loss_parallel`` context brings its own handlers for the same operators and removes both when it ends.
 """
 
 from __future__ import annotations

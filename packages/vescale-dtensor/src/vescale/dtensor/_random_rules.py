@@ -96,7 +96,7 @@ def _other(op: _torch.Op) -> _torch.Handler:
     """Return the handler of a random operator that is in no family."""
     if _torch.is_composite(op):
         return decompose
-    return _attention if any(argument.name == "dropout_p" for argument in op._schema.arguments) else _refuse
+    return _attention if "dropout_p" in _torch.argument_names(op) else _refuse
 
 
 def handle(op: _torch.Op, args: tuple, kwargs: dict) -> object:

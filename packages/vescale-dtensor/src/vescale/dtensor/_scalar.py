@@ -1,7 +1,8 @@
 """The Python value of a sharded scalar: ``x.sum().item()``, ``if mask.any():``.
 
-Stock DTensor reads the number that this rank happens to hold, which for a partial sum is a part of it, so ranks silently
-take different branches. Here the value is reduced first: an implicit redistribution, refused where those are refused.
+Stock DTensor reads the number that this rank happens to hold, which for a partial sum is a part of it, so ranks
+silently take different branches. Here the value is reduced first: an implicit redistribution, refused where those are
+refused.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ __all__ = [
     "Handler",
     "Op",
     "TorchDispatchMode",
+    "argument_names",
     "handler_table",
     "is_composite",
     "is_random",
@@ -54,6 +55,12 @@ def overload(name: str) -> Op | None:
     packet_name, _, overload_name = name.partition(".")
     packet = getattr(torch.ops.aten, packet_name, None)
     return getattr(packet, overload_name or "default", None)
+
+
+@functools.cache
+def argument_names(op: Op) -> tuple[str, ...]:
+    """Return the names of an operator's arguments in order."""
+    return tuple(argument.name for argument in op._schema.arguments)
 
 
 @functools.cache
