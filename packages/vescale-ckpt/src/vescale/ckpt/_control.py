@@ -9,7 +9,10 @@ becomes one ``CheckpointError`` with one text on every rank, so no rank is left 
 is the rank in the process group.
 """
 
+import atexit
 import contextlib
+import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ._errors import CheckpointError, format_ranks
+
+_LAST_COLLECTIVE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ def open_control(process_group: dist.ProcessGroup | None) -> Iterator[Control]:
             raise ValueError("process_group given, but torch.distributed is not initialised; leave it out")
         yield Control(None, 0, 1)
         return
+    _let_gloo_finish_at_exit()
     if process_group is not None and dist.get_rank(process_group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its members save and load with it")
     if _has_cpu_backend(process_group):
@@ -127,6 +133,18 @@ def open_control(process_group: dist.ProcessGroup | None) -> Iterator[Control]:
             yield _control_of(group)
         finally:
             dist.destroy_process_group(group)
+
+
+@functools.cache
+def _let_gloo_finish_at_exit() -> None:
+    """Give gloo's worker threads a moment before the interpreter shuts down.
+
+    Note [the last collective]: a worker thread frees the tensors of a collective after it has told the caller that it
+    is done, and needs Python's lock for that. If the program ends right after a save or a load, the interpreter may be
+    shutting down by then; the thread is ended instead, and the process aborts after its last line. A barrier does not
+    help, for it has such a last moment, too. Sleeping gives the lock away while the interpreter is still whole.
+    """
+    atexit.register(time.sleep, _LAST_COLLECTIVE_SECONDS)
 
 
 def _control_of(group: dist.ProcessGroup | None) -> Control:
