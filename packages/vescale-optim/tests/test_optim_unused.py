@@ -1,5 +1,7 @@
 """Parameters that get no gradient: on some ranks they count as zero, on all ranks they keep None, as in one process."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,3 +114,39 @@ def test_a_parameter_unfrozen_later_is_an_error():
         RuntimeError, match=r"were frozen when DDP was built .*'never.weight'.*before wrapping the module"
     ):
         model(halves()[0], True).square().mean().backward()
+
+
+class WithoutGradient(torch.autograd.Function):
+    """The identity, without a gradient for its input."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _grad):
+        return None
+
+
+class HalfBlind(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.unseen = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.seen(x) + nn.functional.linear(x, WithoutGradient.apply(self.unseen.weight))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@ranks(2)
+def test_a_function_without_a_gradient_leaves_the_parameter_unused(zero):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    plain = HalfBlind()
+    model = DDP(copy.deepcopy(plain), mesh["dp"], zero=zero)
+    optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.1)
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for runner, stepper in ((plain, expected), (model, optimizer)):
+        runner(torch.ones(2, 4)).sum().backward()
+        stepper.step()
+    for name, value in plain.named_parameters():
+        assert torch.equal(dict(model.module.named_parameters())[name], value), name

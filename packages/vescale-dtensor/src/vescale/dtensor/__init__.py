@@ -1,7 +1,8 @@
 """DTensor core of veScale: torch's own DTensor, made equal to one device.
 
-Importing this package registers rules with torch's dispatcher for DTensors (random operators, CPU attention); plain
-tensors are untouched. :func:`disabled` switches the random rules off for comparison with stock torch.
+Importing this package registers rules with torch's dispatcher for DTensors (random operators, CPU attention, the mean
+of classification losses, Python values of scalars); plain tensors are untouched. :func:`disabled` switches the random
+rules off for comparison with stock torch.
 """
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Box", "flat_offset", "flat_range_boxes", "intersect"]
+__all__ = ["Box", "flat_offset", "flat_range_boxes", "index_from", "intersect", "overlaps"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -67,6 +67,29 @@ def intersect(a: Box, b: Box) -> Box | None:
     ends = [min(o + s, p + t) for o, s, p, t in zip(*a, *b, strict=True)]
     sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
     return (offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def overlaps(shape: Sequence[int], box: Box, start: int, stop: int) -> Iterator[tuple[Box, Box]]:
+    """Yield ``(rectangle, common)``: the rectangles of a flat range that meet ``box``, and the part of each inside it.
+
+    Example:
+        >>> list(overlaps((3, 4), ((0, 0), (3, 2)), 2, 6))
+        [(((1, 0), (1, 2)), ((1, 0), (1, 2)))]
+    """
+    for rectangle in flat_range_boxes(shape, start, stop):
+        common = intersect(rectangle, box)
+        if common is not None:
+            yield rectangle, common
+
+
+def index_from(origin: Sequence[int], box: Box) -> tuple[slice, ...]:
+    """Return ``box`` as an index into a tensor whose first element is at ``origin``.
+
+    Example:
+        >>> index_from((2, 0), ((3, 1), (2, 4)))
+        (slice(1, 3, None), slice(1, 5, None))
+    """
+    return tuple(slice(o - base, o - base + size) for o, size, base in zip(*box, origin, strict=True))
 
 
 def flat_offset(shape: Sequence[int], index: Sequence[int]) -> int:

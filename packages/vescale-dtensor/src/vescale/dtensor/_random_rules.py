@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch
 from ._attention import refuse_dropout
-from ._boxes import Box, flat_offset, flat_range_boxes, intersect
+from ._boxes import flat_offset, index_from, overlaps
 from ._composite import decompose
 from ._pieces import MAX_PIECE, PIECEWISE_OPS, draw_pieces
 from ._place import BatchWindow, Place, place_of
@@ -213,17 +213,10 @@ def _positional(
 
 def _overlaps(place: Place, start: int, piece: Tensor) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     """Yield ``(index into the local tensor, view of the piece)`` for the elements that both hold."""
-    for rectangle in flat_range_boxes(place.shape, start, start + piece.numel()):
-        common = intersect(rectangle, place.box)
-        if common is None:
-            continue
-        first = flat_offset(place.shape, rectangle[0]) - start
-        view = piece[first : first + math.prod(rectangle[1])].view(rectangle[1])
-        yield _index(common, place.box[0]), view[_index(common, rectangle[0])]
-
-
-def _index(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(o - base, o - base + size) for o, size, base in zip(*box, origin, strict=True))
+    for (offsets, sizes), common in overlaps(place.shape, place.box, start, start + piece.numel()):
+        first = flat_offset(place.shape, offsets) - start
+        view = piece[first : first + math.prod(sizes)].view(sizes)
+        yield index_from(place.box[0], common), view[index_from(offsets, common)]
 
 
 def _local(tensor: Tensor) -> Tensor:

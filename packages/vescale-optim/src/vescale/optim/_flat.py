@@ -53,8 +53,13 @@ class FlatSlot:
         self.grad_view = _torch.wrap_like(self.local_view, param)
         self.placeholder = ShardedGradient(self) if bucket.sharded else None
 
-    def before_accumulation(self, grad: Tensor) -> Tensor:
-        """Return the gradient as it is to be accumulated, into a real tensor: take the placeholder away."""
+    def before_accumulation(self, grad: Tensor | None) -> Tensor | None:
+        """Return the gradient as it is to be accumulated, into a real tensor: take the placeholder away.
+
+        ``None`` comes from an autograd function that has no gradient for the parameter: nothing is accumulated then.
+        """
+        if grad is None:
+            return None
         if self.placeholder is not None:
             self._take_placeholder_away()
         return aligned(self.fqn, self.param, grad)

@@ -85,6 +85,8 @@ class Reducer:
         slot.param.register_post_accumulate_grad_hook(lambda _param: self._arrive(slot))
 
     def _arrive(self, slot: FlatSlot) -> None:
+        if slot.param.grad is None or slot.param.grad is slot.placeholder:  # torch calls also where nothing came
+            return
         if self.synchronises or self._round is not None:
             self._join_round(slot)
         slot.take()

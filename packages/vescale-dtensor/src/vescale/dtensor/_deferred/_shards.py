@@ -17,12 +17,12 @@ Guarantee: the shard is bit for bit the box of the tensor that one device comput
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from .._boxes import Box, flat_offset, flat_range_boxes, intersect
+from .._boxes import Box, flat_offset, index_from, overlaps
 from .._pieces import Scratch, draw_pieces
 from ._liveness import Draw, skippable_draw
 from ._ops import EXACT_POINTWISE, FILLS, GEOMETRY_FACTORIES, scale_of_second
@@ -145,18 +145,6 @@ def _keeps_dtype(tape: Tape, value: Value) -> bool:
 # ------------------------------------------------------------------------------------------------- execution
 
 
-def _overlaps(region: Region, start: int, stop: int) -> Iterator[tuple[Box, Box]]:
-    """Yield `(rectangle, common)`: the rectangles of a flat range that meet the region, and their common part."""
-    for rectangle in flat_range_boxes(region.shape, start, stop):
-        common = intersect(rectangle, region.box)
-        if common is not None:
-            yield rectangle, common
-
-
-def _index(box: Box, origin: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(offset - base, offset - base + size) for offset, size, base in zip(*box, origin, strict=True))
-
-
 def draw_into(shard: Tensor | None, region: Region | None, draw: Draw, scratch: Scratch) -> None:
     """Advance the generator by a whole draw, and keep the values of the region in `shard`, if there is one."""
     args = (draw.op, draw.numel, draw.dtype, draw.device, draw.args, draw.kwargs, draw.generator)
@@ -164,14 +152,13 @@ def draw_into(shard: Tensor | None, region: Region | None, draw: Draw, scratch: 
     for start, piece in pieces:
         if shard is None:
             continue
-        for rectangle, common in _overlaps(region, start, start + piece.numel()):
-            offsets, sizes = rectangle
+        for (offsets, sizes), common in overlaps(region.shape, region.box, start, start + piece.numel()):
             first = flat_offset(region.shape, offsets) - start
             values = piece[first : first + math.prod(sizes)].view(sizes)
-            shard[_index(common, region.box[0])].copy_(values[_index(common, offsets)])
+            shard[index_from(region.box[0], common)].copy_(values[index_from(offsets, common)])
 
 
 def fill_range(shard: Tensor, region: Region, start: int, stop: int, number: object) -> None:
     """Fill the part of the region that lies in a flat range of the global tensor."""
-    for _, common in _overlaps(region, start, stop):
-        shard[_index(common, region.box[0])].fill_(number)
+    for _, common in overlaps(region.shape, region.box, start, stop):
+        shard[index_from(region.box[0], common)].fill_(number)
