@@ -25,5 +25,5 @@ def test_without_dropout_it_does_not_matter():
 
 
 def _train_with_stock_randomness(training, plan):
-    with disabled():
+    with disabled("random"):
         return train_in_parallel(training, plan)

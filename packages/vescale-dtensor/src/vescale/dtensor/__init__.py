@@ -12,7 +12,7 @@ from . import random
 from ._boxes import flat_range_boxes
 from ._deferred import deferred_init, is_deferred, materialize
 from ._register import disabled, register
-from .errors import UnsupportedRandomOperator
+from .errors import UnsupportedOperator, UnsupportedRandomOperator
 
 __all__ = [
     "DTensor",
@@ -21,6 +21,7 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "UnsupportedOperator",
     "UnsupportedRandomOperator",
     "deferred_init",
     "disabled",

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._logging import LazyString
+from torch._decomp import decomposition_table
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.distributed.tensor._utils import ExplicitRedistributionContext, compute_local_shape_and_global_offset
@@ -26,6 +28,7 @@ __all__ = [
     "Op",
     "TorchDispatchMode",
     "argument_names",
+    "decomposition",
     "handler_table",
     "is_composite",
     "is_random",
@@ -34,8 +37,10 @@ __all__ = [
     "local_tensor",
     "operators",
     "overload",
+    "part_of",
     "plain_operands_allowed",
     "redistributed",
+    "set_fallback",
     "set_first_cached_argument",
     "stock_dispatch",
     "tree_leaves",
@@ -92,6 +97,36 @@ def operators() -> tuple[Op, ...]:
 def handler_table() -> dict[Op, Handler]:
     """Return DTensor's table of operators that are handled before sharding propagation and its own RNG tracker."""
     return DTensor._op_dispatcher._custom_op_handlers
+
+
+def set_fallback(fallback: Callable[[Op, tuple, dict, Exception], object] | None) -> None:
+    """Have ``fallback(op, args, kwargs, error)`` give the result where stock propagation finds no placements.
+
+    Sharding propagation looks at global shapes and placements only, before any communication, so it fails on all ranks
+    or on none. DTensor's C++ dispatch calls it on a cache miss and returns what it gives, if that is not a sharding, as
+    the operator's result. None restores stock behaviour.
+    """
+    dispatcher = type(DTensor._op_dispatcher)
+    stock = getattr(dispatcher._propagate_op_sharding_dispatch_slow_path, "stock", None)
+    stock = stock or dispatcher._propagate_op_sharding_dispatch_slow_path
+    if fallback is None:
+        dispatcher._propagate_op_sharding_dispatch_slow_path = stock
+        return
+
+    @functools.wraps(stock)
+    def propagate(self, op: Op, args: tuple, kwargs: dict, *rest: object) -> object:
+        try:
+            return stock(self, op, args, kwargs, *rest)
+        except (NotImplementedError, RuntimeError) as error:
+            return fallback(op, args, kwargs, error)
+
+    propagate.stock = stock
+    dispatcher._propagate_op_sharding_dispatch_slow_path = propagate
+
+
+def decomposition(op: Op) -> Callable | None:
+    """Return torch's definition of ``op`` by simpler operators, or None where it has none."""
+    return decomposition_table.get(op)
 
 
 def set_first_cached_argument(op: Op, position: int) -> None:
@@ -160,6 +195,14 @@ def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: O
         return tensor._local_tensor
     target = DTensorSpec(source.mesh, tuple(placements), tensor_meta=source.tensor_meta)
     if for_op is not None:
-        message = f"Implicit redistribution occurred for {for_op} of {source} to {target.placements}"
+        message = LazyString("Implicit redistribution occurred for {} of {} to {}".format, for_op, source, target)
         ExplicitRedistributionContext.observe_redistribution(source, target, message)
     return redistribute_local_tensor(tensor._local_tensor, source, target)
+
+
+def part_of(whole: Tensor, like: DTensor) -> Tensor:
+    """Return this rank's part, in the placements of ``like`` (none of them partial), of a tensor that all ranks have."""
+    target = like._spec
+    meta = TensorMeta(whole.shape, tuple(whole.stride()), whole.dtype)
+    source = DTensorSpec(target.mesh, (Replicate(),) * target.mesh.ndim, tensor_meta=meta)
+    return redistribute_local_tensor(whole, source, DTensorSpec(target.mesh, target.placements, tensor_meta=meta))

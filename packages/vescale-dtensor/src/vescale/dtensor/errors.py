@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["UnsupportedRandomOperator"]
+__all__ = ["UnsupportedOperator", "UnsupportedRandomOperator"]
 
 
-class UnsupportedRandomOperator(NotImplementedError):  # noqa: N818 - it names what is unsupported
+def describe_operand(tensor: Tensor | None) -> str:
+    """Return shape, placements and mesh of an operand in words."""
+    if isinstance(tensor, DTensor):
+        return f"a DTensor of shape {tuple(tensor.shape)}, placements {tensor.placements}, mesh {tensor.device_mesh}"
+    if tensor is not None:
+        return f"a tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()}"
+    return "these arguments"
+
+
+class UnsupportedOperator(NotImplementedError):  # noqa: N818 - it names what is unsupported
+    """An operator whose sharded result could differ from the one of a single device.
+
+    It is raised on all ranks alike, before any communication.
+    """
+
+    @classmethod
+    def for_operands(cls, op: object, tensors: Iterable[Tensor], way_out: str) -> UnsupportedOperator:
+        """Describe operator and operands (shape, placements, mesh) and name the way out."""
+        operands = ", ".join(map(describe_operand, tensors)) or describe_operand(None)
+        return cls(f"{op} on {operands} cannot give what one device gives; {way_out}")
+
+
+class UnsupportedRandomOperator(UnsupportedOperator):
     """A random operator whose sharded result could differ from the one of a single device."""
 
     @classmethod
     def for_tensor(cls, op: object, tensor: Tensor | None, way_out: str) -> UnsupportedRandomOperator:
         """Describe operator and tensor (shape, placements, mesh) and name the way out."""
-        if isinstance(tensor, DTensor):
-            where = (
-                f"a DTensor of shape {tuple(tensor.shape)}, placements {tensor.placements}, mesh {tensor.device_mesh}"
-            )
-        elif tensor is not None:
-            where = f"a tensor of shape {tuple(tensor.shape)} and stride {tensor.stride()}"
-        else:
-            where = "these arguments"
-        return cls(f"{op} on {where} cannot draw what one device draws; {way_out}")
+        return cls(f"{op} on {describe_operand(tensor)} cannot draw what one device draws; {way_out}")
