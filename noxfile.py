@@ -216,6 +216,14 @@ def mixtral_4d(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
+def coverage(session: nox.Session) -> None:
+    """Compare every operator of torch's database on DTensors with one device: stock torch's, then ours (long)."""
+    program = "packages/vescale-dtensor/coverage/run.py"
+    for arguments in (["--stock"], []):
+        run_composed(session, "python", program, *arguments, "--out", "runs/coverage", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none", requires=["composed"])
 def bench(session: nox.Session) -> None:
     """Run the benchmarks (name some after --)."""
     run_composed(session, "python", "benchmarks/run.py", *session.posargs)

@@ -1,8 +1,11 @@
 """Cut whole tensors into shards, independently of the code under test."""
 
+import itertools
+
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 
 def _shard_of(tensor, mesh, placements):
@@ -54,5 +57,76 @@ def assert_drawn_alike():
         assert actual.dtype == expected.dtype, where
         assert torch.equal(actual.to_local(), _shard_of(expected, mesh, actual.placements)), where
         return actual
+
+    return check
+
+
+def _placements_of(tensor, partial):
+    kinds = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim))]
+    return [*kinds, Partial()] if partial and tensor.is_floating_point() else kinds
+
+
+def _distribute(tensor, mesh, placement, requires_grad):
+    if placement.is_partial():
+        share = torch.linspace(0.5, 1.5, mesh.size(), dtype=tensor.dtype)
+        made = DTensor.from_local(tensor * (share / share.sum())[mesh.get_local_rank()], mesh, [placement])
+    else:
+        made = _shard(tensor.detach(), mesh, [placement])
+    return made.detach().requires_grad_(requires_grad)
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _leaves(result):
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.fixture(scope="session")
+def assert_equals_one_device():
+    """`assert_equals_one_device(function, tensors, mesh)`: for every placement of every tensor, on a 1-D mesh.
+
+    Values, gradients (with random weights on the results: a plain sum hides errors) and what the function writes to its
+    tensors are those of plain tensors. Floating tensors that require a gradient get one. Returns the number of cases.
+    """
+
+    def check(function, tensors, mesh, *, partial=True, only=None):
+        def weigh(results):
+            torch.manual_seed(11)
+            floating = [r for r in _leaves(results) if r.requires_grad]
+            return sum((r * _weight(r)).sum() for r in floating) if floating else None
+
+        def _weight(result):
+            weight = torch.randn(result.shape, dtype=result.dtype)
+            return _distribute(weight, mesh, Replicate(), False) if isinstance(result, DTensor) else weight
+
+        plain = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+        expected = function(*plain)
+        if (loss := weigh(expected)) is not None:
+            loss.backward()
+        num_cases = 0
+        for placements in itertools.product(*(_placements_of(t, partial) for t in tensors)):
+            if only is not None and not only(placements):
+                continue
+            sharded = [_distribute(t, mesh, p, t.requires_grad) for t, p in zip(tensors, placements, strict=True)]
+            actual = function(*sharded)
+            for a, e in zip(_leaves(actual), _leaves(expected), strict=True):
+                assert a.shape == e.shape, placements
+                _assert_close(_whole(a), e, placements)
+            if (loss := weigh(actual)) is not None:
+                loss.backward()
+            for s, p in zip(sharded, plain, strict=True):
+                _assert_close(_whole(s), p, placements)
+                assert (s.grad is None) == (p.grad is None), placements
+                if p.grad is not None:
+                    _assert_close(_whole(s.grad), p.grad, placements)
+            num_cases += 1
+        return num_cases
+
+    def _assert_close(actual, expected, placements):
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-10, atol=1e-10, equal_nan=True, msg=lambda text: f"{placements}: {text}"
+        )
 
     return check

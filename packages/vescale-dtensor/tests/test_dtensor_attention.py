@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
+from vescale.dtensor import DTensor, Partial, Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
 from vescale_testing import ranks
 
 B, H, L, S, E = 4, 4, 5, 7, 6
@@ -123,6 +123,22 @@ def test_uneven_and_empty_shards_are_gathered(shard):
 
 
 @ranks(2)
+def test_memory_order_of_the_result_after_a_gather(shard):
+    """Heads are the third dim in memory, as projections give them; views of the result rely on it."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    q, k, v = (t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in operands())
+    expected = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, L, H * E)
+    for placement in (Shard(2), Shard(3), HEADS, Partial()):
+        if placement.is_partial():
+            sharded = [DTensor.from_local(t / 2, mesh, [placement]) for t in (q, k, v)]
+        else:
+            sharded = [shard(t, mesh, (placement,)) for t in (q, k, v)]
+        actual = F.scaled_dot_product_attention(*sharded).transpose(1, 2)
+        assert actual.to_local().is_contiguous()
+        torch.testing.assert_close(actual.reshape(B, L, H * E).full_tensor(), expected, rtol=1e-12, atol=1e-14)
+
+
+@ranks(2)
 def test_a_gather_is_refused_where_it_must_be_explicit(shard):
     from torch.distributed.tensor._utils import ExplicitRedistributionContext
 
@@ -172,6 +188,6 @@ def test_a_mask_cut_wrongly_would_be_noticed(shard, monkeypatch):
     mask = mask_of((1, H, L, S), torch.float64)
     assert_attends_alike(shard, mesh, (HEADS,), mask)
     # every rank takes the first heads' part of the mask
-    monkeypatch.setattr(_attention, "_operand", lambda _op, x, _mesh, _placements: x.to_local()[:, : H // 2])
+    monkeypatch.setattr(_attention, "operand", lambda _op, x, _mesh, _placements: x.to_local()[:, : H // 2])
     with pytest.raises(AssertionError):
         assert_attends_alike(shard, mesh, (HEADS,), mask)

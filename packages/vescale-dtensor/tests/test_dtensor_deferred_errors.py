@@ -140,7 +140,7 @@ def test_placements_that_do_not_fit():
     )
     refused(ValueError, "'weight': expected a sequence of placements", {"weight": Shard(0)})
     refused(ValueError, r"'bias': S.*1.* does not fit a tensor of shape \(6,\)", {"bias": [Shard(1)]})
-    refused(NotImplementedError, "'weight': materialize supports Shard and Replicate, got P", {"weight": [Partial()]})
+    refused(NotImplementedError, "'weight': materialize supports placements that .* got P", {"weight": [Partial()]})
 
 
 @ranks(2)

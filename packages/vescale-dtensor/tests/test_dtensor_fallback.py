@@ -21,8 +21,11 @@ FUNCTIONS = {
     "unfold": lambda x: x.unfold(1, 3, 2),
     "uneven unflatten": lambda x: x.unflatten(1, (2, 3)),
     "uneven flatten": lambda x: x.flatten(),
-    "grid_sample": lambda x: F.grid_sample(x.view(1, 1, 5, 6), torch.zeros(1, 2, 2, 2, dtype=x.dtype), align_corners=True),
+    "grid_sample": lambda x: F.grid_sample(
+        x.view(1, 1, 5, 6), torch.zeros(1, 2, 2, 2, dtype=x.dtype), align_corners=True
+    ),
 }
+GRID = torch.zeros(1, 2, 2, 2, dtype=torch.float64)
 S0, S1, R = Shard(0), Shard(1), Replicate()
 
 
@@ -67,6 +70,20 @@ def test_what_is_written_keeps_its_placements():
 
 
 @ranks(2)
+def test_what_is_written_to_a_partial_tensor_counts_once():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    partial = DTensor.from_local(torch.full((4, 4), 1.0 + mesh.get_local_rank()), mesh, [Partial()])
+    partial[0].fill_(5)
+    mask = distribute_tensor(torch.eye(4, dtype=torch.bool), mesh, [R])
+    partial.masked_scatter_(mask, distribute_tensor(torch.arange(4.0), mesh, [R]))
+    expected = torch.full((4, 4), 3.0)
+    expected[0] = 5
+    expected[mask.to_local()] = torch.arange(4.0)
+    assert partial.placements == (Partial(),)
+    assert torch.equal(partial.full_tensor(), expected)
+
+
+@ranks(2)
 def test_stock_torch_raises():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     sharded = distribute_tensor(torch.randn(5, 6), mesh, [S0])
@@ -91,14 +108,36 @@ def test_refused_alike_on_all_ranks_before_communication():
     sharded = distribute_tensor(torch.randn(5, 6), mesh, [S0])
     partial = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
     other = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2, 1)), [R, R])
-    mask = distribute_tensor(torch.ones(4, 4, dtype=torch.bool), mesh, [R])
     with CommDebugMode() as communication:
-        with pytest.raises(UnsupportedOperator, match=r"aten.resize_.*shape \(5, 6\).*Shard\(dim=0\).*returns a new"):
-            sharded.resize_(3)
-        with pytest.raises(UnsupportedOperator, match=r"masked_scatter_.*writes to a partial tensor: redistribute"):
-            partial.masked_scatter_(mask, partial)
+        with pytest.raises(UnsupportedOperator, match=r"aten.set_.*shape \(5, 6\).*Shard\(dim=0\).*returns a new"):
+            torch.ops.aten.set_(sharded)
         with pytest.raises(UnsupportedOperator, match=r"linalg_lstsq.*bring them to one mesh with full_tensor\(\)"):
             torch.linalg.lstsq(partial, other)
         with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor and DTensor"):
             torch.masked_scatter(sharded, torch.ones(5, 6, dtype=torch.bool), torch.ones(30))
     assert communication.get_total_counts() == 0
+
+
+@ranks(2)
+def test_shape_changed_in_place():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    data = torch.arange(30.0).view(5, 6)
+    for change in (lambda x: x.unsqueeze_(1), lambda x: x.t_(), lambda x: x.transpose_(0, 1).unsqueeze_(0).squeeze_(0)):
+        for placement in (S0, S1, R):
+            sharded, expected = distribute_tensor(data.clone(), mesh, [placement]), change(data.clone())
+            assert change(sharded) is sharded
+            assert sharded.shape == expected.shape
+            assert torch.equal(sharded.full_tensor(), expected), placement
+
+
+@ranks(2)
+def test_running_statistics_are_written_whatever_their_placements():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    x, mean, var = torch.randn(6, 4, dtype=torch.float64), torch.zeros(4).double(), torch.ones(4).double()
+    sharded = [distribute_tensor(t.clone(), mesh, [S0]) for t in (x, mean, var)]
+    expected = F.batch_norm(x, mean, var, training=True)
+    actual = F.batch_norm(*sharded, training=True)
+    torch.testing.assert_close(actual.full_tensor(), expected)
+    torch.testing.assert_close(sharded[1].full_tensor(), mean)
+    torch.testing.assert_close(sharded[2].full_tensor(), var)

@@ -30,6 +30,17 @@ DRAWS = {
     "normal": lambda x: torch.normal(1.0, 2.0, (x.shape[0], 3)),
     "randint": lambda x: torch.randint(100, (x.shape[0], 2)),
     "randint low": lambda x: torch.randint(-5, 5, (x.shape[0], 2), dtype=torch.int32),
+    "columns": lambda x: torch.empty(x.shape[0], 9)[:, 1:6].normal_(),
+    "normal of means": lambda x: torch.normal(x, 2.0),
+    "normal of deviations": lambda x: torch.normal(1.0, x),
+    "normal of both": lambda x: torch.normal(x, x + 1),
+    "multinomial": lambda x: torch.multinomial(x[:, 0], 2),
+    "multinomial with replacement": lambda x: torch.multinomial(x[:, 0], 5, replacement=True),
+    "functional": lambda x: torch.ops.aten.exponential(x, 2.0),
+    "bernoulli of a number": lambda x: torch.bernoulli(x, 0.3),
+    "out": lambda x: torch.rand(x.shape[0], 3, out=torch.empty(x.shape[0], 3)),
+    "transposed bernoulli": lambda x: torch.bernoulli(x.transpose(1, 2)),
+    "transposed dropout": lambda x: torch.native_dropout(x.transpose(1, 2), 0.3, True)[0],
     "transposed": lambda x: torch.empty_like(x.transpose(1, 2)).normal_(),
 }
 
@@ -142,9 +153,11 @@ def test_draws_that_have_no_slice_are_refused():
     refused = {
         "a tensor without dims has no batch dim: draw it outside random.local_batch": lambda: torch.rand(()),
         "aten.randperm.default on these arguments cannot draw .* outside random.local_batch": lambda: torch.randperm(5),
-        "aten.multinomial.default on a tensor of shape": lambda: torch.multinomial(torch.ones(2, 4), 1),
-        "aten.normal.Tensor_float on a tensor": lambda: torch.normal(torch.ones(2, 4), 1.0),
-        "its memory is not dense": lambda: torch.empty(4, 4)[:, :2].normal_(),
+        "aten.multinomial.default on a tensor of shape": lambda: torch.multinomial(torch.ones(4), 1),
+        "aten.poisson.default on a tensor of .* depend on the values": lambda: torch.poisson(torch.ones(2, 4)),
+        "aten.rrelu_with_noise.default on a tensor": lambda: F.rrelu(torch.ones(2, 4), training=True),
+        "several of its elements share memory": lambda: torch.empty(4, 1).expand(4, 2).normal_(),
+        "one row does not tell the memory order": lambda: torch.empty(4, 1).t().normal_(),
     }
     with random.local_batch(axis):
         for text, draw in refused.items():
@@ -196,3 +209,45 @@ def test_forbidden_refuses_what_draws_and_nothing_else():
             ):
                 draw()
     torch.rand(3)
+
+
+def accumulate(model, batches, loss_of):
+    model.zero_grad()
+    for rows in batches:
+        loss_of(model(rows)).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@ranks(2)
+def test_accumulated_gradients_are_those_of_the_same_loop_on_one_device():
+    """Each micro-batch is a draw of its own: rank r holds part r of every one of them."""
+    axis = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.RReLU(), nn.Linear(8, 2)).double().train()
+    model[2].eval()  # its training mode depends on the values of the whole batch
+    micro_batches = [batch(4 * B)[:, 0].double()[2 * B * i : 2 * B * (i + 1)] for i in range(2)]
+    torch.manual_seed(4)
+    expected = accumulate(model, micro_batches, lambda out: out.square().sum())
+    state = torch.get_rng_state()
+    torch.manual_seed(4)
+    with random.local_batch(axis):
+        mine = [rows.chunk(2)[axis.get_local_rank()] for rows in micro_batches]
+        gradients = accumulate(model, mine, lambda out: out.square().sum())
+    assert torch.equal(torch.get_rng_state(), state)
+    for gradient, reference in zip(gradients, expected, strict=True):
+        dist.all_reduce(gradient)
+        torch.testing.assert_close(gradient, reference, rtol=1e-12, atol=1e-14)
+
+
+@ranks(4)
+def test_nested_axes_with_operators_of_every_family():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    index = 2 * mesh.get_local_rank("outer") + mesh.get_local_rank("inner")
+    whole = batch(4 * B)
+    for name in ("dropout", "normal of both", "multinomial", "multinomial with replacement", "transposed", "columns"):
+        torch.manual_seed(4)
+        expected, state = DRAWS[name](whole)[index * B : (index + 1) * B], torch.get_rng_state()
+        torch.manual_seed(4)
+        with random.local_batch(mesh["outer"]), random.local_batch(mesh["inner"]):
+            actual = DRAWS[name](whole[index * B : (index + 1) * B])
+        assert torch.equal(actual, expected), name
+        assert torch.equal(torch.get_rng_state(), state), name

@@ -7,44 +7,62 @@ import torch
 import torch.distributed as dist
 
 from vescale.dtensor import DTensor, Partial, Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
-from vescale.dtensor._place import BatchWindow, memory_layout, place_of
+from vescale.dtensor._place import BatchWindow, fills_memory, memory_order, place_of
 from vescale_testing import ranks
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_memory_layout_of_permuted_tensors(order):
-    base = torch.empty([5, 3, 2])
-    permuted = base.permute(order)
-    assert memory_layout(tuple(permuted.shape), permuted.stride()) == tuple(order.index(d) for d in range(3))
+def test_memory_order_of_permuted_tensors(order):
+    permuted = torch.empty([5, 3, 2]).permute(order)
+    assert memory_order(tuple(permuted.shape), permuted.stride()) == tuple(order.index(d) for d in range(3))
+    assert fills_memory(tuple(permuted.shape), permuted.stride())
+    assert place_of("normal_", permuted, ()).is_contiguous == permuted.is_contiguous()
 
 
 @pytest.mark.parametrize(
-    "tensor",
+    "tensor, order",
     [
-        torch.empty(4, 4)[:, :2],
-        torch.empty(4)[::2],
-        torch.empty(1, 3).expand(4, 3),
-        torch.empty(3, 4, 5).transpose(0, 1)[1:],
+        (torch.empty(4, 4)[:, :2], (0, 1)),
+        (torch.empty(4)[::2], (0,)),
+        (torch.empty(4, 4)[:, :2].t(), (1, 0)),
+        (torch.empty(3, 4, 5).transpose(0, 1)[1:], (1, 0, 2)),
     ],
-    ids=["columns", "strided", "expanded", "slice of a transposed one"],
+    ids=["columns", "strided", "transposed columns", "slice of a transposed one"],
 )
-def test_memory_that_is_not_dense_has_no_layout(tensor):
-    assert memory_layout(tuple(tensor.shape), tensor.stride()) is None
-    with pytest.raises(UnsupportedRandomOperator, match=r"call \.contiguous\(\) first: its memory is not dense"):
-        place_of("normal_", tensor, ())
+def test_memory_with_gaps_has_an_order_too(tensor, order):
+    place = place_of("normal_", tensor, ())
+    assert place.order == order
+    assert not place.is_contiguous
+    assert not fills_memory(tuple(tensor.shape), tensor.stride())
+
+
+def test_elements_that_share_memory_have_no_place():
+    with pytest.raises(UnsupportedRandomOperator, match=r"call \.contiguous\(\) first: several of its elements share"):
+        place_of("normal_", torch.empty(1, 3).expand(4, 3), ())
+    assert place_of("normal_", torch.empty(1, 3).expand(1, 3), ()).shape == (1, 3)
 
 
 def test_dims_of_size_one_and_empty_tensors_keep_their_order():
-    assert memory_layout((3, 1, 4), (4, 4, 1)) == (0, 1, 2)
-    assert memory_layout((4, 1, 3), (1, 7, 4)) == (2, 1, 0)
-    assert memory_layout((0, 3), (1, 9)) == (0, 1)
-    assert memory_layout((), ()) == ()
+    assert memory_order((3, 1, 4), (4, 4, 1)) == (0, 1, 2)
+    assert memory_order((4, 1, 3), (1, 7, 4)) == (2, 1, 0)
+    assert memory_order((0, 3), (1, 9)) == (0, 1)
+    assert memory_order((), ()) == ()
+    assert fills_memory((3, 1, 4), (4, 99, 1))
 
 
 def test_windows_cut_the_batch_from_the_inside_out():
     place = place_of("dropout", torch.empty(2, 5), (BatchWindow(1, 3), BatchWindow(1, 2)))
     assert place.shape == (12, 5)
-    assert place.box == ((8, 0), (2, 5))  # part 1 of 3 of 2 rows, in part 1 of 2 of 6 rows
+    assert place.boxes == (((8, 0), (2, 5)),)  # part 1 of 3 of 2 rows, in part 1 of 2 of 6 rows
+
+
+def test_one_row_in_a_batch_must_tell_the_memory_order():
+    window = (BatchWindow(1, 3),)
+    assert place_of("dropout", torch.empty(1, 5), window).shape == (3, 5)
+    assert place_of("dropout", torch.empty(1, 4, 5).transpose(1, 2), window).order == (0, 2, 1)
+    for row in (torch.empty(5, 1).t(), torch.empty(1, 8)[:, :5]):  # the global batch is transposed, or has gaps
+        with pytest.raises(UnsupportedRandomOperator, match="one row does not tell the memory order of the batch"):
+            place_of("dropout", row, window)
 
 
 @ranks(4)
@@ -54,9 +72,9 @@ def test_the_boxes_of_all_ranks_tile_the_tensor():
     for shape, placements in itertools.product([(5, 3), (1, 2), (3, 1), (0, 4), (8, 8)], layouts):
         place = place_of("normal_", sharded(shape, mesh, placements), ())
         boxes = [None] * 4
-        dist.all_gather_object(boxes, place.box)
+        dist.all_gather_object(boxes, place.boxes)
         count = torch.zeros(shape, dtype=torch.int64)
-        for offsets, sizes in boxes:
+        for offsets, sizes in itertools.chain(*boxes):
             count[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
         assert (count == 1).all(), (shape, placements, boxes)
 
@@ -88,7 +106,7 @@ def test_a_partial_tensor_has_no_place():
     )
     with pytest.raises(UnsupportedRandomOperator, match=expected):
         place_of("normal_", tensor, ())
-    assert place_of("normal_", tensor.redistribute(placements=[Replicate()]), ()).box == ((0,), (4,))
+    assert place_of("normal_", tensor.redistribute(placements=[Replicate()]), ()).boxes == (((0,), (4,)),)
 
 
 def sharded(shape, mesh, placements):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from vescale.dtensor import Partial, Replicate, Shard, init_device_mesh
+from vescale.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from vescale_testing import ranks
 
 
@@ -45,3 +45,17 @@ def test_more_than_one_element_has_no_value(shard):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
         shard(torch.ones(2), mesh, (Shard(0),)).item()
+
+
+@ranks(4)
+def test_equal_is_decided_by_all_ranks_of_the_mesh():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    data = torch.arange(10.0).view(5, 2)
+    other = data.clone()
+    other[4, 1] = -1  # on the last rank alone
+    for placement in (Shard(0), Shard(1), Replicate()):
+        x, same, different = (distribute_tensor(t, mesh, [placement]) for t in (data, data.clone(), other))
+        assert torch.equal(x, same)
+        assert torch.equal(x, distribute_tensor(data, mesh, [Shard(1)]))
+        assert not torch.equal(x, different)
+        assert not torch.equal(x, x[:4])

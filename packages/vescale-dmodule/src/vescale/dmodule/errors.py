@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from vescale.dtensor import ImplicitRedistributionError
+
 __all__ = ["ImplicitRedistributionError", "PlanError"]
 
 
 class PlanError(ValueError):
     """A module plan that does not fit the module, the mesh, or what a module was called with."""
-
-
-class ImplicitRedistributionError(RuntimeError):
-    """An operator that would communicate on its own, because its operands do not fit and no boundary says so."""

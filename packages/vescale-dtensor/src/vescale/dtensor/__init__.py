@@ -6,23 +6,31 @@ rules off for comparison with stock torch.
 """
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from . import random
+from . import debug, random
 from ._boxes import flat_range_boxes
 from ._deferred import deferred_init, is_deferred, materialize
+from ._placements import InterleavedShard, RaggedShard, UnsupportedPlacement
+from ._placements._distribute import distribute_tensor
 from ._register import disabled, register
+from ._strict import ImplicitRedistributionError, strict
 from .errors import UnsupportedOperator, UnsupportedRandomOperator
 
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "ImplicitRedistributionError",
+    "InterleavedShard",
     "Partial",
     "Placement",
+    "RaggedShard",
     "Replicate",
     "Shard",
     "UnsupportedOperator",
+    "UnsupportedPlacement",
     "UnsupportedRandomOperator",
+    "debug",
     "deferred_init",
     "disabled",
     "distribute_tensor",
@@ -31,6 +39,7 @@ __all__ = [
     "is_deferred",
     "materialize",
     "random",
+    "strict",
 ]
 
 register()

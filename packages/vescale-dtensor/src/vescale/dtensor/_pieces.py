@@ -31,8 +31,8 @@ __all__ = ["MAX_PIECE", "NORMAL_BLOCK", "PIECEWISE_OPS", "Scratch", "draw_pieces
 aten = torch.ops.aten
 Op = type(aten.uniform_.default)
 
-MAX_PIECE = 2**20
-"""Elements drawn at a time: 4 MiB of float32."""
+MAX_PIECE = 2**17
+"""Elements drawn at a time: 0.5 MiB of float32, which stays in the cache until it is copied."""
 
 NORMAL_BLOCK = 16
 """`normal_` transforms this many uniforms at a time."""

@@ -13,39 +13,71 @@ from . import _torch
 from ._attention import attention_handlers
 from ._cache_keys import complete_cache_keys
 from ._composite import composite_handlers
+from ._linear import install_whole_summands
 from ._loss import loss_handlers
-from ._operators import fallback, operator_handlers
+from ._operators import fallback, forget_copies, operator_handlers, review
+from ._placements._hooks import install as install_placements
+from ._random._factories import install_factories
 from ._random_rules import handlers
 from ._scalar import scalar_handlers
+from ._streams import switchable
+from ._vocab import vocab_handlers
+from .debug._repr import install_repr, remove_repr
 
 __all__ = ["disabled", "register"]
 
 Table = dict[_torch.Op, _torch.Handler]
 
-STOCK: Table = {}
-"""Torch's own handlers that ours replace."""
+INSTALLED: set[str] = set()
+"""The families of rules that are in force."""
 
 
 @functools.cache
 def families() -> dict[str, Table]:
     """Return our handlers by family; no operator is in two of them."""
-    others = operator_handlers() | composite_handlers() | attention_handlers() | loss_handlers() | scalar_handlers()
-    random = {op: handler for op, handler in handlers().items() if op not in attention_handlers()}
-    return {"random": random, "operators": {op: handler for op, handler in others.items() if op not in random}}
-
-
-def installed() -> Table:
-    """Return the handlers that importing the package installs."""
-    return families()["random"] | families()["operators"]
+    others = operator_handlers() | composite_handlers() | scalar_handlers()
+    for special in (attention_handlers(), loss_handlers(), vocab_handlers()):
+        others |= special
+    random = {op: switchable(handler) for op, handler in handlers().items() if op not in attention_handlers()}
+    return {
+        "random": random,
+        "operators": {op: handler for op, handler in others.items() if op not in random},
+        "repr": {},
+    }
 
 
 def register() -> None:
     """Install all rules. Called once, on import."""
     complete_cache_keys()
-    table = _torch.handler_table()
-    STOCK.update({op: table[op] for op in installed() if op in table})
-    table.update(installed())
-    _torch.set_fallback(fallback)
+    install_placements()
+    install_factories()
+    _torch.keep_handlers_after_loss_parallel()
+    for name in families():
+        _install(name)
+
+
+def _install(name: str) -> None:
+    _torch.handler_table().update(families()[name])
+    if name == "operators":
+        _torch.review_propagation(fallback, review)
+        install_whole_summands()
+    if name == "repr":
+        install_repr()
+    INSTALLED.add(name)
+
+
+def _remove(name: str) -> None:
+    table, stock = _torch.handler_table(), _torch.stock_handlers()
+    for op in families()[name]:
+        table.pop(op, None)
+        if op in stock:
+            table[op] = stock[op]
+    if name == "operators":
+        _torch.review_propagation(None, None)
+        _torch.set_division_into_partials(None)
+    if name == "repr":
+        remove_repr()
+    INSTALLED.discard(name)
 
 
 @contextlib.contextmanager
@@ -54,7 +86,8 @@ def disabled(*names: str) -> Iterator[None]:
 
     Args:
         names: the families of rules to take out: ``"random"`` (random operators; shards then draw for themselves, and
-            the contexts of :mod:`vescale.dtensor.random` do nothing) and ``"operators"`` (all others). None names all.
+            the contexts of :mod:`vescale.dtensor.random` do nothing), ``"operators"`` (all other operators) and
+            ``"repr"``. None names all.
 
     Raises:
         ValueError: no such family.
@@ -66,19 +99,13 @@ def disabled(*names: str) -> Iterator[None]:
     unknown = [name for name in names if name not in families()]
     if unknown:
         raise ValueError(f"disabled() takes the families {', '.join(families())}; got {', '.join(unknown)}")
-    table = _torch.handler_table()
-    names, before = names or tuple(families()), dict(table)
-    if "operators" in names:
-        _torch.set_fallback(None)
-    for name in names:
-        for op in families()[name]:
-            table.pop(op, None)
-            if op in STOCK:
-                table[op] = STOCK[op]
+    forget_copies()
+    removed = [name for name in names or families() if name in INSTALLED]
+    for name in removed:
+        _remove(name)
     try:
         yield
     finally:
-        table.clear()
-        table.update(before)
-        if "operators" in names:
-            _torch.set_fallback(fallback)
+        forget_copies()
+        for name in removed:
+            _install(name)

@@ -1,45 +1,230 @@
 """Random numbers as on one device.
 
 Random operators on DTensors draw what stock torch draws on one device, as soon as ``vescale.dtensor`` is imported; seed
-with :func:`torch.manual_seed`, the same seed on every rank. This module adds what a DTensor cannot know by itself.
+with :func:`torch.manual_seed`, the same seed on every rank. This module adds what a DTensor cannot know by itself
+(`local_batch`, `micro_batches`, `forbidden`), a second stream (`stream`), and what a program needs around it (`fork`,
+`manual_seed`, `get_state`, `set_state`).
+
+Two streams of random numbers exist:
+
+==========================  =========================================  =============================================
+\\                           ``"torch"`` (default)                      ``"philox"``
+==========================  =========================================  =============================================
+equal to                    the unmodified program on one device       one device inside ``stream("philox")``
+a value depends on          all draws before it                        (seed, number of the draw, global index)
+work per rank on CPU        O(elements of the global tensor)           O(elements held)
+on another kind of device   other values                               same values; ``normal_`` and other functions
+                                                                       of real numbers up to the last bit
+micro-batching              same values inside `micro_batches`         same
+pipeline stages             other values                               same with `key_by_module`
+activation checkpointing    same masks                                 same masks
+==========================  =========================================  =============================================
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from . import _torch
-from ._attention import is_fused_without_dropout
+from . import _random_state, _streams, _torch
+from ._batch_windows import MicroBatches, RandomMode, window
+from ._philox._modules import ModuleKeys
 from ._place import BatchWindow
-from ._random_rules import WINDOWS, handle, is_enabled
 from .errors import UnsupportedRandomOperator
 
-__all__ = ["forbidden", "local_batch"]
+__all__ = [
+    "current_stream",
+    "forbidden",
+    "fork",
+    "get_state",
+    "key_by_module",
+    "local_batch",
+    "manual_seed",
+    "micro_batches",
+    "set_state",
+    "set_stream",
+    "stream",
+]
 
 
-class _RandomMode(_torch.TorchDispatchMode):
-    """Give random operators on plain tensors to a handler; leave everything else alone."""
+# ------------------------------------------------------------------------------------------------- streams
 
-    def __init__(self, handler: _torch.Handler):
-        super().__init__()
-        self.handler = handler
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled() and _torch.is_composite(func):
-            with self:  # only inference mode shows dropout and the like as one operator: look inside
-                return func.decompose(*args, **kwargs)
-        if not _torch.is_random(func) or not is_enabled() or is_fused_without_dropout(func, args, kwargs):
-            return func(*args, **kwargs)
-        if any(isinstance(leaf, DTensor) for leaf in _torch.tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)  # they reach the same rules by their own dispatch
-        return self.handler(func, args, kwargs)
+@contextlib.contextmanager
+def stream(name: str, *, seed: int | None = None) -> Iterator[None]:
+    """Draw from a stream of random numbers in this context, on plain tensors and on DTensors.
+
+    In ``"philox"`` draw number ``n`` of seed ``s`` has its own key, and element ``i`` of the global tensor its own
+    words of Philox4x32-10 under that key (conventions of ``torch.func._random``: draw ``n`` of ``uniform_`` is
+    ``uniform(fold_in(key(s), n), shape)`` there). Elements are counted in logical order, whatever the strides.
+
+    The position in the stream is kept in the state of torch's CPU generator, so that whatever restores the generator
+    restores the position: activation checkpointing of both kinds, `torch.random.fork_rng`, `torch.get_rng_state`. It
+    needs nothing from the program, as long as ``backward()`` is called inside the context, too. Operators that are
+    given a ``generator=`` of the program's own draw from that one, as in the stream "torch".
+
+    Args:
+        name: ``"torch"`` or ``"philox"``.
+        seed: start a stream with this seed, and forget it at the end of the context. None takes the program's own
+            stream up where it was left; `manual_seed` seeds it, else it starts with torch's seed.
+
+    Raises:
+        ValueError: unknown name, or a seed that is not a 64-bit integer.
+        UnsupportedRandomOperator: inside, for a random operator that has no rule (``poisson``, ``binomial``, fused
+            attention with dropout).
+
+    Note:
+        While it is in force, every operator on plain tensors passes through Python, which takes some microseconds.
+
+        The stream is a property of the process, as torch's default generator is; that plain tensors follow it, a
+        property of the thread (and of backward passes that it starts). Elements drawn inside
+        :func:`vescale.dtensor.disabled` are the stock generator's.
+
+    Example:
+        >>> import torch
+        >>> with stream("philox", seed=0):
+        ...     whole, again = torch.rand(4), torch.rand(4)
+        >>> with stream("philox", seed=0):
+        ...     torch.equal(torch.rand(2), whole[:2]), torch.equal(whole, again)
+        (True, False)
+    """
+    with _streams.stream(name, seed=seed):
+        yield
+
+
+def set_stream(name: str, *, seed: int | None = None) -> None:
+    """Draw from a stream for the rest of the program, or until the next call; see `stream`.
+
+    Args:
+        name: ``"torch"`` or ``"philox"``.
+        seed: seed of the stream; None takes it up where it was left.
+
+    Raises:
+        ValueError: unknown name, or a seed that is not a 64-bit integer.
+        RuntimeError: inside of `stream` or `fork`.
+
+    Example:
+        >>> import torch
+        >>> set_stream("philox", seed=0)
+        >>> drawn = torch.rand(3)
+        >>> set_stream("torch")
+    """
+    _streams.set_stream(name, seed=seed)
+
+
+def current_stream() -> str:
+    """Return the name of the stream in force, ``"torch"`` or ``"philox"``.
+
+    Example:
+        >>> with stream("philox"):
+        ...     current_stream()
+        'philox'
+    """
+    return _streams.current()
+
+
+def manual_seed(seed: int) -> None:
+    """Seed both streams: all of torch's default generators, and the stream "philox".
+
+    Args:
+        seed: the same 64-bit integer on every rank.
+
+    Raises:
+        ValueError: not a 64-bit integer.
+
+    Example:
+        >>> manual_seed(0)
+    """
+    _random_state.manual_seed(seed)
+
+
+def key_by_module(model: nn.Module, *, prefix: str = "") -> ModuleKeys:
+    """Number the draws of the stream "philox" per module.
+
+    A draw is numbered by the innermost module that runs and by how many draws that module has made, so masks depend
+    neither on the order in which modules run nor on which of them are on this rank: pipeline stages draw what the
+    undivided model draws. One device must key its model alike. Draws outside of the model are numbered as before.
+
+    Args:
+        model: its modules get forward hooks. On a pipeline stage, modules must have the names of the whole model.
+        prefix: put before the names, for a part of a model or a second model.
+
+    Returns:
+        A handle; ``handle.remove()`` takes the hooks off.
+
+    Raises:
+        RuntimeError: in a draw, when more than 612 modules draw.
+
+    Example:
+        >>> handle = key_by_module(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+        >>> handle.remove()
+    """
+    return ModuleKeys(model, prefix)
+
+
+# ------------------------------------------------------------------------------------------------- states
+
+
+@contextlib.contextmanager
+def fork(seed: int | None = None) -> Iterator[None]:
+    """Leave no trace of what is drawn in this context: at its end all generators are as they were.
+
+    For evaluation between steps of training. It covers both streams, on all devices, also when an exception leaves it.
+
+    Args:
+        seed: seed both streams inside, see `manual_seed`; None goes on from where they are.
+
+    Raises:
+        ValueError: ``seed`` is not a 64-bit integer.
+
+    Example:
+        >>> import torch
+        >>> before = torch.get_rng_state()
+        >>> with fork(seed=0):
+        ...     drawn = torch.rand(3)
+        >>> torch.equal(torch.get_rng_state(), before)
+        True
+    """
+    with _random_state.fork(seed):
+        yield
+
+
+def get_state() -> dict[str, Any]:
+    """Return all that a program needs to resume its random numbers: a flat dict of tensors and integers.
+
+    It holds torch's CPU generator, the generators of the accelerators in use, and seed and counters of the stream
+    "philox", whichever stream is in force. Batch windows and the module that runs are not part of it.
+
+    Example:
+        >>> import torch
+        >>> state = get_state()
+        >>> drawn = torch.rand(3)
+        >>> set_state(state)
+        >>> torch.equal(torch.rand(3), drawn)
+        True
+    """
+    return _random_state.get_state()
+
+
+def set_state(state: dict[str, Any]) -> None:
+    """Restore what `get_state` returned, in this process or another.
+
+    Args:
+        state: the dict, complete and unchanged.
+
+    Raises:
+        TypeError: not a dict.
+        ValueError: of another version, with missing, unknown or malformed entries, or of another number of devices.
+            Nothing has changed then.
+    """
+    _random_state.set_state(state)
+
+
+# ------------------------------------------------------------------------------------------------- batches
 
 
 @contextlib.contextmanager
@@ -60,8 +245,9 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
             a DTensor whose own mesh spans the axis.
 
     Note:
-        Activation checkpointing draws again during backward, when this context has been left. Enter it in a module's
-        hooks (as ``vescale.optim.DDP`` does) or inside of the checkpointed function.
+        Activation checkpointing draws again during backward, when this context has been left. In the stream "philox"
+        the context is remembered. In the stream "torch" enter it in a module's hooks (as ``vescale.optim.DDP`` does),
+        inside of the checkpointed function, or around ``backward()``, too.
 
     Example:
         >>> with random.local_batch(mesh["dp"]):            # doctest: +SKIP
@@ -72,14 +258,49 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
     if mesh_axis.size() == 1:
         yield
         return
-    window = BatchWindow(mesh_axis.get_local_rank(), mesh_axis.size(), tuple(mesh_axis.mesh.tolist()))
-    outer = WINDOWS.get()
-    token = WINDOWS.set((window, *outer))
-    try:
-        with contextlib.nullcontext() if outer else _RandomMode(handle):  # two modes would cut each draw twice
-            yield
-    finally:
-        WINDOWS.reset(token)
+    with window(BatchWindow(mesh_axis.get_local_rank(), mesh_axis.size(), tuple(mesh_axis.mesh.tolist()))):
+        yield
+
+
+@contextlib.contextmanager
+def micro_batches(count: int) -> Iterator[MicroBatches]:
+    """Draw, in ``count`` micro-batches, what one forward over the whole batch draws.
+
+    Yields a function that gives a context for each micro-batch. In the context of micro-batch ``m`` dim 0 of every
+    tensor drawn is part ``m`` of ``count`` equal parts, and draws are those of the whole batch: every micro-batch
+    starts at the same place in the stream. It may be left and entered again, for another pipeline stage or for
+    backward, and goes on where it was. At the end the stream is where the whole batch would have left it.
+
+    Inside `local_batch` a micro-batch is a part of the rank's batch, whichever context is entered first.
+
+    Args:
+        count: number of micro-batches, of equal size, drawing alike.
+
+    Raises:
+        ValueError: ``count`` is less than one.
+        IndexError, RuntimeError: from the function: no such micro-batch, or one inside of another.
+
+    Note:
+        A checkpointed forward must be repeated inside the context of its micro-batch in the stream "torch"; in the
+        stream "philox" anywhere.
+
+    Example:
+        >>> import torch
+        >>> with stream("philox", seed=0):
+        ...     whole = torch.rand(4)
+        >>> with stream("philox", seed=0), micro_batches(2) as micro_batch:
+        ...     parts = []
+        ...     for m in range(2):
+        ...         with micro_batch(m):
+        ...             parts.append(torch.rand(2))
+        >>> torch.equal(torch.cat(parts), whole)
+        True
+    """
+    if count < 1:
+        raise ValueError(f"a batch has at least one micro-batch, got {count}")
+    made = MicroBatches(count)
+    yield made
+    made.finish()
 
 
 @contextlib.contextmanager
@@ -100,5 +321,5 @@ def forbidden(reason: str) -> Iterator[None]:
         tensor = next((a for a in args if isinstance(a, Tensor)), None)
         raise UnsupportedRandomOperator.for_tensor(op, tensor, reason)
 
-    with _RandomMode(refuse):
+    with RandomMode(refuse):
         yield

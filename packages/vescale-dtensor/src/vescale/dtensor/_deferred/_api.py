@@ -98,8 +98,8 @@ def materialize(
         module: a module made by :func:`deferred_init`, or part of one. Tensors that are real already are kept; a second
             call changes nothing.
         mesh: the mesh that `placements` refer to.
-        placements: FQN -> one placement (`Shard` or `Replicate`) for each mesh axis, as a dictionary or as a function
-            of `(fqn, tensor)`. None for a tensor makes it plain and full. It holds for parameters and buffers, also
+        placements: FQN -> one placement (any but Partial) for each mesh axis, as a dictionary or as a function of
+            `(fqn, tensor)`. None for a tensor makes it plain and full. It holds for parameters and buffers, also
             for those that were real from the start; tied tensors need it under one name only.
         device: where the tensors end up, if not where the constructor made them; default: the mesh's device.
 
@@ -109,7 +109,7 @@ def materialize(
 
     Raises:
         ValueError: a generator has been used since :func:`deferred_init`, or the placements do not fit.
-        NotImplementedError: placements other than Shard and Replicate, shards of tensors that share memory but not
+        NotImplementedError: Partial placements, shards of tensors that share memory but not
             geometry, or tensors with autograd history.
 
     Example:

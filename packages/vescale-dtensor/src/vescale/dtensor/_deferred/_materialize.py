@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from .._layout import local_shape, pieces
 from .._random_rules import WINDOWS
-from .._torch import local_box
 from ._liveness import needed_calls
 from ._record import Recording
 from ._replay import Replay, stream_entries, unskippable_draws
@@ -36,12 +36,13 @@ class Layout:
 
     def region(self, shape: tuple[int, ...]) -> Region:
         """Return the part of a tensor that this rank holds."""
-        origin = tuple(0 for _ in shape)
         if self.placements is None:
-            return Region(shape, (origin, shape))
-        if self.mesh.get_coordinate() is None:  # this rank is not part of the mesh
-            return Region(shape, (origin, origin))
-        return Region(shape, local_box(shape, self.mesh, self.placements))
+            return Region(shape, shape, pieces(shape, (), (), ()))
+        coord = self.mesh.get_coordinate()
+        if coord is None:  # this rank is not part of the mesh
+            return Region(shape, tuple(0 for _ in shape), ())
+        where = (shape, tuple(self.mesh.shape), tuple(coord), self.placements)
+        return Region(shape, local_shape(*where), pieces(*where))
 
     def moved(self, local: Tensor) -> Tensor:
         """Return this rank's part on the device where it shall be."""
@@ -143,7 +144,7 @@ def _part(replay: Replay, storage: int, job: Job) -> Tensor:
     if storage in replay.regions:
         return replay.shard(storage)
     tensor = replay.value(job.target.tensor.deferred.value).detach()
-    return tensor if job.region.is_whole else tensor[job.region.slices].clone()
+    return tensor if job.region.is_whole else job.region.cut(tensor)
 
 
 def place_real(job: Job) -> None:
@@ -154,7 +155,7 @@ def place_real(job: Job) -> None:
     if layout.placements is None and layout.device in (None, tensor.device):
         return
     check_replaceable(job.target)
-    part = tensor.detach() if job.region.is_whole else tensor.detach()[job.region.slices].clone()
+    part = tensor.detach() if job.region.is_whole else job.region.cut(tensor.detach())
     replace(job.target, layout.wrap(layout.moved(part), tensor))
 
 

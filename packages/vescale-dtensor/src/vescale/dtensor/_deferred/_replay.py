@@ -129,10 +129,10 @@ class Replay:
     # --------------------------------------------------------------------------------------- shards
 
     def shard(self, storage: int) -> Tensor:
-        """Return this rank's box of a storage, allocated now if nothing was written yet."""
+        """Return this rank's part of a storage, allocated now if nothing was written yet."""
         if storage not in self._shards:
             root = self.tape.values[self.tape.roots[storage]]
-            sizes = self.regions[storage].box[1]
+            sizes = self.regions[storage].sizes
             self._shards[storage] = torch.empty(sizes, dtype=root.meta.dtype, device=root.device)
         return self._shards[storage]
 
@@ -157,7 +157,7 @@ class Replay:
             if isinstance(argument, Ref):
                 storage = self.tape.values[argument.value].storage
                 return self.shard(storage) if storage in self.regions else self.value(argument.value)
-            return argument.reshape(region.shape)[region.slices] if argument.dim() else argument
+            return region.cut(argument.reshape(region.shape)) if argument.dim() else argument
 
         args, kwargs = substitute((call.args, call.kwargs), (Ref, Tensor), local)
         with _default_dtype(call.default_dtype):

@@ -1,28 +1,33 @@
-"""Storages of which a rank only ever holds its own box: which ones, and the operators on them.
+"""Storages of which a rank only ever holds its own part: which ones, and the operators on them.
 
 Planning. A storage can live as a shard if everything that is done to it treats each element by itself and each
 element in the same place: whole-storage fills and random draws, exact element-wise operators with scalars or with a
 tensor that is sharded alike, and fills of a contiguous range such as a padding row. Storages that meet in one call
-form a group; one other use, or two different boxes in a group, and the whole group is replayed on full tensors::
+form a group; one other use, or two different parts in a group, and the whole group is replayed on full tensors::
 
     empty -> s0, normal_(s0), mul_(s0, 0.5), _to_copy(s0) -> s1          group {s0, s1}: shards
     empty -> s2, qr(s3) -> s4, copy_(s2, s4)                             group {s2, s4}: full, because of qr
 
-Execution. A shard is a row-major tensor of the box's sizes. Fills and arithmetic run on it directly. Draws walk over
-the whole stream in bounded pieces and keep what falls into the box.
+Execution. A shard is a row-major tensor in which one or several boxes of the global tensor are stored (see
+``_layout``). Fills and arithmetic run on it directly. Draws walk over the whole stream in bounded pieces and keep what
+falls into the boxes.
 
-Guarantee: the shard is bit for bit the box of the tensor that one device computes.
+Guarantee: the shard is bit for bit this rank's part of the tensor that one device computes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from .. import _streams
 from .._boxes import Box, flat_offset, index_from, overlaps
+from .._cuda import replay_fill
+from .._layout import Piece
+from .._philox._rules import fill_views
 from .._pieces import Scratch, draw_pieces
 from ._liveness import Draw, skippable_draw
 from ._ops import EXACT_POINTWISE, FILLS, GEOMETRY_FACTORIES, scale_of_second
@@ -34,20 +39,37 @@ __all__ = ["Region", "draw_into", "fill_range", "plan_shards"]
 
 @dataclass(frozen=True)
 class Region:
-    """The box of a row-major tensor of a global shape that this rank holds."""
+    """The part of a row-major tensor of a global shape that this rank holds.
+
+    Attributes:
+        shape: of the global tensor.
+        sizes: of the shard.
+        pieces: the boxes that it consists of, and where the shard stores them.
+    """
 
     shape: tuple[int, ...]
-    box: Box
+    sizes: tuple[int, ...]
+    pieces: tuple[Piece, ...]
 
     @property
     def is_whole(self) -> bool:
-        """Whether the box is the whole tensor."""
-        return self.box[1] == self.shape
+        """Whether the shard is the whole tensor as it stands."""
+        return self.sizes == self.shape
 
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index into the global tensor."""
-        return tuple(slice(offset, offset + size) for offset, size in zip(*self.box, strict=True))
+    def views(self, shard: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the boxes, each with the part of the shard that stores it."""
+        for piece in self.pieces:
+            yield piece.box, piece.view(shard)
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Return a copy of this part of a whole tensor."""
+        origin = (0,) * len(self.shape)
+        if len(self.pieces) == 1 and self.pieces[0].rows is None:
+            return tensor[index_from(origin, self.pieces[0].box)].clone()
+        shard = tensor.new_empty(self.sizes)
+        for box, view in self.views(shard):
+            view.copy_(tensor[index_from(origin, box)])
+        return shard
 
 
 # ------------------------------------------------------------------------------------------------- planning
@@ -147,18 +169,26 @@ def _keeps_dtype(tape: Tape, value: Value) -> bool:
 
 def draw_into(shard: Tensor | None, region: Region | None, draw: Draw, scratch: Scratch) -> None:
     """Advance the generator by a whole draw, and keep the values of the region in `shard`, if there is one."""
+    shape = (draw.numel,) if region is None else region.shape
+    views = [] if shard is None else list(region.views(shard))
+    if draw.generator is None and _streams.current() == _streams.PHILOX:
+        fill_views(draw.op, draw.args, draw.kwargs, dtype=draw.dtype, shape=shape, views=views)
+        return
+    options = {"dtype": draw.dtype, "device": draw.device, "args": draw.args, "kwargs": draw.kwargs}
+    if replay_fill(draw.op, views, shape=shape, generator=draw.generator, **options):  # on CUDA, where it is exact
+        return
     args = (draw.op, draw.numel, draw.dtype, draw.device, draw.args, draw.kwargs, draw.generator)
     pieces = draw_pieces(*args, scratch=scratch)
     for start, piece in pieces:
-        if shard is None:
-            continue
-        for (offsets, sizes), common in overlaps(region.shape, region.box, start, start + piece.numel()):
-            first = flat_offset(region.shape, offsets) - start
-            values = piece[first : first + math.prod(sizes)].view(sizes)
-            shard[index_from(region.box[0], common)].copy_(values[index_from(offsets, common)])
+        for box, view in views:
+            for (offsets, sizes), common in overlaps(region.shape, box, start, start + piece.numel()):
+                first = flat_offset(region.shape, offsets) - start
+                values = piece[first : first + math.prod(sizes)].view(sizes)
+                view[index_from(box[0], common)].copy_(values[index_from(offsets, common)])
 
 
 def fill_range(shard: Tensor, region: Region, start: int, stop: int, number: object) -> None:
     """Fill the part of the region that lies in a flat range of the global tensor."""
-    for _, common in overlaps(region.shape, region.box, start, stop):
-        shard[index_from(region.box[0], common)].fill_(number)
+    for box, view in region.views(shard):
+        for _, common in overlaps(region.shape, box, start, stop):
+            view[index_from(box[0], common)].fill_(number)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Shard
 
-from .._torch import is_strided_shard
+from .._layout import check
 from ._tensor import DeferredTensor
 from ._torch import has_hooks, plain_attributes, set_buffer, set_parameter, tensor_slots
 
@@ -129,7 +129,7 @@ def resolve(
     Raises:
         ValueError: placements without a mesh, a key that names nothing, tied tensors with different placements, or
             placements that do not fit the mesh or the tensor.
-        NotImplementedError: a placement that does not give every rank one box (Partial, strided).
+        NotImplementedError: a placement that gives no rank elements of the tensor (Partial).
     """
     targets = list(targets)
     if placements is None:
@@ -177,17 +177,22 @@ def _checked(name: str, tensor: Tensor, placements: Sequence[Placement], mesh: D
         )
     if len(placements) != mesh.ndim:
         raise ValueError(f"'{name}': expected one placement for each mesh axis {axes}, got {list(placements)}")
-    return tuple(_checked_one(name, tensor, placement) for placement in placements)
+    normal = tuple(_checked_one(name, tensor, placement) for placement in placements)
+    try:
+        check(tuple(tensor.shape), tuple(mesh.shape), normal)
+    except ValueError as error:
+        raise ValueError(f"'{name}': {error}") from error
+    return normal
 
 
 def _checked_one(name: str, tensor: Tensor, placement: Placement) -> Placement:
-    if isinstance(placement, Replicate):
-        return placement
-    if type(placement) is not Shard or is_strided_shard(placement):
+    if placement.is_partial():
         raise NotImplementedError(
-            f"'{name}': materialize supports Shard and Replicate, got {placement}; materialize to one of these, then "
-            "redistribute"
+            f"'{name}': materialize supports placements that give each rank elements of the tensor, got {placement}; "
+            "materialize to one of these, then redistribute"
         )
+    if type(placement) is not Shard:
+        return placement
     if not -tensor.dim() <= placement.dim < tensor.dim():
         raise ValueError(f"'{name}': {placement} does not fit a tensor of shape {tuple(tensor.shape)}")
     return Shard(placement.dim % tensor.dim())

@@ -6,13 +6,19 @@ package replaces the second and third kind, operator by operator; what stock tor
 speed::
 
     _gather.py    whole operands on every rank: right for every deterministic operator
-    _guard.py     stock rule, after operands that it cannot take (empty or uneven shards ...) have been gathered
     _compose.py   the operator's definition by simpler ones, which keeps the shards
+    _review.py    stock decisions that are wrong for the shapes and placements at hand, whatever the operator
+    _plain.py     stock rule, with the plain tensors that gradient formulas make
+    _views.py     views that could only be given as copies, and what is written to them
+    _slices.py    gradients of slices of uneven shards
+    _convolution.py
     _tables.py    which operator gets which rule, and why
 
 Source of the tables: the sweep over torch's own operator database in the folder ``coverage`` of the repository.
 """
 
+from ._review import review
 from ._tables import fallback, operator_handlers
+from ._views import forget_copies
 
-__all__ = ["fallback", "operator_handlers"]
+__all__ = ["fallback", "forget_copies", "operator_handlers", "review"]

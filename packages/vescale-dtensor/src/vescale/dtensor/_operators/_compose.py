@@ -9,6 +9,7 @@ of its own, and results stay sharded as far as those steps allow.
 from __future__ import annotations
 
 from .. import _torch
+from .._placements._rules import refuse_ragged
 from ._gather import gather
 
 __all__ = ["compose"]
@@ -16,6 +17,7 @@ __all__ = ["compose"]
 
 def compose(op: _torch.Op, args: tuple, kwargs: dict) -> object:
     """Run torch's definition of ``op`` on the DTensors; an operator without one runs on whole operands."""
+    refuse_ragged(op, args, kwargs)
     definition = _torch.decomposition(op)
     if definition is None:
         return gather(op, args, kwargs)

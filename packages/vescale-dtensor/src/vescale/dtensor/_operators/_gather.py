@@ -7,9 +7,9 @@ shows.
 
     operands   any placement -> Replicate
     results    Replicate
-    written    the whole tensor is written to, then every rank keeps its part in the placements that the tensor has
+    written    a whole copy is written to, then every rank keeps its part in the placements that the tensor has
 
-A view of a gathered tensor is a copy: writing to it does not reach the sharded tensor.
+A view of a gathered tensor is a copy; ``_views`` sees to what is written to it.
 """
 
 from __future__ import annotations
@@ -19,31 +19,37 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch
+from .._placements._rules import refuse_ragged
 from ..errors import UnsupportedOperator
 from ._operands import check_operands, dtensors, mesh_of, written_arguments
+from ._views import remember_copy
 
-__all__ = ["gather", "gather_axes"]
+__all__ = ["gather", "gather_axes", "gather_in_layout", "map_tensors", "whole_placements"]
 
 
 def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
     """Run ``op`` on whole operands; results are replicated, and what it writes keeps its placements.
 
     Raises:
-        UnsupportedOperator: operands on several meshes, a partial tensor that is written to, an operator that changes a
-            tensor's shape in place, a result that is not a dense tensor.
+        UnsupportedOperator: operands on several meshes, an operator that changes a tensor's shape in place, a result
+            that is not a dense tensor.
     """
+    refuse_ragged(op, args, kwargs)
     mesh = mesh_of(op, args, kwargs)
     check_operands(op, args, kwargs)
+    written = {id(tensor) for tensor in written_arguments(op, args, kwargs)}
     whole: dict[int, Tensor] = {}
 
     def bring(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         if id(tensor) not in whole:
-            whole[id(tensor)] = _torch.redistributed(tensor, [Replicate()] * mesh.ndim, for_op=op)
+            gathered = _torch.redistributed(tensor, [Replicate()] * mesh.ndim, for_op=op)
+            is_own = gathered is _torch.local_tensor(tensor)
+            whole[id(tensor)] = gathered.clone() if is_own and id(tensor) in written else gathered
         return whole[id(tensor)]
 
     results = op(*map_tensors(bring, args), **map_tensors(bring, kwargs))
@@ -57,13 +63,38 @@ def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
         same = returned.get(id(result))
         return _wrap(op, result, mesh, args, kwargs) if same is None else same
 
+    if _torch.is_view(op) and _was_cut(args[0]):
+        remember_copy(args[0], [Replicate()] * mesh.ndim, whole[id(args[0])])
     return map_tensors(give, results)
+
+
+def gather_in_layout(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run ``op``, which reads its operands' memory, on whole operands laid out in memory as on one device."""
+
+    def lay_out(tensor: DTensor) -> DTensor:
+        whole = _torch.redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim, for_op=op)
+        if whole.stride() != tensor.stride():
+            whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=whole.dtype, device=whole.device).copy_(
+                whole
+            )
+        return _torch.wrap(whole, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, tensor)
+
+    laid_out = _torch.tree_map_only(DTensor, lay_out, (args, kwargs))
+    result = gather(op, *laid_out)
+    if _torch.is_view(op) and _was_cut(args[0]):
+        remember_copy(args[0], laid_out[0][0].placements, _torch.local_tensor(laid_out[0][0]))
+    return result
 
 
 def gather_axes(op: _torch.Op, tensor: DTensor, axes: tuple[int, ...]) -> DTensor:
     """Return ``tensor`` replicated along some mesh axes, for use by ``op``; outside autograd."""
-    placements = tuple(Replicate() if axis in axes else p for axis, p in enumerate(tensor.placements))
+    placements = whole_placements(tensor, axes)
     return _torch.wrap(_torch.redistributed(tensor, placements, for_op=op), tensor.device_mesh, placements, tensor)
+
+
+def whole_placements(tensor: DTensor, axes: tuple[int, ...]) -> tuple[Placement, ...]:
+    """Return the placements of ``tensor``, replicated along some mesh axes."""
+    return tuple(Replicate() if axis in axes else p for axis, p in enumerate(_torch.placements_of(tensor)))
 
 
 def map_tensors(function: Callable[[Tensor], object], tree: object) -> object:
@@ -72,14 +103,11 @@ def map_tensors(function: Callable[[Tensor], object], tree: object) -> object:
 
 
 def _write_back(op: _torch.Op, tensor: DTensor, whole: Tensor) -> None:
-    local = _torch.local_tensor(tensor)
-    if whole is local:
-        return
     if whole.shape != tensor.shape:
         raise UnsupportedOperator.for_operands(
             op, (tensor,), f"it changes the shape to {tuple(whole.shape)} in place: use the form that returns a result"
         )
-    local.copy_(_torch.part_of(whole, tensor))
+    _torch.local_tensor(tensor).copy_(_torch.part_of(whole, tensor))
 
 
 def _wrap(op: _torch.Op, result: Tensor, mesh: DeviceMesh, args: tuple, kwargs: dict) -> DTensor:
@@ -88,3 +116,7 @@ def _wrap(op: _torch.Op, result: Tensor, mesh: DeviceMesh, args: tuple, kwargs: 
             op, tuple(dtensors(args, kwargs)), f"its result is {result.layout}: call it on full_tensor()"
         )
     return _torch.wrap(result, mesh, [Replicate()] * mesh.ndim, result)
+
+
+def _was_cut(operand: object) -> bool:
+    return isinstance(operand, DTensor) and not all(p.is_replicate() for p in _torch.placements_of(operand))

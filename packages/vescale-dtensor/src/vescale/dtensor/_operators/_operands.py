@@ -40,23 +40,20 @@ def mesh_of(op: _torch.Op, args: tuple, kwargs: dict) -> DeviceMesh:
 
 
 def check_operands(op: _torch.Op, args: tuple, kwargs: dict) -> None:
-    """Refuse plain operands beside DTensors where torch does, and writing to what cannot be written.
+    """Refuse plain operands beside DTensors where torch does: in forward, unless implicit replication is on.
+
+    Autograd's formulas make plain tensors themselves (zeros of a gradient's shape), equal on all ranks.
 
     Raises:
         RuntimeError: a plain tensor of more than one element is among the operands.
-        UnsupportedOperator: the operator writes to a partial tensor.
     """
-    if not _torch.plain_operands_allowed() and "backward" not in op.name():
-        for leaf in _torch.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.numel() != 1:
-                raise RuntimeError(
-                    f"{op}: got mixed torch.Tensor and DTensor; distribute the tensor of shape {tuple(leaf.shape)} "
-                    "first, or use torch.distributed.tensor.experimental.implicit_replication()"
-                )
-    for tensor in written_arguments(op, args, kwargs):
-        if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
-            raise UnsupportedOperator.for_operands(
-                op, (tensor,), "it writes to a partial tensor: redistribute that to Shard or Replicate first"
+    if _torch.plain_operands_allowed() or _torch.in_backward():
+        return
+    for leaf in _torch.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.numel() != 1:
+            raise RuntimeError(
+                f"{op}: got mixed torch.Tensor and DTensor; distribute the tensor of shape {tuple(leaf.shape)} "
+                "first, or use torch.distributed.tensor.experimental.implicit_replication()"
             )
 
 
@@ -70,7 +67,14 @@ def written_arguments(op: _torch.Op, args: tuple, kwargs: dict) -> Iterator[Tens
 @functools.cache
 def _written(op: _torch.Op) -> tuple[tuple[int, str], ...]:
     arguments = enumerate(op._schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    undeclared = _UNDECLARED.get(op._overloadpacket.__name__, ())
+    return tuple((i, a.name) for i, a in arguments if a.name in undeclared or (a.alias_info and a.alias_info.is_write))
+
+
+# What operators write to although their schema does not say so.
+_UNDECLARED = dict.fromkeys(
+    ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ("running_mean", "running_var")
+)
 
 
 def empty_axes(tensor: DTensor) -> tuple[int, ...]:

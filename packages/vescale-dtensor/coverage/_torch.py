@@ -1,0 +1,124 @@
+"""The only file of the sweep that touches private torch names: the operator database, and DTensors without autograd."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch._dynamo  # else every rank imports it at its first DTensor
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+__all__ = [
+    "collectives_started",
+    "count_gathers",
+    "database",
+    "gathers",
+    "local_tensor",
+    "make",
+    "sizes",
+    "split_factor",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+]
+
+# Everything that hands a rank elements which other ranks hold.
+GATHERING = ("all_gather_tensor", "all_gather_single", "all_to_all_single", "all_gather_into_tensor_coalesced")
+GATHERING += ("permute_tensor", "broadcast", "all_gather_tensor_autograd", "all_to_all_single_autograd")
+
+_gathers = 0
+
+
+# ------------------------------------------------------------------------------------------------- operators
+
+
+@functools.cache
+def database() -> tuple:
+    """Return torch's operator database: a tuple of ``OpInfo``. Imported at the first call: it takes a second."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return tuple(op_db)
+
+
+@contextlib.contextmanager
+def sizes(small: int, medium: int) -> Iterator[None]:
+    """Generate samples with other sizes than torch's 5 and 10, which a mesh of four divides unevenly."""
+    database()
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("torch.testing._internal.") and ("opinfo" in name or "methods_invocations" in name)
+    ]
+    saved = []
+    for module in modules:
+        for name, old, new in (("S", 5, small), ("M", 10, medium)):
+            if vars(module).get(name) == old:
+                saved.append((module, name, old))
+                setattr(module, name, new)
+    try:
+        yield
+    finally:
+        for module, name, old in saved:
+            setattr(module, name, old)
+
+
+# ------------------------------------------------------------------------------------------------- DTensors
+
+
+def make(local: Tensor, shape: Sequence[int], stride: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]):
+    """Wrap a shard as a DTensor, without communication and outside autograd."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """Return this rank's shard itself, outside autograd."""
+    local = tensor._local_tensor
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def split_factor(placement: Placement) -> int | None:
+    """Return into how many pieces a strided placement cuts a dim first; None for all other placements."""
+    return placement.split_factor if isinstance(placement, _StridedShard) else None
+
+
+# ------------------------------------------------------------------------------------------------- communication
+
+
+def collectives_started(mesh: DeviceMesh) -> int:
+    """Return how many collectives this rank has started on the mesh's axes since the world began."""
+    groups = {id(group): group for group in [dist.group.WORLD, *mesh.get_all_groups()]}
+    return sum(group._get_sequence_number_for_group() for group in groups.values())
+
+
+def gathers() -> int:
+    """Return how many collectives have handed this rank elements of others, since :func:`count_gathers`."""
+    return _gathers
+
+
+def count_gathers() -> None:
+    """Count the functional collectives that gather, in this process and from now on."""
+    for name in GATHERING:
+        if hasattr(funcol, name):
+            setattr(funcol, name, _counting(getattr(funcol, name)))
+
+
+def _counting(function):
+    @functools.wraps(function)
+    def counted(*args, **kwargs):
+        global _gathers
+        _gathers += 1
+        return function(*args, **kwargs)
+
+    return counted

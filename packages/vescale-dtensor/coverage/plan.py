@@ -1,0 +1,158 @@
+"""The ordered list of cases of each operator: made once, before the ranks are forked, and the same on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import samples as sampling
+import torch
+from combos import combinations, options
+from enlarge import enlarged, is_small
+from samples import Sample
+
+__all__ = ["UNINITIALISED", "Case", "Plan", "make_plan", "run_variant"]
+
+#: Operators whose values nobody defines: shapes, dtypes and placements are compared.
+UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+UNINITIALISED |= {"resize_as_"}
+
+#: Operators that torch itself does not write to ``out`` for, whatever the tensor subclass (``TwoTensor`` as well).
+IGNORE_OUT = {"linalg.matrix_rank"}
+
+#: Samples of which larger ones are made.
+NUM_LARGE = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One run of an operator.
+
+    Attributes:
+        sample: Label of the sample in the plan.
+        variant: ``op``, ``inplace`` or ``out``.
+        placements: One text per tensor, see :mod:`combos`.
+        partial_grad: Replicated results get their gradient as partial sums.
+    """
+
+    sample: str
+    variant: str
+    placements: tuple[str, ...]
+    partial_grad: bool = False
+
+    @property
+    def key(self) -> str:
+        """The case in one word: what ``--case`` takes."""
+        return f"{self.sample}:{self.variant}:{','.join(self.placements)}" + (":P" if self.partial_grad else "")
+
+    @classmethod
+    def parse(cls, key: str) -> Case:
+        """Return the case of a key."""
+        sample, variant, placements, *partial = key.split(":")
+        return cls(sample, variant, tuple(placements.split(",")), bool(partial))
+
+    @property
+    def num_axes(self) -> int:
+        """Number of mesh axes."""
+        return sum(letter in "RSP" for letter in self.placements[0])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a tensor is cut."""
+        return any("S" in text for text in self.placements)
+
+
+@dataclasses.dataclass
+class Plan:
+    """An operator with its samples and cases, or the reason why it has none."""
+
+    op: object
+    samples: dict[str, Sample]
+    cases: list[Case]
+    skipped: str = ""
+    random: bool = False
+
+    @property
+    def name(self) -> str:
+        """The operator's name in the database, with its variant."""
+        return self.op.full_name
+
+
+def make_plan(op, *, limit: int, cap: int, only: Case | None = None) -> Plan:
+    """Choose samples that run on one device, and their placements.
+
+    Args:
+        op: An ``OpInfo``.
+        limit: Number of samples, some odd ones apart.
+        cap: Number of combinations of placements of each of the first two samples; fewer of the others, on two mesh
+            axes, and of variants.
+        only: Plan this case alone.
+    """
+    chosen, reason = sampling.choose(op, max(limit, NUM_LARGE))
+    numbered = [sample for label, sample in chosen.items() if label.isdigit()]
+    if chosen and is_small(op.name, numbered):
+        chosen |= enlarged(numbered[:NUM_LARGE], lambda sample: not _fails(op, sample, "op"))
+    chosen = {label: sample for label, sample in chosen.items() if not label.isdigit() or int(label) < limit or only}
+    main = ("0", "large0") if "large0" in chosen else ("0", "1")
+    plan = Plan(op, {}, [], reason)
+    for label, sample in chosen.items():
+        if (only is None and any(sample is other for other in plan.samples.values())) or (
+            only is not None and label != only.sample
+        ):
+            continue
+        before = torch.get_rng_state()
+        failure = _fails(op, sample, "op")
+        plan.random |= not torch.equal(before, torch.get_rng_state())
+        if failure:
+            plan.skipped = plan.skipped or f"fails on one device: {failure}"
+            continue
+        plan.samples[label] = sample
+        plan.cases += [only] if only is not None else list(_cases(plan, label, cap, main))
+    if plan.cases:
+        plan.skipped = ""
+    return plan
+
+
+def _cases(plan: Plan, label: str, cap: int, main: tuple):
+    sample = plan.samples[label]
+    whole, seed = sample.whole(), f"{plan.name} {label}"
+    single = [options(tensor, 1) for tensor in whole]
+    is_main, few = label in main, max(2, cap // 5)
+    rows = combinations(single, cap=cap if is_main else few * 2, seed=seed)
+    yield from (Case(label, "op", row, partial_grad=i % 4 == 3) for i, row in enumerate(rows))
+    if is_main:
+        double = [options(tensor, 2) for tensor in whole]
+        yield from (Case(label, "op", row) for row in combinations(double, cap=few + 1, seed=seed)[1:])
+    if label in ("0", "2"):
+        writes_out = plan.op.supports_out and plan.op.name not in IGNORE_OUT
+        variants = {"inplace": plan.op.inplace_variant is not None, "out": writes_out}
+        for variant in [name for name, exists in variants.items() if exists and not _fails(plan.op, sample, name)]:
+            yield from (Case(label, variant, row) for row in combinations(single, cap=few, seed=seed))
+
+
+def run_variant(op, variant: str, args: tuple, kwargs: dict, out=None):
+    """Run an operator: by itself, in place, or with a given ``out``."""
+    if variant == "inplace":
+        return op.inplace_variant(*args, **kwargs)
+    if variant == "out":
+        return op(*args, **kwargs, out=out)
+    return op(*args, **kwargs)
+
+
+def _fails(op, sample: Sample, variant: str) -> str:
+    """Run a sample on one device without autograd; return the error's name, or an empty string."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            result = run_variant(op, "op" if variant == "out" else variant, *_copies(sample))
+            if variant == "out":
+                if not isinstance(result, torch.Tensor):
+                    return "several results"
+                run_variant(op, variant, *_copies(sample), out=torch.empty_like(result))
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error)[:80]}"
+    return ""
+
+
+def _copies(sample: Sample) -> tuple[tuple, dict]:
+    return sample.arguments([tensor.clone() for tensor in sample.whole()])

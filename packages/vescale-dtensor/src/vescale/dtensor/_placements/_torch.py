@@ -1,0 +1,160 @@
+"""The only file of the placements sub-package that touches private torch names (torch 2.11 to 2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.tensor import DTensor, Partial, Placement, _api, _dispatch, _redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "DTensorSpec",
+    "StridedShard",
+    "all_gather",
+    "backward_operator",
+    "current_mesh",
+    "hook_global_shape",
+    "hook_propagation",
+    "hook_redistribution",
+    "hook_to_local_backward",
+    "is_tracing",
+    "local_of",
+    "norm_partial",
+    "partition",
+    "reduce_scatter",
+    "reduced",
+    "sharding",
+    "with_placements",
+    "wrap",
+]
+
+# renamed in torch 2.13, which warns of the old names
+all_gather: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """Return this rank's shard itself, outside autograd, complete."""
+    return _arrived(tensor._local_tensor)
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def wrap(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, like: Tensor, requires_grad: bool = False
+) -> DTensor:
+    """Wrap ``local`` as a DTensor with the global shape and strides of ``like``, outside autograd."""
+    meta = TensorMeta(torch.Size(like.shape), tuple(like.stride()), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=requires_grad)
+
+
+def reduced(local: Tensor, placement: Partial, mesh: DeviceMesh, axis: int) -> Tensor:
+    """Reduce one axis as a Partial of another class (masks of embeddings, norms) says itself."""
+    return _arrived(placement._reduce_value(local, mesh, axis))
+
+
+def partition(local: Tensor, placement: Partial, mesh: DeviceMesh, axis: int) -> Tensor:
+    """Turn a copy into a value that gives the tensor again when it is reduced over ``axis``."""
+    return placement._partition_value(local, mesh, axis)
+
+
+# ------------------------------------------------------------------------------------------------- hooks
+
+
+def current_mesh() -> DeviceMesh:
+    """Return the mesh of the enclosing ``with mesh:``."""
+    return _mesh_resources.get_current_mesh()
+
+
+def hook_redistribution(replacement: Callable[[Callable], Callable]) -> None:
+    """Replace the one function through which torch redistributes shards, wherever torch's modules refer to it.
+
+    ``replacement(stock)`` returns the new function; both take ``(local, current spec, target spec, **options)``.
+    """
+    new = replacement(_redistribute.redistribute_local_tensor)
+    for module in (_redistribute, _api, _dispatch):
+        module.redistribute_local_tensor = new
+
+
+def hook_global_shape(check: Callable) -> None:
+    """Call ``check(placements)`` where torch is about to guess a global shape from a local one."""
+    stock = _api.compute_global_tensor_info
+
+    def guess(local, mesh, placements):
+        check(placements)
+        return stock(local, mesh, placements)
+
+    _api.compute_global_tensor_info = guess
+
+
+def hook_to_local_backward(needed: Callable, backward: Callable) -> None:
+    """Use ``backward(gradient, spec, placements)`` behind ``to_local`` where ``needed(spec.placements)``."""
+    stock = _api._ToTorchTensor.backward
+
+    def chosen(ctx, gradient):
+        if gradient is None or not needed(ctx.dtensor_spec.placements):
+            return stock(ctx, gradient)
+        return backward(gradient, ctx.dtensor_spec, ctx.grad_placements), None
+
+    _api._ToTorchTensor.backward = staticmethod(chosen)
+
+
+def hook_propagation(rule: Callable) -> None:
+    """Ask ``rule(op, args, kwargs, schema)`` first where torch has no cached decision for an operator on DTensors.
+
+    It returns NotImplemented (torch decides), what :func:`sharding` makes (torch caches it), or the result.
+    """
+    dispatcher = DTensor._op_dispatcher
+    name = "_propagate_op_sharding_dispatch_slow_path"
+
+    def propagate(op, args, kwargs, op_info, *rest):
+        found = rule(op, args, kwargs, op_info.schema)
+        if found is not NotImplemented:
+            return found
+        # the class is asked each time: it may have been given another method since
+        return getattr(type(dispatcher), name)(dispatcher, op, args, kwargs, op_info, *rest)
+
+    setattr(dispatcher, name, propagate)
+
+
+def sharding(schema: OpSchema, placements: Sequence[Placement], *, in_place: bool) -> OutputSharding:
+    """Return the decision that an operator runs on the shards as they are and gives a result in ``placements``."""
+    if in_place:
+        return OutputSharding(schema.args_schema[0])
+    meta = DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta(schema)
+    spec = next(arg for arg in tree_leaves((schema.args_schema, schema.kwargs_schema)) if isinstance(arg, DTensorSpec))
+    return OutputSharding(DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta))
+
+
+def norm_partial(order: float) -> Partial:
+    """Return the placement of a rank's share of a vector norm."""
+    if order in (float("inf"), float("-inf")):
+        return Partial("max" if order > 0 else "min")
+    return Partial("sum") if order == 0 else _NormPartial(order)
+
+
+def backward_operator() -> str:
+    """Return the name of the operator whose gradient autograd is computing now, such as ``"Split"``; empty if none."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name().removesuffix("0").removesuffix("Backward")
+
+
+def is_tracing() -> bool:
+    """Tell whether a compiler is tracing the program."""
+    return _are_we_tracing()
+
+
+def with_placements(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:
+    """Return a copy of ``spec`` in which shards are those of ``spec`` and other placements are new."""
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta, shard_order=spec.shard_order)

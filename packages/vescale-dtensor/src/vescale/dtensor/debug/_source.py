@@ -1,0 +1,79 @@
+"""The line of the user's program that an operator was called from: the first frame outside of torch and of veScale."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+__all__ = ["SourceLine", "callers", "forward_line", "is_users", "line_of"]
+
+# the last two hold the wrappers of decorated functions
+LIBRARIES = ("torch", "vescale", "contextlib", "typing_extensions")
+STACK_ENTRY = re.compile(r'File "(?P<path>.+)", line (?P<line>\d+), in (?P<function>.+)')
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of a program.
+
+    Attributes:
+        path: of the file, as Python knows it.
+        line: number of the line, from 1.
+        function: name of the function it is in.
+    """
+
+    path: str
+    line: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """The line itself, or "" where the file cannot be read."""
+        return linecache.getline(self.path, self.line).strip()
+
+    @property
+    def short(self) -> str:
+        """File name and number: ``train.py:31``."""
+        return f"{Path(self.path).name}:{self.line}"
+
+    def __str__(self) -> str:
+        inside = os.path.relpath(self.path) if self.path.startswith(os.getcwd() + os.sep) else self.path
+        return f"{inside}:{self.line}"
+
+
+def callers() -> Iterator[FrameType]:
+    """Yield the frames of this thread, innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_users(frame: FrameType) -> bool:
+    """Tell whether a frame belongs to neither torch nor veScale."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
+
+
+def line_of(frame: FrameType) -> SourceLine | None:
+    """Return the line that a frame is at; None for the start of a thread, which no program wrote."""
+    if frame.f_globals.get("__name__") == "threading":
+        return None
+    return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def forward_line(stack: Sequence[str]) -> SourceLine | None:
+    """Return the innermost line of the user's program in a formatted stack, outermost entry first."""
+    installed = str(Path(torch.__file__).parent) + os.sep
+    for entry in reversed(stack):
+        match = STACK_ENTRY.search(entry)
+        if match and not match["path"].startswith(installed) and f"{os.sep}vescale{os.sep}" not in match["path"]:
+            return SourceLine(match["path"], int(match["line"]), match["function"])
+    return None
