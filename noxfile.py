@@ -216,6 +216,12 @@ def mixtral_4d(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
+def nanogpt_dropout(session: nox.Session) -> None:
+    """Train a nanoGPT with dropout on sharded tensors, with our randomness and with stock torch's."""
+    run_composed(session, "python", "recipes/nanogpt_dropout/train.py", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none", requires=["composed"])
 def coverage(session: nox.Session) -> None:
     """Compare every operator of torch's database on DTensors with one device: stock torch's, then ours (long)."""
     program = "packages/vescale-dtensor/coverage/run.py"

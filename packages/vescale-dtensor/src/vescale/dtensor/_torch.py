@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._logging import LazyString
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, _redistribute
 from torch.distributed.tensor import _api as _tensor_api
@@ -353,7 +354,7 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: Op | None) -> Tensor:
-    """Return the shard of ``tensor`` in the placements that ``for_op`` needs, outside autograd.
+    """Return the shard of ``tensor`` in the placements that ``for_op`` needs, complete, outside autograd.
 
     Raises:
         RuntimeError: that needs communication, a context that forbids implicit redistribution is active, and ``for_op``
@@ -366,7 +367,8 @@ def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: O
     if for_op is not None:
         message = LazyString("Implicit redistribution occurred for {} of {} to {}".format, for_op, source, target)
         ExplicitRedistributionContext.observe_redistribution(source, target, message)
-    return _redistribute.redistribute_local_tensor(tensor._local_tensor, source, target)
+    moved = _redistribute.redistribute_local_tensor(tensor._local_tensor, source, target)
+    return moved.wait() if isinstance(moved, AsyncCollectiveTensor) else moved
 
 
 def set_division_into_partials(divide: Callable[[Tensor, DeviceMesh, int], Tensor] | None) -> None:

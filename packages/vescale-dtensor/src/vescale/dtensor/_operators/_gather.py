@@ -72,12 +72,12 @@ def gather_in_layout(op: _torch.Op, args: tuple, kwargs: dict) -> object:
     """Run ``op``, which reads its operands' memory, on whole operands laid out in memory as on one device."""
 
     def lay_out(tensor: DTensor) -> DTensor:
-        whole = _torch.redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim, for_op=op)
+        everywhere = [Replicate()] * tensor.device_mesh.ndim
+        whole = _torch.redistributed(tensor, everywhere, for_op=op)
         if whole.stride() != tensor.stride():
-            whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=whole.dtype, device=whole.device).copy_(
-                whole
-            )
-        return _torch.wrap(whole, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, tensor)
+            memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=whole.dtype, device=whole.device)
+            whole = memory.copy_(whole)
+        return _torch.wrap(whole, tensor.device_mesh, everywhere, tensor)
 
     laid_out = _torch.tree_map_only(DTensor, lay_out, (args, kwargs))
     result = gather(op, *laid_out)
