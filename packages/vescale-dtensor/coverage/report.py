@@ -11,7 +11,7 @@ from pathlib import Path
 from plan import Plan
 from world import Found
 
-__all__ = ["Tally", "summary", "write"]
+__all__ = ["Tally", "describe", "other_summary", "summary", "table", "write"]
 
 BAD = ("wrong", "diverged", "died")
 FOLDER = "packages/vescale-dtensor/coverage"
@@ -108,11 +108,24 @@ def write(tallies: list[Tally], folder: Path, *, stock: bool, stem: str) -> None
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
-    lines = [summary(tallies), "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(str(value) for value in row.values()) + " |" for row in rows]
+    lines = [summary(tallies), "", *table(tallies)]
     drawing = [tally.plan.name for tally in tallies if tally.plan.random and tally.counts]
     lines += ["", "Operators that draw random numbers, compared with equal seeds: " + (", ".join(drawing) or "none")]
     (folder / f"{stem}.md").write_text("\n".join(lines) + "\n")
+
+
+def table(tallies: list[Tally]) -> list[str]:
+    """Return the lines of a markdown table with one row per operator."""
+    rows = [_row(tally) for tally in sorted(tallies, key=lambda tally: tally.plan.name)]
+    columns = list(rows[0]) if rows else []
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return lines + ["| " + " | ".join(str(value) for value in row.values()) + " |" for row in rows]
+
+
+def other_summary(folder: Path) -> str | None:
+    """Return what the sweep of stock torch that wrote into ``folder`` found, if there was one."""
+    path = folder / "stock.json"
+    return json.loads(path.read_text())["summary"] if path.exists() else None
 
 
 def _row(tally: Tally) -> dict:

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from plan import Case, Plan, make_plan
-from report import BAD, Tally, describe, summary, write
+from report import BAD, Tally, describe, other_summary, summary, table, write
 from samples import find_operators
 from world import sweep
 
@@ -52,7 +52,12 @@ def main() -> int:
     tallies = _run(plans, options)
     if options.out:
         _write(tallies, options)
-    print(f"{summary(tallies)} in {time.monotonic() - started:.0f} s")
+        print(*table(tallies), sep="\n")
+        if not options.stock and (stock := other_summary(options.out)):
+            print(f"stock torch: {stock}")
+    print(
+        f"{'stock torch' if options.stock else 'vescale.dtensor'}: {summary(tallies)} in {time.monotonic() - started:.0f} s"
+    )
     if options.stock:
         assert not any(name.startswith("vescale") for name in sys.modules), "vescale was imported"
     return int(not options.stock and any(tally.state in BAD for tally in tallies))
