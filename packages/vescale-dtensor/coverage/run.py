@@ -55,9 +55,8 @@ def main() -> int:
         print(*table(tallies), sep="\n")
         if not options.stock and (stock := other_summary(options.out)):
             print(f"stock torch: {stock}")
-    print(
-        f"{'stock torch' if options.stock else 'vescale.dtensor'}: {summary(tallies)} in {time.monotonic() - started:.0f} s"
-    )
+    mode, seconds = "stock torch" if options.stock else "vescale.dtensor", time.monotonic() - started
+    print(f"{mode}: {summary(tallies)} in {seconds:.0f} s")
     if options.stock:
         assert not any(name.startswith("vescale") for name in sys.modules), "vescale was imported"
     return int(not options.stock and any(tally.state in BAD for tally in tallies))
