@@ -3,8 +3,8 @@
 import inspect
 import logging
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,9 +143,20 @@ def test_the_backward_pass_names_node_and_lines(shard):
     assert "(return (x.softmax(1) * weight).sum()" in str(info.value)
 
 
-class DeepBackward(torch.autograd.Function):
-    """A backward pass inside a backward pass, `depth` times, then `body()`: deep ones run in the engine's threads."""
+# A backward pass inside a backward pass, 70 times: from the 61st on they run in threads of the autograd engine. It has
+# a process of its own, as a forked one would inherit an engine without its threads, and a thread with a large stack.
+NESTED = """
+import threading
 
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from vescale.dtensor import DTensor, ImplicitRedistributionError, Shard, init_device_mesh, strict
+
+
+class DeepBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, depth, body):
         ctx.depth, ctx.body = depth, body
@@ -162,33 +173,39 @@ class DeepBackward(torch.autograd.Function):
         return grad, None, None
 
 
-def with_large_stack(function):
-    """Run `function` in a thread whose stack holds the 60 nested backward passes that torch starts in one thread."""
-    before = threading.stack_size(2**28)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(function).result()
-    finally:
-        threading.stack_size(before)
-
-
-@ranks(2)
-def test_threads_of_the_autograd_engine_are_watched_too(shard):
-    x = shard(X, tp(), [Shard(1)])
+def nested():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = DTensor.from_local(torch.ones(4, 3), mesh, [Shard(1)])
     threads = []
 
     def body():
         threads.append(threading.get_ident())
         x.softmax(1)
 
-    def nested():
-        with pytest.raises(ImplicitRedistributionError, match=r"aten\._softmax"), strict():
-            DeepBackward.apply(torch.ones(1, requires_grad=True), 70, body).backward()
-        assert threads != [threading.get_ident()]
-        with ExplicitRedistributionContext():  # torch's own does not see them
-            DeepBackward.apply(torch.ones(1, requires_grad=True), 70, body).backward()
+    def run():
+        DeepBackward.apply(torch.ones(1, requires_grad=True), 70, body).backward()
 
-    with_large_stack(nested)
+    try:
+        with strict():
+            run()
+    except ImplicitRedistributionError as error:
+        print("refused", "aten._softmax" in str(error), threads != [threading.get_ident()])
+    with ExplicitRedistributionContext():
+        run()
+    print("torch's own context does not see them")
+
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+threading.stack_size(2**28)
+thread = threading.Thread(target=nested)
+thread.start()
+thread.join()
+"""
+
+
+def test_threads_of_the_autograd_engine_are_watched_too():
+    done = subprocess.run([sys.executable, "-c", NESTED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == ["refused True True", "torch's own context does not see them"], done.stderr
 
 
 @ranks(2)

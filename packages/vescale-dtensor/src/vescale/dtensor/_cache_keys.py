@@ -12,7 +12,14 @@ from . import _torch
 __all__ = ["complete_cache_keys"]
 
 # operator -> position of the first argument that must be in the key
-FIRST_ARGUMENT = {"topk": 1, "histc": 1}
+FIRST_ARGUMENT = {
+    "_index_put_impl_": 3,
+    "histc": 1,
+    "index_put": 3,
+    "index_put_": 3,
+    "kthvalue": 1,
+    "topk": 1,
+}
 
 
 def complete_cache_keys() -> None:

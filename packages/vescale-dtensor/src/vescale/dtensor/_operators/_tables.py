@@ -85,6 +85,7 @@ COMPOSE: tuple[str, ...] = (
     "glu_backward",
     "huber_loss",
     "huber_loss_backward",
+    "logsumexp",  # stock forgets keepdim in its placements
     "mse_loss",
     "mse_loss_backward",
     "mv",
