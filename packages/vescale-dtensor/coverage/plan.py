@@ -70,7 +70,6 @@ class Plan:
     samples: dict[str, Sample]
     cases: list[Case]
     skipped: str = ""
-    random: bool = False
 
     @property
     def name(self) -> str:
@@ -100,9 +99,7 @@ def make_plan(op, *, limit: int, cap: int, only: Case | None = None) -> Plan:
             only is not None and label != only.sample
         ):
             continue
-        before = torch.get_rng_state()
         failure = _fails(op, sample, "op")
-        plan.random |= not torch.equal(before, torch.get_rng_state())
         if failure:
             plan.skipped = plan.skipped or f"fails on one device: {failure}"
             continue

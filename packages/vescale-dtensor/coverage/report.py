@@ -109,8 +109,6 @@ def write(tallies: list[Tally], folder: Path, *, stock: bool, stem: str) -> None
         writer.writeheader()
         writer.writerows(rows)
     lines = [summary(tallies), "", *table(tallies)]
-    drawing = [tally.plan.name for tally in tallies if tally.plan.random and tally.counts]
-    lines += ["", "Operators that draw random numbers, compared with equal seeds: " + (", ".join(drawing) or "none")]
     (folder / f"{stem}.md").write_text("\n".join(lines) + "\n")
 
 
@@ -142,5 +140,5 @@ def _row(tally: Tally) -> dict:
         "diverged": counts["diverged"],
         "died": counts["died"],
         "left out": counts["left out"],
-        "note": "; ".join(filter(None, ["random" if tally.plan.random else "", tally.plan.skipped])),
+        "note": tally.plan.skipped,
     }
