@@ -7,6 +7,8 @@ what stock does              what happens                                       
 ===========================  =========================================================  ==============================
 redistributes an operand     the copy is written to, the tensor is not                  whole operands, written back
 that it writes to
+adds a number to partial     like a tensor without dims, whose decision is cached:       the sums are reduced first
+sums                         every rank adds the whole number
 gives a view of an operand   what is written to the view is lost                        see ``_views``
 that it redistributes
 makes a shard partial        it cannot, and fails after other operands were gathered    whole operands
@@ -121,6 +123,8 @@ def review(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) 
     whole = functools.partial(gather, op, args, kwargs)
     if _changes_wrongly(op, args, kwargs, decision) or any(map(_is_cut, kwargs.values())):
         return whole
+    if torch.Tag.pointwise in op.tags and _adds_a_number(args, decision):
+        return functools.partial(_of_whole, op, args, kwargs)
     if _torch.is_view(op) and _is_moved(args[0], decision):
         return functools.partial(_view_of_copy, op, args, kwargs, decision.needed[0].placements)
     if name in INDEXING and _has_other_shape(args):
@@ -172,6 +176,17 @@ def _changes_wrongly(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.
     return False
 
 
+def _adds_a_number(args: tuple, decision: _torch.Decision) -> bool:
+    """Tell whether stock would redistribute because a partial operand meets a number or a tensor without dims.
+
+    Its cache takes the two for the same call, but a number cannot be made partial: every rank would add all of it.
+    """
+    if decision.needed is None or not any(map(_is_partial, args)):
+        return False
+    whole = [arg for arg in args if not _is_partial(arg)]
+    return any(isinstance(arg, int | float | complex) or (isinstance(arg, Tensor) and arg.ndim == 0) for arg in whole)
+
+
 def _is_cut(value: object) -> bool:
     return isinstance(value, DTensor) and not all(p.is_replicate() for p in _torch.placements_of(value))
 
@@ -198,9 +213,14 @@ def _rounds(source: torch.dtype, target: torch.dtype | None) -> bool:
 
 
 def _of_whole(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-    """Run ``op`` on its first operand reduced over the axes where that is partial."""
-    partial = tuple(axis for axis, p in enumerate(_torch.placements_of(args[0])) if p.is_partial())
-    return op(gather_axes(op, args[0], partial), *args[1:], **kwargs)
+    """Run ``op`` on its operands reduced over the axes where they are partial."""
+
+    def bring(tensor: Tensor) -> Tensor:
+        if not _is_partial(tensor):
+            return tensor
+        return gather_axes(op, tensor, tuple(i for i, p in enumerate(_torch.placements_of(tensor)) if p.is_partial()))
+
+    return op(*map_tensors(bring, args), **kwargs)
 
 
 def _like_whole(op: _torch.Op, args: tuple, kwargs: dict) -> DTensor:

@@ -1,0 +1,65 @@
+"""A number beside partial sums is added once, whatever was added before.
+
+Stock DTensor's cache takes a number and a tensor without dims for the same call. After `partial + tensor` it lets every
+rank add the whole number of `partial + number`; the other way round it fails.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from vescale.dtensor import DTensor, Partial, Replicate, disabled, distribute_tensor, init_device_mesh
+from vescale_testing import ranks
+
+NUMBER = 1.3
+
+
+def forms(mesh):
+    plain = torch.tensor(NUMBER, dtype=torch.float64)
+    return {"number": NUMBER, "plain tensor": plain, "DTensor": distribute_tensor(plain, mesh, [Replicate()])}
+
+
+OPERATORS = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "rsub": lambda x, y: y - x,
+    "add with alpha": lambda x, y: torch.add(x, y, alpha=3),
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "pow": lambda x, y: x.abs() ** y,
+    "maximum": lambda x, y: torch.maximum(x, torch.as_tensor(y)) if not isinstance(y, float) else x.clamp(min=y),
+    "where": lambda x, y: torch.where(x > 0, x, y),
+}
+
+
+def partial_sum(whole, mesh):
+    share = torch.arange(1.0, mesh.size() + 1, dtype=whole.dtype)
+    return DTensor.from_local(whole * (share / share.sum())[mesh.get_local_rank()], mesh, [Partial()])
+
+
+def differences(mesh, operator, order, shape):
+    whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for form in order:
+        result = operator(partial_sum(whole, mesh), forms(mesh)[form])
+        expected = operator(whole, NUMBER if form == "number" else torch.tensor(NUMBER, dtype=torch.float64))
+        yield (result.full_tensor() - expected).abs().max()
+
+
+@ranks(2)
+def test_in_every_order():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    # a new shape for every order: the cache must not know it
+    for size, order in enumerate(itertools.permutations(forms(mesh)), start=3):
+        for name, operator in OPERATORS.items():
+            assert max(differences(mesh, operator, order, (size, 5))) < 1e-14, (name, order)
+
+
+@ranks(2)
+def test_stock_torch_adds_it_on_every_rank():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with disabled("operators"):
+        _, wrong = differences(mesh, OPERATORS["add"], ("plain tensor", "number"), (3, 7))
+        assert wrong == pytest.approx(NUMBER)
+        with pytest.raises(AttributeError):
+            list(differences(mesh, OPERATORS["add"], ("number", "plain tensor"), (4, 7)))
