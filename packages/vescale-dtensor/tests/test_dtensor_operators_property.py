@@ -104,3 +104,15 @@ def test_stock_torch_on_one_rank():
 
     with disabled("operators"):
         each()
+
+
+@ranks(4)
+def test_stock_torch_fails_an_example():
+    mesh = init_device_mesh("cpu", (4,))
+    values = [torch.linspace(-1, 1, 8, dtype=torch.float64), torch.zeros(8, dtype=torch.float64)]
+    expected = run(BINARY["mse_loss"], [value.clone().requires_grad_() for value in values])
+    with disabled("operators"):
+        stock = run(BINARY["mse_loss"], [distribute_tensor(v, mesh, [Shard(0)]).requires_grad_() for v in values])
+    assert not torch.allclose(stock[1], expected[1])
+    ours = run(BINARY["mse_loss"], [distribute_tensor(v, mesh, [Shard(0)]).requires_grad_() for v in values])
+    torch.testing.assert_close(ours, expected)

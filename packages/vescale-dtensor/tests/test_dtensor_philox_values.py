@@ -20,6 +20,11 @@ def drawn(draw, seed=1):
         return draw()
 
 
+def four_sigma(num_draws, p=0.5):
+    """How far a share of `num_draws` is from its probability `p` at most, but for one in 16,000."""
+    return 4 * math.sqrt(p * (1 - p) / num_draws)
+
+
 def normal_cdf(x):
     return 0.5 * (1 + torch.erf(x / math.sqrt(2)))
 
@@ -65,7 +70,9 @@ def test_integers_are_uniform():
     wide = drawn(lambda: torch.empty(N, dtype=torch.int64).random_(-(2**63), None))
     assert abs(wide.double().mean()) < 4 * 2**63 / math.sqrt(3 * N)
     assert len({v & 0xFF for v in wide.tolist()}) == 256
-    assert drawn(lambda: torch.empty(N, dtype=torch.bool).random_()).float().mean() == pytest.approx(0.5, abs=0.01)
+    assert drawn(lambda: torch.empty(N, dtype=torch.bool).random_()).float().mean() == pytest.approx(
+        0.5, abs=four_sigma(N)
+    )
     assert drawn(lambda: torch.empty(N, dtype=torch.int8).random_()).min() >= 0
     half = drawn(lambda: torch.empty(N, dtype=torch.float16).random_())
     assert 2000 < float(half.max()) <= 2048
@@ -83,14 +90,15 @@ def test_integers_of_the_widest_ranges_stay_inside():
 def test_geometric_and_bernoulli_frequencies():
     trials = drawn(lambda: torch.empty(N).geometric_(0.3))
     for k in (1, 2, 5):
-        assert float((trials == k).float().mean()) == pytest.approx(0.3 * 0.7 ** (k - 1), abs=0.006)
+        p = 0.3 * 0.7 ** (k - 1)
+        assert float((trials == k).float().mean()) == pytest.approx(p, abs=four_sigma(N, p))
     assert trials.min() == 1
     for p in (0.0, 1e-3, 0.5, 1.0):
         share = float(drawn(lambda p=p: torch.empty(N).bernoulli_(p)).mean())
-        assert share == pytest.approx(p, abs=0.006 if p % 1 else 0)
+        assert share == pytest.approx(p, abs=four_sigma(N, p))
     chance = torch.linspace(0, 1, 11).repeat(N // 10)
     hits = drawn(lambda: torch.bernoulli(chance)).view(-1, 11).mean(0)
-    torch.testing.assert_close(hits, chance[:11], atol=0.02, rtol=0)
+    torch.testing.assert_close(hits, chance[:11], atol=four_sigma(N // 10), rtol=0)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -131,7 +139,9 @@ def test_permutations():
         assert torch.equal(permutation.sort().values, torch.arange(n))
     firsts = drawn(lambda: torch.stack([torch.randperm(4) for _ in range(2000)]))
     for position in range(4):
-        assert torch.allclose(firsts[:, position].bincount(minlength=4) / 2000, torch.full((4,), 0.25), atol=0.045)
+        assert torch.allclose(
+            firsts[:, position].bincount(minlength=4) / 2000, torch.full((4,), 0.25), atol=four_sigma(2000, 0.25)
+        )
     assert drawn(lambda: torch.randperm(5, dtype=torch.int32)).dtype == torch.int32
 
 
@@ -141,15 +151,14 @@ def test_samples_of_categories(replacement):
     rows = drawn(lambda: torch.multinomial(weights.expand(20_000, 5), 2, replacement=replacement))
     assert rows.shape == (20_000, 2)
     first, second = (rows[:, k].bincount(minlength=5) / len(rows) for k in range(2))
-    torch.testing.assert_close(first, weights, atol=0.015, rtol=0)
+    torch.testing.assert_close(first, weights, atol=four_sigma(20_000), rtol=0)
     if replacement:
-        torch.testing.assert_close(second, weights, atol=0.015, rtol=0)
+        torch.testing.assert_close(second, weights, atol=four_sigma(20_000), rtol=0)
     else:
         assert (rows[:, 0] != rows[:, 1]).all()
         after_third = rows[rows[:, 0] == 2, 1].bincount(minlength=5)
-        torch.testing.assert_close(
-            after_third / after_third.sum(), weights.index_fill(0, torch.tensor(2), 0) * 2, atol=0.03, rtol=0
-        )
+        num, expected = int(after_third.sum()), weights.index_fill(0, torch.tensor(2), 0) * 2
+        torch.testing.assert_close(after_third / num, expected, atol=four_sigma(num), rtol=0)
 
 
 @ranks(3)

@@ -27,6 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .errors import UnsupportedOperator
+
 __all__ = [
     "Decision",
     "Handler",
@@ -173,6 +175,8 @@ def review_propagation(
     def propagate(self, op: Op, args: tuple, kwargs: dict, *rest: object) -> object:
         try:
             sharding = stock(self, op, args, kwargs, *rest)
+        except UnsupportedOperator:
+            raise  # an operator inside of this one has been refused already
         except (NotImplementedError, RuntimeError):
             return fallback(op, args, kwargs)
         if not isinstance(sharding, OutputSharding):

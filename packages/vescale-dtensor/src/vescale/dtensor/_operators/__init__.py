@@ -11,6 +11,7 @@ speed::
     _plain.py     stock rule, with the plain tensors that gradient formulas make
     _views.py     views that could only be given as copies, and what is written to them
     _slices.py    gradients of slices of uneven shards
+    _metadata.py  changes of shape in place
     _convolution.py
     _tables.py    which operator gets which rule, and why
 

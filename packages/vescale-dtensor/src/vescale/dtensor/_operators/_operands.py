@@ -7,7 +7,7 @@ is the same on all ranks and needs no communication.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -90,7 +90,7 @@ def uneven_axes(tensor: DTensor) -> tuple[int, ...]:
     return _axes_where(tensor, lambda size, num_ranks: size % num_ranks != 0)
 
 
-def _axes_where(tensor: DTensor, holds: object) -> tuple[int, ...]:
+def _axes_where(tensor: DTensor, holds: Callable[[int, int], bool]) -> tuple[int, ...]:
     found, sizes = [], [[size] for size in tensor.shape]  # the different local sizes of each dim so far
     for axis, placement in enumerate(tensor.placements):
         if not is_sharded(placement):
