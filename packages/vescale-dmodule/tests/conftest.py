@@ -6,12 +6,32 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.utils import logging
 
@@ -31,9 +51,30 @@ DECODER = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# the second layer has no experts
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8, "pad_token_id": None}
 FAMILIES = {
     "mixtral": (MixtralForCausalLM, MixtralConfig, {**DECODER, "num_local_experts": 4}),
     "llama": (LlamaForCausalLM, LlamaConfig, DECODER),
+    "mistral": (MistralForCausalLM, MistralConfig, {**DECODER, "sliding_window": 8}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, DECODER),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {**DECODER, "head_dim": 8}),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM,
+        Qwen2MoeConfig,
+        {**DECODER, **EXPERTS, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 40},
+    ),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**DECODER, **EXPERTS, "head_dim": 8}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {**DECODER, **GEMMA}),
+    "gemma3_text": (Gemma3ForCausalLM, Gemma3TextConfig, {**DECODER, **GEMMA}),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {**DECODER, "pad_token_id": None}),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, DECODER),
+    "gpt_neox": (
+        GPTNeoXForCausalLM,
+        GPTNeoXConfig,
+        {name: size for name, size in DECODER.items() if name != "num_key_value_heads"},
+    ),
     "gpt2": (
         GPT2LMHeadModel,
         GPT2Config,
@@ -48,7 +89,11 @@ FAMILIES = {
         },
     ),
 }
-DROPOUTS = {"gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop")}
+DROPOUTS = {
+    "gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    "gpt_neox": ("attention_dropout", "hidden_dropout"),
+    "phi3": ("attention_dropout", "resid_pdrop", "embd_pdrop"),
+}
 
 
 def _build(family, *, attention="eager", dropout=0.0, dtype=torch.float64, **changes):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from vescale.dmodule import parallelize_module
+from vescale.dmodule._experts import _region
 from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
 from vescale_testing import ranks
 
@@ -146,9 +147,7 @@ def test_a_frozen_expert_tensor():
 
 @ranks(2)
 def test_a_dropped_reduction_would_be_noticed(monkeypatch):
-    from vescale.dmodule import _experts
-
     model, reference = parallel(made()), made()
-    monkeypatch.setattr(_experts, "_summed", lambda local, mesh, _axis: _experts.as_dtensor(local, mesh))
+    monkeypatch.setattr(_region, "sum_ranks", lambda partial, _group: partial)
     with pytest.raises(AssertionError):
         assert_trains_alike(model, reference)

@@ -185,7 +185,7 @@ def test_a_tied_parameter_placed_twice():
     text = (
         "'layers.0.up.weight' and 'head.weight' are one tied parameter, but the plan places it as (Shard(dim=0),) and"
     )
-    assert_refused(module, plan, text)
+    assert_refused(module, plan, text, ranks=2)
 
 
 @ranks(2)
@@ -228,30 +228,57 @@ def test_plans_that_differ_between_ranks_name_them():
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
     placement = S0 if dist.get_rank() == 2 else R
     expected = (
-        "the plan differs between ranks: rank 0 has 'parameter norm.weight: (Replicate(),)', "
+        "the plan differs between ranks: ranks 0, 1 have 'parameter norm.weight: (Replicate(),)', "
         "rank 2 has 'parameter norm.weight: (Shard(dim=0),)'"
     )
     with pytest.raises(PlanError, match=re.escape(expected)):
         parallelize_module(network(), mesh, {"parameter": {r"norm\.weight": placement}})
     implicit = dist.get_rank() == 1
-    with pytest.raises(PlanError, match="rank 0 has 'allow_implicit: False', rank 1 has 'allow_implicit: True'"):
+    with pytest.raises(PlanError, match="ranks 0, 2 have 'allow_implicit: False', rank 1 has 'allow_implicit: True'"):
         parallelize_module(network(), mesh, {}, allow_implicit=implicit)
 
 
 def test_ready_plans_check_the_degree():
     model = nn.Module()
-    divided = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 4}
-    for attribute in divided:
-        model.config = SimpleNamespace(model_type="mixtral", **{**divided, attribute: 6})
-        text = f"{attribute} is 6, which tp=4 ranks do not divide; use a degree that divides it"
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 4, "num_hidden_layers": 1}
+    model.config = SimpleNamespace(model_type="mixtral", **{**sizes, "num_local_experts": 6})
+    text = "num_local_experts is 6, which tp=4 ranks do not divide; use a degree that divides it"
+    with pytest.raises(PlanError, match=text):
+        plans.plan_for(model, degree=4)
+    plans.plan_for(model, degree=2)
+    plans.plan_for(model, degree=4, expert_axis="ep")
+    for family in plans.FAMILIES:
+        model.config = SimpleNamespace(model_type=family, **{**sizes, "num_attention_heads": 6})
+        text = (
+            "num_attention_heads is 6, which tp=4 ranks do not divide; use a degree that divides it, or "
+            "replicate_attention=True, which computes all heads on every rank"
+        )
         with pytest.raises(PlanError, match=text):
             plans.plan_for(model, degree=4)
+        plans.plan_for(model, degree=4, replicate_attention=True)
         plans.plan_for(model, degree=2)
-        plans.plan_for(model, degree=4, family="gpt2")  # all heads on each rank
 
 
 def test_models_without_a_ready_plan():
-    with pytest.raises(
-        PlanError, match=r"no ready plan for Linear \(model type None\); ready are gpt2, llama, mistral, mixtral"
-    ):
+    text = (
+        "no ready plan for Linear (model type None); ready are gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, "
+        "mixtral, olmo2, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe; give a plan of your own, or family= for a model "
+        "with the same names"
+    )
+    with pytest.raises(PlanError, match=re.escape(text)):
         plans.plan_for(nn.Linear(2, 2))
+
+
+def test_an_expert_axis_without_experts():
+    model = nn.Module()
+    model.config = SimpleNamespace(model_type="llama")
+    with pytest.raises(PlanError, match="expert_axis is 'ep', but a model of type 'llama' has no experts"):
+        plans.plan_for(model, expert_axis="ep")
+
+
+def test_pieces_that_disagree():
+    with pytest.raises(PlanError) as info:
+        plans.merge(plans.column("up"), {"parameter": {r"up\.(weight|bias)": S1}})
+    assert str(info.value).startswith(
+        r"parameter key 'up\\.(weight|bias)' has two entries, {'tp': Shard(dim=0)} and {'tp': Shard(dim=1)}"
+    )

@@ -12,31 +12,60 @@ from vescale.dmodule import PlanError, describe, plans
 
 
 def test_ready_plans_shard_every_matrix_but_the_small_ones(build):
+    router = {"model.layers.0.mlp.gate.weight"}
+    attention = "model.layers.{}.self_attn.{}_proj.weight"
     replicated = {
-        "mixtral": {"model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"},
-        "llama": set(),
-        "gpt2": {"transformer.wpe.weight"} | {f"transformer.h.{i}.attn.c_attn.weight" for i in range(2)},
+        "gpt2": {"transformer.wpe.weight"},
+        "mixtral": {*router, "model.layers.1.mlp.gate.weight"},
+        "qwen2_moe": {*router, "model.layers.0.mlp.shared_expert_gate.weight"},
+        "qwen3_moe": router,
+        "phi3": {attention.format(i, "qkv") for i in range(2)},  # grouped queries
     }
-    for family, expected in replicated.items():
+    for family in plans.FAMILIES:
         model = build(family)
-        layouts = describe(model, {"tp": 2}, plans.plan_for(model, degree=2))
-        whole = {layout.name for layout in layouts if layout.placements == (Replicate(),) and len(layout.shape) > 1}
-        assert whole == expected
-        assert [layout.name for layout in layouts] == [name for name, _ in model.named_parameters()]
+        for degree in (2, 4):
+            layouts = describe(model, {"tp": degree}, plans.plan_for(model, degree=degree))
+            whole = {layout.name for layout in layouts if layout.placements == (Replicate(),) and len(layout.shape) > 1}
+            repeated = {attention.format(i, name) for i in range(2) for name in "kv"}
+            fewer_heads = degree == 4 and family not in ("gpt2", "gpt_neox", "phi3")
+            assert whole == replicated.get(family, set()) | (repeated if fewer_heads else set()), family
+            assert [layout.name for layout in layouts] == [name for name, _ in model.named_parameters()]
 
 
 def test_sequence_parallelism_changes_boundaries_only():
-    for plan in (plans.mixtral, plans.llama, plans.gpt2):
+    for plan in (getattr(plans, name) for name in plans.__all__ if name in {*plans.FAMILIES, "olmo2"}):
         plain, sequence = plan(axis="model"), plan(axis="model", sequence_parallel=True)
-        assert plain["parameter"] == sequence["parameter"]
-        assert plain["forward"].keys() == sequence["forward"].keys()
-        assert plain["forward"] != sequence["forward"]
-        assert "'tp'" not in str(sequence)
+        forward, whole = sequence.pop("forward"), plain.pop("forward")
+        assert plain == sequence
+        # the first layer takes its part of the sequence, after the final norm it is whole again
+        (first,) = (key for key in forward.keys() - whole if key.endswith(r"0\.input"))
+        assert forward[first] == [{"model": Shard(1)}]
+        (last,) = forward.keys() - whole - {first}
+        assert forward[last] == [{"model": Replicate()}]
+        assert any(forward[key] != whole[key] for key in whole)
+        assert "'tp'" not in str([plain, forward])
+
+
+def test_a_transformer_in_a_few_pieces():
+    layer = r"model\.layers\.\d+"
+    plan = plans.merge(
+        plans.vocab(r"model\.embed_tokens", "lm_head"),
+        plans.sequence(r"model\.layers\.0", r"model\.norm"),
+        plans.block(rf"{layer}\.self_attn"),
+        plans.column(rf"{layer}\.self_attn\.(q|k|v)_proj"),
+        plans.row(rf"{layer}\.self_attn\.o_proj", output=Shard(1)),
+        plans.block(rf"{layer}\.mlp", output=Shard(1)),
+        plans.experts(rf"{layer}\.mlp\.experts"),
+    )
+    assert plan == plans.mixtral(sequence_parallel=True, expert_axis="ep")
+    assert plan != plans.mixtral(sequence_parallel=True)
+    merged = plans.merge({"eager": ["a"], "local": {"b": {"output": [None]}}}, {"eager": ["c"]})
+    assert merged == {"eager": ["a", "c"], "local": {"b": {"output": [None]}}}
 
 
 def test_the_largest_shard_counts():
     layouts = describe(
-        nn.Linear(6, 5, dtype=torch.bfloat16), {"dp": 2, "tp": 4}, {"parameter": {"weight": {"tp": Shard(0)}}}
+        nn.Linear(6, 5, dtype=torch.bfloat16), {"dp": 2, "tp": 3}, {"parameter": {"weight": {"tp": Shard(0)}}}
     )
     weight, bias = layouts
     assert str(weight) == "weight  [5, 6] R S(0) -> [2, 6]"
@@ -75,7 +104,22 @@ def test_names_of_other_pipeline_stages_are_known():
             describe(module, {"tp": 2}, {section: {key: {"tp": Shard(0)}}})
 
 
-@pytest.mark.parametrize("name", ["_agree", "_boundary", "_describe", "plans.gpt2", "plans.llama", "plans.mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_agree",
+        "_attributes",
+        "_boundary",
+        "_describe",
+        "_placements",
+        "plans._build",
+        "plans._heads",
+        "plans.gpt",
+        "plans.llama",
+        "plans.mixture",
+        "plans.phi3",
+    ],
+)
 def test_examples_in_docstrings(name):
     module = importlib.import_module(f"vescale.dmodule.{name}")
     names = {"torch": torch, "nn": nn, "Shard": Shard, "Replicate": Replicate}

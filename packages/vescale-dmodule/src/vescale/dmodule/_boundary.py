@@ -22,21 +22,29 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _torch
-from ._placements import is_placements, normalize, on_shape
+from ._placements import Repeat, is_placements, normalize, on_shape
 from .errors import PlanError
 
 __all__ = [
     "InputPlan",
+    "Phase",
     "as_dtensor",
     "bring",
+    "fields_of",
     "install_inputs",
     "install_outputs",
     "is_plain",
     "map_tensors",
     "place",
     "plan_inputs",
+    "rebuild_fields",
+    "rebuild_sequence",
     "to_plain",
 ]
+
+
+Convert = Callable[[Tensor, tuple[Placement, ...], str], Tensor]
+"""Brings a tensor to placements; the third argument names the place."""
 
 
 def is_plain(value: object) -> bool:
@@ -85,32 +93,45 @@ def to_plain(tensor: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- values
 
 
-def place(value: object, entry: object, mesh: DeviceMesh, where: str) -> object:
+def place(value: object, entry: object, mesh: DeviceMesh, where: str, convert: Convert | None = None) -> object:
     """Return ``value`` with its tensors in the placements of ``entry``.
+
+    Args:
+        value: a tensor, or a structure of them.
+        entry: placements in the same structure.
+        mesh: the mesh of the placements.
+        where: the boundary's name; a tensor inside of a structure has its path appended.
+        convert: what brings one tensor to its placements, :func:`bring` unless given.
 
     Raises:
         PlanError: the structure of ``entry`` does not fit the value, naming the boundary.
     """
     if entry is None or value is None:
         return value
+    if isinstance(entry, Repeat):
+        return place(map_tensors(entry.apply, value), entry.entry, mesh, where, convert)
     if is_placements(entry):
-        return _place_tensor(value, normalize(entry, mesh, where), mesh, where)
+        return _place_tensor(value, normalize(entry, mesh, where), mesh, where, convert)
     if isinstance(entry, Mapping):
-        return _place_fields(value, entry, mesh, where)
+        return _place_fields(value, entry, mesh, where, convert)
     if not isinstance(value, tuple | list):
         if len(entry) == 1:  # a module with one output may be written as a list of one
-            return place(value, entry[0], mesh, where)
+            return place(value, entry[0], mesh, where, convert)
         raise PlanError(f"{where}: the plan has {len(entry)} entries, but the value is one {type(value).__name__}")
     if len(entry) > len(value):
         raise PlanError(f"{where}: the plan has {len(entry)} entries, but there are {len(value)} values")
-    placed = [place(v, e, mesh, f"{where} [{i}]") for i, (v, e) in enumerate(zip(value, entry, strict=False))]
-    return _rebuild_sequence(value, [*placed, *value[len(entry) :]])
+    pairs = enumerate(zip(value, entry, strict=False))
+    placed = [place(v, e, mesh, f"{where} [{i}]", convert) for i, (v, e) in pairs]
+    return rebuild_sequence(value, [*placed, *value[len(entry) :]])
 
 
-def _place_tensor(value: object, placements: tuple[Placement, ...], mesh: DeviceMesh, where: str) -> DTensor:
+def _place_tensor(
+    value: object, placements: tuple[Placement, ...], mesh: DeviceMesh, where: str, convert: Convert | None
+) -> Tensor:
     if not isinstance(value, Tensor):
         raise PlanError(f"{where}: the plan gives placements {placements}, but the value is a {type(value).__name__}")
-    return bring(value, on_shape(placements, value.shape, where), mesh)
+    placements = on_shape(placements, value.shape, where)
+    return bring(value, placements, mesh) if convert is None else convert(value, placements, where)
 
 
 class _PinGradient(torch.autograd.Function):
@@ -126,15 +147,15 @@ class _PinGradient(torch.autograd.Function):
         return grad.redistribute(placements=ctx.placements)
 
 
-def _place_fields(value: object, entry: Mapping, mesh: DeviceMesh, where: str) -> object:
-    fields = _fields(value)
+def _place_fields(value: object, entry: Mapping, mesh: DeviceMesh, where: str, convert: Convert | None) -> object:
+    fields = fields_of(value)
     if fields is None:
         raise PlanError(f"{where}: the plan names {sorted(entry)}, but the value is a {type(value).__name__}")
     missing = [name for name in entry if name not in fields]
     if missing:
         raise PlanError(f"{where}: no field {missing[0]!r}; fields are {sorted(map(str, fields))}")
-    placed = {name: place(fields[name], inner, mesh, f"{where} {name!r}") for name, inner in entry.items()}
-    return _rebuild_fields(value, placed)
+    placed = {name: place(fields[name], inner, mesh, f"{where} {name!r}", convert) for name, inner in entry.items()}
+    return rebuild_fields(value, placed)
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: object) -> object:
@@ -151,20 +172,20 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: object) -> object:
     if isinstance(value, tuple | list):
         mapped = [map_tensors(fn, item) for item in value]
         changed = any(new is not old for new, old in zip(mapped, value, strict=True))
-        return _rebuild_sequence(value, mapped) if changed else value
-    new_fields = {name: map_tensors(fn, field) for name, field in (_fields(value) or {}).items()}
-    changed_fields = {name: new for name, new in new_fields.items() if new is not _fields(value)[name]}
-    return _rebuild_fields(value, changed_fields) if changed_fields else value
+        return rebuild_sequence(value, mapped) if changed else value
+    new_fields = {name: map_tensors(fn, field) for name, field in (fields_of(value) or {}).items()}
+    changed_fields = {name: new for name, new in new_fields.items() if new is not fields_of(value)[name]}
+    return rebuild_fields(value, changed_fields) if changed_fields else value
 
 
-def _fields(value: object) -> Mapping | None:
+def fields_of(value: object) -> Mapping | None:
     """Return the named parts of a dataclass or a dict; a class that is both (Hugging Face's outputs) is a dataclass."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
     return value if isinstance(value, Mapping) else None
 
 
-def _rebuild_fields(value: object, changed: Mapping) -> object:
+def rebuild_fields(value: object, changed: Mapping) -> object:
     if dataclasses.is_dataclass(value):
         return dataclasses.replace(value, **changed)
     new = copy.copy(value)
@@ -172,7 +193,7 @@ def _rebuild_fields(value: object, changed: Mapping) -> object:
     return new
 
 
-def _rebuild_sequence(value: Sequence, items: list) -> Sequence:
+def rebuild_sequence(value: Sequence, items: list) -> Sequence:
     return type(value)(items) if type(value) in (tuple, list) else type(value)(*items)  # a named tuple takes them apart
 
 
@@ -231,23 +252,102 @@ def _by_name(where: str, signature: inspect.Signature, entries: Mapping[str, obj
     return known | ({variable[0]: extra} if extra else {})
 
 
-def install_inputs(module: nn.Module, plan: InputPlan, mesh: DeviceMesh) -> None:
-    """Convert the inputs of ``module`` on every call."""
-    nothing = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
+@dataclass
+class Phase:
+    """How boundaries convert at the moment. All boundaries of a parallelized module share one.
 
-    def convert(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        bound = plan.signature.bind(*args, **kwargs)
-        for argument, entry in plan.arguments.items():
-            kind = plan.signature.parameters[argument].kind
-            if argument in bound.arguments or kind in nothing:  # else the default stays
-                value = bound.arguments.get(argument, nothing.get(kind))
-                bound.arguments[argument] = place(value, entry, mesh, f"{plan.where} {argument!r}")
+    Attributes:
+        convert: None in eager mode, see :func:`place`. In static mode what converts local tensors.
+    """
+
+    convert: Convert | None = None
+
+
+class InputBoundary:
+    """Forward pre-hook that converts the arguments of a module."""
+
+    def __init__(self, plan: InputPlan, mesh: DeviceMesh, phase: Phase):
+        self.plan, self.mesh, self.phase = plan, mesh, phase
+        self.simple = _simple_arguments(plan, mesh)
+
+    def __deepcopy__(self, memo: dict) -> InputBoundary:
+        return InputBoundary(self.plan, self.mesh, copy.deepcopy(self.phase, memo))
+
+    def __call__(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self.phase.convert is None or self.simple is None:
+            return self._convert_any(args, kwargs)
+        for position, name, entry, where in self.simple:
+            if position < len(args):
+                value = self._convert(args[position], entry, where)
+                args = (*args[:position], value, *args[position + 1 :])
+            elif name in kwargs:
+                kwargs = {**kwargs, name: self._convert(kwargs[name], entry, where)}
+        return args, kwargs
+
+    def _convert(self, value: object, entry: object, where: str) -> object:
+        if type(value) is Tensor and type(entry) is tuple:
+            return self.phase.convert(value, entry, where)
+        return place(value, entry, self.mesh, where, self.phase.convert)
+
+    def _convert_any(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        bound = self.plan.signature.bind(*args, **kwargs)
+        for argument, entry in self.plan.arguments.items():
+            kind = self.plan.signature.parameters[argument].kind
+            if argument in bound.arguments or kind in VARIABLE:  # else the default stays
+                value = bound.arguments.get(argument, VARIABLE.get(kind))
+                where = f"{self.plan.where} {argument!r}"
+                bound.arguments[argument] = place(value, entry, self.mesh, where, self.phase.convert)
         return bound.args, bound.kwargs
 
-    module.register_forward_pre_hook(convert, with_kwargs=True)
+
+VARIABLE = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
 
 
-def install_outputs(module: nn.Module, name: str, entry: object, mesh: DeviceMesh) -> None:
+def _simple_arguments(plan: InputPlan, mesh: DeviceMesh) -> list[tuple[int, str, object, str]] | None:
+    """Return position, name, entry and place of the planned arguments; None where ``*args`` or ``**kwargs`` is planned.
+
+    A position past all arguments stands for one that is passed by name only.
+    """
+    parameters = list(plan.signature.parameters.values())
+    if any(plan.signature.parameters[argument].kind in VARIABLE for argument in plan.arguments):
+        return None
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    far = 1 << 30
+    found = []
+    for name, entry in plan.arguments.items():
+        if entry is not None:
+            where = f"{plan.where} {name!r}"
+            alone = is_placements(entry) and not isinstance(entry, Repeat)
+            entry = normalize(entry, mesh, where) if alone else entry
+            found.append((positional.index(name) if name in positional else far, name, entry, where))
+    return found
+
+
+class OutputBoundary:
+    """Forward hook that converts what a module returns."""
+
+    def __init__(self, name: str, entry: object, mesh: DeviceMesh, phase: Phase):
+        self.entry, self.mesh, self.phase = entry, mesh, phase
+        self.where = f"{name}.output" if name else "output"
+        alone = entry[0] if isinstance(entry, list) and len(entry) == 1 and not is_placements(entry) else entry
+        is_alone = is_placements(alone) and not isinstance(alone, Repeat)
+        self.alone = normalize(alone, mesh, self.where) if is_alone else None
+        self.name = name
+
+    def __deepcopy__(self, memo: dict) -> OutputBoundary:
+        return OutputBoundary(self.name, self.entry, self.mesh, copy.deepcopy(self.phase, memo))
+
+    def __call__(self, _module: nn.Module, _args: tuple, output: object) -> object:
+        if type(output) is Tensor and self.phase.convert is not None and self.alone is not None:
+            return self.phase.convert(output, self.alone, self.where)
+        return place(output, self.entry, self.mesh, self.where, self.phase.convert)
+
+
+def install_inputs(module: nn.Module, plan: InputPlan, mesh: DeviceMesh, phase: Phase) -> None:
+    """Convert the inputs of ``module`` on every call."""
+    module.register_forward_pre_hook(InputBoundary(plan, mesh, phase), with_kwargs=True)
+
+
+def install_outputs(module: nn.Module, name: str, entry: object, mesh: DeviceMesh, phase: Phase) -> None:
     """Convert what ``module`` returns on every call."""
-    where = f"{name}.output" if name else "output"
-    module.register_forward_hook(lambda _module, _args, output: place(output, entry, mesh, where))
+    module.register_forward_hook(OutputBoundary(name, entry, mesh, phase))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
+from vescale.dtensor import InterleavedShard, RaggedShard
+
 from ._resolve import resolve
 
 __all__ = ["TensorLayout", "describe"]
@@ -37,7 +39,7 @@ class TensorLayout:
         name: fully qualified name.
         shape: global shape.
         placements: one per mesh axis.
-        local_shape: shape of the largest shard, the one on coordinate 0 of every axis.
+        local_shape: shape of the largest shard; of even ones, that on coordinate 0 of every axis.
         itemsize: bytes of an element.
     """
 
@@ -53,12 +55,12 @@ class TensorLayout:
         return math.prod(self.local_shape) * self.itemsize
 
     def __str__(self) -> str:
-        placements = " ".join(f"S({p.dim})" if isinstance(p, Shard) else "R" for p in self.placements)
+        placements = " ".join(map(_short, self.placements))
         return f"{self.name}  {list(self.shape)} {placements} -> {list(self.local_shape)}"
 
 
 def describe(
-    module: nn.Module, axes: Mapping[str, int], plan: Mapping[str, Mapping[str, object]]
+    module: nn.Module, axes: Mapping[str, int], plan: Mapping[str, object], *, allow_empty: bool = False
 ) -> tuple[TensorLayout, ...]:
     """Return the layout of every parameter of ``module`` under ``plan``; tied parameters once.
 
@@ -68,18 +70,19 @@ def describe(
         module: the module that would be parallelised.
         axes: mesh axes and their sizes in mesh order, such as ``{"tp": 4}``.
         plan: as in :func:`parallelize_module`.
+        allow_empty: as in :func:`parallelize_module`.
 
     Raises:
         PlanError: as :func:`parallelize_module` would.
 
     Example:
         >>> plan = {"parameter": {r"0\\.weight": {"tp": Shard(0)}}}
-        >>> for layout in describe(nn.Sequential(nn.Linear(8, 6)), {"tp": 4}, plan):
+        >>> for layout in describe(nn.Sequential(nn.Linear(8, 6)), {"tp": 3}, plan):
         ...     print(layout)
         0.weight  [6, 8] S(0) -> [2, 8]
         0.bias  [6] R -> [6]
     """
-    tensors = resolve(module, _Axes(tuple(axes), tuple(axes.values())), plan).tensors
+    tensors = resolve(module, _Axes(tuple(axes), tuple(axes.values())), plan, allow_empty=allow_empty).tensors
     return tuple(
         TensorLayout(
             name,
@@ -92,9 +95,23 @@ def describe(
     )
 
 
+def _short(placement: Placement) -> str:
+    if isinstance(placement, InterleavedShard):
+        return f"S({placement.dim}/{placement.k})"
+    if isinstance(placement, RaggedShard):
+        return f"Ragged{placement.local_units}"
+    return f"S({placement.dim})" if isinstance(placement, Shard) else "R"
+
+
 def _largest_shard(shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: list[int]) -> tuple[int, ...]:
     local = list(shape)
     for placement, size in zip(placements, sizes, strict=True):
-        if isinstance(placement, Shard):
+        if isinstance(placement, RaggedShard):
+            count = len(placement.dims)
+            numel = math.prod(local[:count])
+            local = [max(placement.rows(numel, coord)[1] for coord in range(size)), *local[count:]]
+        elif isinstance(placement, InterleavedShard):
+            local[placement.dim] = placement.k * -(-local[placement.dim] // placement.k // size)
+        elif isinstance(placement, Shard):
             local[placement.dim] = -(-local[placement.dim] // size)
     return tuple(local)

@@ -21,34 +21,41 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.hooks import RemovableHandle
 
 from . import _torch
-from ._boundary import as_dtensor, is_plain, map_tensors, to_plain
-from ._params import sync_gradients
+from ._boundary import as_dtensor, is_plain
+from ._gradients import GradientSync
+from ._hooks import OwnHook
 from .errors import ImplicitRedistributionError
 
-__all__ = ["install_eager"]
+__all__ = ["EagerScope", "hook_scope"]
 
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 
 
 @dataclass
-class _Scope:
-    """Which modules of one parallelised model are running. A model and its copies share it: one runs at a time.
+class EagerScope:
+    """Which modules of one parallelised model are running.
 
     Attributes:
         allow_implicit: whether operators may communicate on their own.
+        sync: reduces partial gradients.
+        attaches: whether parameters get the gradient hooks of ``sync`` when the outermost module is entered.
         path: names of the modules whose forward is running, outermost first.
         contexts: what is undone when the outermost of them ends.
     """
 
     allow_implicit: bool
+    sync: GradientSync
+    attaches: bool = True
     path: list[str] = field(default_factory=list)
     contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def enter(self, module: nn.Module, name: str) -> None:
         if not self.path:
-            sync_gradients(module)
+            if self.attaches:
+                self.sync.attach(module)
             self.contexts.enter_context(_Mixing(self))
             if not self.allow_implicit:
                 self.contexts.enter_context(_torch.explicit_redistribution())
@@ -68,7 +75,7 @@ class _Scope:
 class _Mixing(TorchFunctionMode):
     """Wrap plain tensors that meet a DTensor in a call."""
 
-    def __init__(self, scope: _Scope):
+    def __init__(self, scope: EagerScope):
         super().__init__()
         self.scope = scope
 
@@ -119,7 +126,7 @@ def _check_destination(func: Callable, args: tuple, kwargs: dict, sharded: list[
     )
 
 
-def _implicit(func: Callable, arguments: tuple, scope: _Scope) -> ImplicitRedistributionError:
+def _implicit(func: Callable, arguments: tuple, scope: EagerScope) -> ImplicitRedistributionError:
     operands = [leaf for leaf in _torch.tree_leaves(arguments) if isinstance(leaf, DTensor)]
     shown = ", ".join(f"{tuple(t.shape)} {tuple(t.placements)}" for t in operands)
     key = re.escape(f"{scope.path[-1]}.input" if scope.path and scope.path[-1] else "input")
@@ -133,18 +140,24 @@ def _name(func: Callable) -> str:
     return resolve_name(func) or getattr(func, "__name__", repr(func))
 
 
-def install_eager(module: nn.Module, *, allow_implicit: bool) -> None:
-    """Run ``module`` with DTensor activations and return plain tensors from it where one device would.
+def hook_scope(module: nn.Module, name: str, scope: EagerScope) -> list[RemovableHandle]:
+    """Run ``module`` and its parts with DTensor activations until the handles are removed.
 
-    Outputs that are replicated come back as plain tensors, partial ones are reduced first; sharded ones stay DTensors.
+    Args:
+        module: the module; ``scope`` is entered by the outermost part of it that is called.
+        name: its name in the parallelized model, ``""`` for the model itself.
+        scope: of the parallelized model.
     """
-    scope = _Scope(allow_implicit)
-    for name, part in module.named_modules():
+    handles = []
+    for inner, part in module.named_modules():
         if not isinstance(part, nn.ModuleList | nn.ModuleDict):  # nobody calls these
-            _install_scope(part, name, scope)
-    module.register_forward_hook(lambda _module, _args, output: map_tensors(to_plain, output))
+            path = ".".join(filter(None, (name, inner)))
+            handles += _hook_part(part, path, scope)
+    return handles
 
 
-def _install_scope(part: nn.Module, name: str, scope: _Scope) -> None:
-    part.register_forward_pre_hook(lambda module, _args: scope.enter(module, name), prepend=True)
-    part.register_forward_hook(lambda _module, _args, _output: scope.leave(name), always_call=True)
+def _hook_part(part: nn.Module, name: str, scope: EagerScope) -> list[RemovableHandle]:
+    return [
+        part.register_forward_pre_hook(OwnHook(lambda module, _args: scope.enter(module, name)), prepend=True),
+        part.register_forward_hook(OwnHook(lambda _module, _args, _output: scope.leave(name)), always_call=True),
+    ]

@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from ._attributes import Attributes, attribute_names, attribute_values, show_value, tails
 from ._boundary import InputPlan, plan_inputs
 from ._experts import check_experts
 from ._params import check_ties
-from ._placements import MeshAxes, check_entry, normalize, on_shape
+from ._placements import MeshAxes, check_entry, check_shards, normalize, on_shape
 from .errors import PlanError
 
 __all__ = ["ResolvedPlan", "resolve"]
 
-SECTIONS = ("parameter", "forward", "expert")
+ATTRIBUTE_SECTIONS = ("attribute", "local_attribute")
+SECTIONS = ("parameter", "forward", "expert", *ATTRIBUTE_SECTIONS, "eager", "local")
 SIDES = ("input", "output")
 
 
@@ -35,12 +37,21 @@ class ResolvedPlan:
         inputs: module name -> what the plan says of its arguments.
         outputs: module name -> what the plan says of its outputs, as written.
         experts: module name -> placements of its expert dim.
+        attributes: module name -> attribute path -> the value that the module sees in every mode.
+        local_attributes: the same, seen only while the module runs on local tensors.
+        eager: names of the modules that run in eager mode inside a static model.
+        local: module name -> what the plan says of its arguments, and of its outputs, as a local region; None for what
+            it says nothing of.
     """
 
     tensors: dict[str, tuple[Placement, ...]] = field(default_factory=dict)
     inputs: dict[str, InputPlan] = field(default_factory=dict)
     outputs: dict[str, object] = field(default_factory=dict)
     experts: dict[str, tuple[Placement, ...]] = field(default_factory=dict)
+    attributes: Attributes = field(default_factory=dict)
+    local_attributes: Attributes = field(default_factory=dict)
+    eager: tuple[str, ...] = ()
+    local: dict[str, tuple[InputPlan | None, object]] = field(default_factory=dict)
 
     def lines(self) -> Iterator[str]:
         """Yield one line per entry, the same on every rank that resolved the same plan."""
@@ -48,17 +59,32 @@ class ResolvedPlan:
         yield from (f"forward {plan.where}: {plan.arguments}" for plan in self.inputs.values())
         yield from (f"forward {name}.output: {entry}" for name, entry in self.outputs.items())
         yield from (f"expert {name}: {placements}" for name, placements in self.experts.items())
+        for section, values in zip(ATTRIBUTE_SECTIONS, (self.attributes, self.local_attributes), strict=True):
+            for name, paths in values.items():
+                yield from (f"{section} {_join(name, path)}: {show_value(value)}" for path, value in paths.items())
+        yield from (f"eager {name}" for name in self.eager)
+        for name, (inputs, output) in self.local.items():
+            yield f"local {name}: input {inputs and inputs.arguments}, output {output}"
 
 
-def resolve(module: nn.Module, mesh: MeshAxes, plan: Mapping[str, Mapping[str, object]]) -> ResolvedPlan:
+def resolve(
+    module: nn.Module, mesh: MeshAxes, plan: Mapping[str, object], *, allow_empty: bool = False
+) -> ResolvedPlan:
     """Match every key of ``plan`` against the names in ``module``.
 
     Names of parts that live on other pipeline stages (listed in ``absent_fqns`` of the stub that took their place)
     count as known, so that one plan serves all stages.
 
+    Args:
+        module: real or deferred, of plain tensors.
+        mesh: its axes and their sizes.
+        plan: as for :func:`parallelize_module`.
+        allow_empty: accept shards of a parameter that leave a rank without any of it.
+
     Raises:
         PlanError: unknown section, key that matches nothing (with the nearest names), two keys that disagree about one
-            tensor or boundary, axis, dim or argument that does not exist, ties placed in two ways.
+            tensor, boundary or attribute, axis, dim or argument that does not exist, a parameter that cannot be cut as
+            planned or not without empty shards, ties placed in two ways, boundaries inside a local region.
     """
     unknown = [section for section in plan if section not in SECTIONS]
     if unknown:
@@ -70,11 +96,17 @@ def resolve(module: nn.Module, mesh: MeshAxes, plan: Mapping[str, Mapping[str, o
     for name, entry in _match("expert", plan.get("expert", {}), modules, absent).items():
         experts[name] = normalize(entry, mesh, f"expert {name!r}")
         check_experts(name, modules[name], experts[name], mesh)
-    tensors = _resolve_tensors(module, mesh, plan.get("parameter", {}), absent, experts)
+    tensors = _resolve_tensors(module, mesh, plan.get("parameter", {}), absent, experts, allow_empty=allow_empty)
     check_ties(module, tensors)
     inputs, outputs = (_resolve_side(side, mesh, plan.get("forward", {}), modules, absent) for side in SIDES)
     inputs = {name: plan_inputs(modules[name], name, entry) for name, entry in inputs.items()}
-    return ResolvedPlan(tensors, inputs, outputs, experts)
+    attributes, local_attributes = (
+        _resolve_attributes(section, mesh, plan.get(section, {}), modules, absent) for section in ATTRIBUTE_SECTIONS
+    )
+    eager = _resolve_eager(plan.get("eager", ()), modules, absent)
+    local = _resolve_local(mesh, plan.get("local", {}), modules, absent)
+    _check_regions(local, {"expert": experts, "forward": [*inputs, *outputs], "eager": eager, "local": local})
+    return ResolvedPlan(tensors, inputs, outputs, experts, attributes, local_attributes, eager, local)
 
 
 def _resolve_tensors(
@@ -83,6 +115,8 @@ def _resolve_tensors(
     keys: Mapping[str, object],
     absent: set[str],
     experts: Mapping[str, tuple[Placement, ...]],
+    *,
+    allow_empty: bool,
 ) -> dict[str, tuple[Placement, ...]]:
     """Return the placements of every parameter, and of the buffers that a key names."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -103,7 +137,11 @@ def _resolve_tensors(
                 )
     replicated = (Replicate(),) * mesh.ndim
     tensors.update({name: replicated for name in parameters if name not in tensors})
-    return {name: on_shape(p, known[name].shape, f"parameter {name!r}") for name, p in tensors.items()}
+    for name, placements in tensors.items():
+        shape, where = known[name].shape, f"parameter {name!r}"
+        tensors[name] = on_shape(placements, shape, where)
+        check_shards(tensors[name], shape, mesh, where, allow_empty=allow_empty)
+    return tensors
 
 
 def _resolve_side(
@@ -119,6 +157,53 @@ def _resolve_side(
     for boundary, entry in matched.items():
         check_entry(entry, mesh, boundary)
     return {names[boundary]: entry for boundary, entry in matched.items()}
+
+
+def _resolve_attributes(
+    section: str, mesh: MeshAxes, keys: Mapping[str, object], modules: Mapping[str, nn.Module], absent: set[str]
+) -> Attributes:
+    """Return the values of a section of attributes, by module and path."""
+    if not keys:
+        return {}
+    known = attribute_names(modules)
+    absent_names = {_join(name, tail) for key in keys for tail in tails(key) for name in absent}
+    return attribute_values(section, _match(section, keys, known, absent_names), known, mesh)
+
+
+def _resolve_eager(keys: object, modules: Mapping[str, nn.Module], absent: set[str]) -> tuple[str, ...]:
+    """Return the names of the modules that stay in eager mode, in the order of the module."""
+    if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
+        raise PlanError(f"section 'eager' is a list of regexes of module names, such as ['layers.0.moe']; got {keys!r}")
+    matched = _match("eager", dict.fromkeys(keys), modules, absent)
+    return tuple(name for name in modules if name in matched)
+
+
+def _resolve_local(
+    mesh: MeshAxes, keys: Mapping[str, object], modules: Mapping[str, nn.Module], absent: set[str]
+) -> dict[str, tuple[InputPlan | None, object]]:
+    """Return ``{module name: (input plan, output entry)}`` of the local regions."""
+    local = {}
+    for name, entry in _match("local", keys, modules, absent).items():
+        if not isinstance(entry, Mapping) or not entry or not entry.keys() <= set(SIDES):
+            raise PlanError(f"local {name!r}: expected {{'input': entry, 'output': entry}}, got {entry!r}")
+        for side in entry:
+            check_entry(entry[side], mesh, f"local {_join(name, side)}")
+        given = entry.get("input")
+        local[name] = (None if given is None else plan_inputs(modules[name], name, given), entry.get("output"))
+    return local
+
+
+def _check_regions(local: Mapping[str, object], sections: Mapping[str, Iterable[str]]) -> None:
+    """Refuse entries inside a local region, whose tensors say nothing of their placements."""
+    for region in local:
+        prefix = f"{region}." if region else ""
+        for section, names in sections.items():
+            inside = next((name for name in names if name != region and name.startswith(prefix)), None)
+            if inside is not None:
+                raise PlanError(
+                    f"{section} entry for {inside!r} lies inside the local region {region!r}, which runs on local "
+                    "tensors; move the entry out of it, or make the region smaller"
+                )
 
 
 def _join(name: str, leaf: str) -> str:

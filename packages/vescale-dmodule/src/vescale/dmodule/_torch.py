@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _distributed_c10d as _c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "Collectives",
+    "accumulates",
+    "backward_number",
     "explicit_redistribution",
+    "flat_group",
+    "hook_keys",
+    "in_backward",
     "is_implicit_redistribution",
+    "local_of",
+    "module_table",
     "no_function_modes",
+    "on_backward_end",
     "plain_operands_replicated",
+    "post_accumulate_hooks",
     "tensor_hooks",
     "tensor_tables",
     "tree_leaves",
     "tree_map",
+    "without_hooks",
+    "wrap_like",
 ]
 
 
@@ -62,3 +78,145 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], di
 def tensor_hooks(tensor: Tensor) -> Iterable[object]:
     """Return the gradient hooks registered on a tensor."""
     return (tensor._backward_hooks or {}).values()
+
+
+def local_of(tensor: DTensor) -> Tensor:
+    """Return the local tensor that a DTensor wraps, without autograd."""
+    return tensor._local_tensor
+
+
+def wrap_like(local: Tensor, like: DTensor) -> DTensor:
+    """Return ``local`` as a DTensor with the layout and shape of ``like``, without autograd."""
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def in_backward() -> bool:
+    """Tell whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def post_accumulate_hooks(tensor: Tensor) -> Iterable[object]:
+    """Return the hooks that run when a tensor's gradient has been accumulated."""
+    return (tensor._post_accumulate_grad_hooks or {}).values()
+
+
+@contextlib.contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Take the gradient hooks off some leaf tensors while the context lasts."""
+    hooked = [t for t in tensors if t._backward_hooks or t._post_accumulate_grad_hooks]
+    kept = [(t, t._backward_hooks, t._post_accumulate_grad_hooks) for t in hooked]
+    for tensor in hooked:
+        # None would leave the second as it is
+        tensor._backward_hooks, tensor._post_accumulate_grad_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for tensor, before, after in kept:
+            tensor._backward_hooks = OrderedDict() if before is None else before
+            tensor._post_accumulate_grad_hooks = OrderedDict() if after is None else after
+
+
+class Collectives:
+    """Collectives of one process group on plain tensors, outside autograd, complete on return.
+
+    A compiler sees the functional operators. Otherwise the process group itself is called, as ``torch.distributed``
+    does after its checks of arguments, which take as long as the call. Complex tensors take the functional way too.
+
+    Arguments are contiguous; results are new, contiguous tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group, self.name, self.size = group, group.group_name, group.size()
+        self.gather_options, self.reduce_options = _c10d.AllgatherOptions(), {}
+        self.scatter_options, self.exchange_options = {}, _c10d.AllToAllOptions()
+        self.gather_options.asyncOp = self.exchange_options.asyncOp = False
+        for name, op in _REDUCE_OPS.items():
+            self.reduce_options[name], self.scatter_options[name] = dist.AllreduceOptions(), dist.ReduceScatterOptions()
+            for options in (self.reduce_options[name], self.scatter_options[name]):
+                options.reduceOp, options.asyncOp = op, False
+
+    def all_gather(self, local: Tensor) -> Tensor:
+        """Return the tensors of all ranks, of one or more dims, one after the other along the first."""
+        if torch.compiler.is_compiling() or local.is_complex():
+            came = torch.ops._c10d_functional.all_gather_into_tensor(local.resolve_conj(), self.size, self.name)
+            return torch.ops._c10d_functional.wait_tensor(came)
+        out = local.new_empty((self.size * local.size(0), *local.shape[1:]))
+        _arrive(self.group._allgather_base(out, local, self.gather_options))
+        return out
+
+    def all_reduce(self, local: Tensor, op: str) -> Tensor:
+        """Return the reduced tensor."""
+        if torch.compiler.is_compiling() or local.is_complex():
+            came = torch.ops._c10d_functional.all_reduce(local.resolve_conj(), op, self.name)
+            return torch.ops._c10d_functional.wait_tensor(came)
+        out = local.clone(memory_format=torch.contiguous_format)
+        _arrive(self.group.allreduce([out], self.reduce_options[op]))
+        return out
+
+    def reduce_scatter(self, parts: Tensor, op: str, shape: tuple[int, ...]) -> Tensor:
+        """Return this rank's reduced part, of ``shape``; ``parts`` has those of all ranks one after the other."""
+        if torch.compiler.is_compiling() or parts.is_complex():
+            came = torch.ops._c10d_functional.reduce_scatter_tensor(parts.resolve_conj(), op, self.size, self.name)
+            return torch.ops._c10d_functional.wait_tensor(came).view(shape)
+        out = parts.new_empty(shape)
+        _arrive(self.group._reduce_scatter_base(out, parts, self.scatter_options[op]))
+        return out
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """Return what each rank has for this one; the first dim of ``parts`` and of the result counts the ranks."""
+        if torch.compiler.is_compiling() or parts.is_complex():
+            splits = [1] * self.size
+            came = torch.ops._c10d_functional.all_to_all_single(parts.resolve_conj(), splits, splits, self.name)
+            return torch.ops._c10d_functional.wait_tensor(came)
+        out = torch.empty_like(parts)
+        _arrive(self.group.alltoall_base(out, parts, [], [], self.exchange_options))
+        return out
+
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+def _arrive(work: dist.Work | None) -> None:
+    if work is not None:  # some backends are done when they return
+        work.wait()
+
+
+def flat_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
+    """Return the ranks that differ from this one along ``axes`` only, the first axis outermost.
+
+    The mesh keeps the group of several axes, so all callers share one.
+    """
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    return mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]._flatten().get_group()
+
+
+def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the table of the children that ``module`` itself holds; changing it changes the module."""
+    return module._modules
+
+
+def hook_keys(tensor: Tensor) -> list[int]:
+    """Return the keys of the gradient hooks and of the post-accumulate hooks registered on a tensor, in this order."""
+    return [*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ())]
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Tell whether the running backward adds to ``leaf.grad``; False where ``torch.autograd.grad`` asked for it."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:  # how torch says that the gradient of this leaf is captured
+        return False
+
+
+def backward_number() -> int:
+    """Return the number of the backward pass that is running in this thread, -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward pass has computed everything, before it returns to the user.
+
+    The pass alone keeps ``callback`` alive: after an exception it is freed without a call.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

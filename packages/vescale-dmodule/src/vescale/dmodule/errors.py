@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from vescale.dtensor import ImplicitRedistributionError
 
-__all__ = ["ImplicitRedistributionError", "PlanError"]
+__all__ = ["ImplicitRedistributionError", "NotLocalFriendlyError", "PlanError"]
 
 
 class PlanError(ValueError):
     """A module plan that does not fit the module, the mesh, or what a module was called with."""
+
+
+class NotLocalFriendlyError(RuntimeError):
+    """A module whose own code gives something else on local tensors than on DTensors, in static or compiled mode."""

@@ -12,17 +12,17 @@ from vescale.dtensor import is_deferred, materialize
 
 from ._agree import check_agreement
 from ._boundary import install_inputs, install_outputs
-from ._eager import install_eager
+from ._execution import MODES, Execution
 from ._experts import install_experts
 from ._params import distribute
 from ._resolve import resolve
+from ._static import set_attributes
 from .errors import PlanError
 
 __all__ = ["parallelize_module"]
 
 logger = logging.getLogger("vescale.dmodule")
 
-MODES = ("eager",)
 MARK = "_vescale_parallelized"
 
 
@@ -33,6 +33,7 @@ def parallelize_module(
     *,
     mode: str = "eager",
     allow_implicit: bool = False,
+    allow_empty: bool = False,
 ) -> nn.Module:
     """Shard ``module`` in place over ``mesh`` as ``plan`` says and return it.
 
@@ -73,8 +74,8 @@ def parallelize_module(
         raise ValueError(f"this {type(module).__name__} is parallelised already; build a new one to change the plan")
     if not mesh.mesh_dim_names:
         raise PlanError("the mesh has no axis names; give init_device_mesh(..., mesh_dim_names=('tp',))")
-    resolved = resolve(module, mesh, plan)
-    check_agreement([*resolved.lines(), f"allow_implicit: {allow_implicit}"], mesh)
+    resolved = resolve(module, mesh, plan, allow_empty=allow_empty)
+    check_agreement([*resolved.lines(), f"mode: {mode}", f"allow_implicit: {allow_implicit}"], mesh)
     setattr(module, MARK, True)
     if mesh.size() == 1:
         if is_deferred(module):
@@ -83,13 +84,22 @@ def parallelize_module(
 
     distribute(module, mesh, resolved.tensors)
     modules = dict(module.named_modules(remove_duplicate=False))
+    execution = Execution(
+        mesh,
+        allow_implicit=allow_implicit,
+        eager=(*resolved.eager, *resolved.experts),
+        local_attributes=resolved.local_attributes,
+        mode=mode,
+    )
+    for name, changes in resolved.attributes.items():
+        set_attributes(modules[name], changes)
     for name, placements in resolved.experts.items():
         install_experts(modules[name], placements, mesh)
     for name, inputs in resolved.inputs.items():
-        install_inputs(modules[name], inputs, mesh)
+        install_inputs(modules[name], inputs, mesh, execution.phase)
     for name, entry in resolved.outputs.items():
-        install_outputs(modules[name], name, entry, mesh)
-    install_eager(module, allow_implicit=allow_implicit)
+        install_outputs(modules[name], name, entry, mesh, execution.phase)
+    execution.attach(module)
     num_sharded = sum(any(p.is_shard() for p in placements) for placements in resolved.tensors.values())
     logger.info("parallelised %s over %s: %d sharded tensors", type(module).__name__, mesh, num_sharded)
     return module

@@ -1,8 +1,29 @@
-"""Ready plans for Hugging Face model families."""
+"""Ready plans for Hugging Face model families, and the pieces that they, and plans of your own, are made of."""
 
+from ._build import Plan, block, column, experts, merge, row, sequence, vocab
 from ._families import FAMILIES, plan_for
-from .gpt2 import gpt2
-from .llama import llama
-from .mixtral import mixtral
+from .gpt import gpt2, gpt_neox
+from .llama import llama, olmo2
+from .mixture import mixtral, qwen2_moe, qwen3_moe
+from .phi3 import phi3
 
-__all__ = ["FAMILIES", "gpt2", "llama", "mixtral", "plan_for"]
+__all__ = [
+    "FAMILIES",
+    "Plan",
+    "block",
+    "column",
+    "experts",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "merge",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "plan_for",
+    "qwen2_moe",
+    "qwen3_moe",
+    "row",
+    "sequence",
+    "vocab",
+]

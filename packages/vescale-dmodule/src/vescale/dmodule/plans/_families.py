@@ -7,18 +7,31 @@ from collections.abc import Callable
 from torch import nn
 
 from ..errors import PlanError
-from ._parts import Plan
-from .gpt2 import gpt2
-from .llama import llama
-from .mixtral import mixtral
+from ._build import Plan
+from .gpt import gpt2, gpt_neox
+from .llama import llama, olmo2
+from .mixture import mixtral, qwen2_moe, qwen3_moe
+from .phi3 import phi3
 
 __all__ = ["FAMILIES", "plan_for"]
 
 # Hugging Face's config.model_type -> plan
-FAMILIES: dict[str, Callable[..., Plan]] = {"mixtral": mixtral, "llama": llama, "mistral": llama, "gpt2": gpt2}
-
-# what each rank holds a whole number of
-DIVIDED = ("num_attention_heads", "num_key_value_heads", "num_local_experts")
+FAMILIES: dict[str, Callable[..., Plan]] = {
+    "gemma2": llama,
+    "gemma3_text": llama,
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "llama": llama,
+    "mistral": llama,
+    "mixtral": mixtral,
+    "olmo2": olmo2,
+    "phi3": phi3,
+    "qwen2": llama,
+    "qwen2_moe": qwen2_moe,
+    "qwen3": llama,
+    "qwen3_moe": qwen3_moe,
+}
+MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
 
 
 def plan_for(
@@ -27,19 +40,25 @@ def plan_for(
     axis: str = "tp",
     degree: int | None = None,
     sequence_parallel: bool = False,
+    replicate_attention: bool = False,
+    expert_axis: str | None = None,
     family: str | None = None,
 ) -> Plan:
     """Return the ready plan of a Hugging Face model, by its ``config.model_type``.
 
     Args:
-        model: a model with a ``config``; only attributes of the config are read.
+        model: a causal language model with a ``config``; only attributes of the config are read.
         axis: name of the tensor-parallel mesh axis.
-        degree: size of that axis; given, heads and experts are checked to divide over it.
+        degree: size of that axis; given, heads and experts are checked to divide over it, and key-value heads that are
+            fewer than ranks are repeated.
         sequence_parallel: shard activations between layers over the sequence.
+        replicate_attention: compute all heads on every rank, for head counts that do not divide.
+        expert_axis: mesh axis over which experts are spread; by default ``axis``.
         family: a key of ``FAMILIES``, for models whose config names another type.
 
     Raises:
-        PlanError: no ready plan for the family, or heads or experts that do not divide.
+        PlanError: no ready plan for the family, heads or experts that do not divide, or an expert axis for a model
+            without experts.
 
     Example:
         >>> plan = plan_for(model, degree=2)                        # doctest: +SKIP
@@ -51,10 +70,14 @@ def plan_for(
             f"no ready plan for {type(model).__name__} (model type {name!r}); ready are {', '.join(sorted(FAMILIES))}; "
             "give a plan of your own, or family= for a model with the same names"
         )
-    for attribute in DIVIDED if degree and FAMILIES[name] is not gpt2 else ():
-        count = getattr(config, attribute, None)
-        if isinstance(count, int) and count % degree:
-            raise PlanError(
-                f"{attribute} is {count}, which {axis}={degree} ranks do not divide; use a degree that divides it"
-            )
-    return FAMILIES[name](axis=axis, sequence_parallel=sequence_parallel)
+    make = FAMILIES[name]
+    if expert_axis is not None and make not in MIXTURES:
+        raise PlanError(f"expert_axis is {expert_axis!r}, but a model of type {name!r} has no experts")
+    return make(
+        config,
+        axis=axis,
+        degree=degree,
+        sequence_parallel=sequence_parallel,
+        replicate_attention=replicate_attention,
+        **({} if expert_axis is None else {"expert_axis": expert_axis}),
+    )

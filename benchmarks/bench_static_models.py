@@ -1,0 +1,159 @@
+"""What a whole tiny LLaMA or Mixtral of Hugging Face costs on one rank: static mode against hand-written parallelism.
+
+As `static_overhead`, with unmodified models: one process of four on a fake process group, processor time, tensor and
+sequence parallelism; forward and backward, and the same with fused AdamW. Hand-written: local shards in place of the
+parameters and a hook per boundary, see `huggingface`. Mixtral's tokens are dealt to the experts in turn.
+
+Before anything is timed, every case is compared with one device on four gloo ranks in float64, as the router routes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import huggingface
+import torch
+import torch.distributed as dist
+from cases import MODES, Case, check_repeats, check_same, describe_traffic, refusal
+from handwritten import reduce_shared
+from measure import Result
+from targets import Target, Targets, processor_time_in_turns
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from vescale.dmodule import parallelize_module, plans
+from vescale.dtensor import init_device_mesh
+from vescale_testing import keep_float64, run_ranks
+
+WORLD, BATCH, SEQ, VOCABULARY = 4, 2, 32, 256
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+HAND, STOCK = "hand-written", "stock"
+COMPILED = {"vescale compile": "vescale static"}  # case -> what it compiles
+OPTIMIZER = "with AdamW, "
+
+
+def run(num_rounds: int) -> Result:
+    """Measure in this process, after a comparison of values on forked gloo ranks."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    names = run_ranks(_check_values, WORLD, timeout=300)[0]
+    seconds: dict[str, list[float]] = {}
+    reference: dict[str, str] = {}
+    collectives: dict[str, str] = {}
+    notes = [
+        "values compared with one device on gloo ranks in float64: " + ", ".join(names),
+        "stock has no style for experts: in its Mixtral they are the hand-written ones",
+    ]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    try:
+        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+        for family in huggingface.FAMILIES:
+            cases = {name: make() for name, make in _cases(family, mesh, notes, balanced=True).items()}
+            for name, case in cases.items():
+                case.step()
+                collectives[f"{family}, {name}"] = describe_traffic(case, compiled=name in COMPILED)
+                if COMPILED.get(name) in cases:
+                    check_repeats(name, case, cases[COMPILED[name]])
+            steps = {f"{family}, {name}": case.step for name, case in cases.items()}
+            steps |= {f"{family}, {OPTIMIZER}{name}": _with_optimizer(case) for name, case in cases.items()}
+            seconds |= processor_time_in_turns(steps, num_rounds=num_rounds)
+            reference |= {name: f"{family}, {OPTIMIZER if OPTIMIZER in name else ''}{HAND}" for name in steps}
+    finally:
+        dist.destroy_process_group()
+    shape = f"{SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, {BATCH} x {SEQ} tokens"
+    title = f"Forward and backward of tiny models on one rank, {shape}, tp {WORLD}, sequence parallel, processor time"
+    return Targets(
+        title,
+        HAND,
+        seconds,
+        reference,
+        tuple(target for family in huggingface.FAMILIES for target in _targets(family)),
+        {"communicates": collectives},
+        tuple(dict.fromkeys(notes)),
+    )
+
+
+def _targets(family: str) -> list[Target]:
+    return [
+        target
+        for prefix in (f"{family}, ", f"{family}, {OPTIMIZER}")
+        for target in (
+            Target(f"{prefix}vescale static", f"{prefix}{HAND}", at_most=1.15),
+            Target(f"{prefix}{STOCK}", f"{prefix}vescale static", at_least=3.5),
+        )
+    ]
+
+
+def _with_optimizer(case: Case) -> Callable[[], None]:
+    groups = [
+        {"params": [p for p in case.model.parameters() if isinstance(p, DTensor) is distributed]}
+        for distributed in (False, True)  # one fused kernel does not take both
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-4, fused=True)
+
+    def step() -> None:
+        case.step()
+        optimizer.step()
+
+    return step
+
+
+def _cases(family: str, mesh: DeviceMesh, notes: list[str], *, balanced: bool) -> dict[str, Callable[[], Case]]:
+    """Return what makes each case; a mode that this version does not have is left out, with a note."""
+    group = mesh.get_group()
+
+    def build() -> nn.Module:
+        return huggingface.build(family, balanced=balanced, **SIZES)
+
+    def hand() -> Case:
+        model, shared = huggingface.by_hand(build(), group)
+        return _case(model, lambda: reduce_shared(shared, group))
+
+    def stock() -> Case:
+        model = huggingface.parallelize_as_stock(build(), mesh)
+        routers = [layer.mlp.gate.weight for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+        return _case(model, (lambda: reduce_shared(routers, group)) if routers else lambda: None)
+
+    cases: dict[str, Callable[[], Case]] = {HAND: hand, STOCK: stock}
+    for mode in MODES:
+        if reason := refusal(mode, mesh):
+            notes.append(f"vescale {mode} left out: {reason}")
+        else:
+            cases[f"vescale {mode}"] = lambda mode=mode: _vescale(build(), mesh, mode)
+    return cases
+
+
+def _vescale(model: nn.Module, mesh: DeviceMesh, mode: str) -> Case:
+    plan = plans.plan_for(model, degree=mesh.size(), sequence_parallel=True)
+    return _case(parallelize_module(model, mesh, plan, mode=mode))
+
+
+def _case(model: nn.Module, after: Callable[[], None] = lambda: None) -> Case:
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
+    return Case(model, lambda: model(input_ids=tokens, labels=tokens).loss, after=after)
+
+
+def _check_values() -> list[str]:
+    """Compare every case that is not compiled with one device, on this rank of a real group; return their names."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    torch.set_default_dtype(torch.float64)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    names: list[str] = []
+    for family in huggingface.FAMILIES:
+        reference = _case(huggingface.build(family, **SIZES))
+        for name, make in _cases(family, mesh, [], balanced=False).items():
+            if name not in COMPILED:
+                with keep_float64():  # Hugging Face's norms, router and loss ask for float32
+                    check_same(f"{family}, {name}", make(), reference)
+                names.append(name)
+    return list(dict.fromkeys(names))

@@ -1,0 +1,210 @@
+"""What a transformer block costs on one rank: static and compiled execution against hand-written tensor parallelism.
+
+One process of four, on a fake process group: collectives return at once, so what is timed is the work of one rank's
+Python and C++ per operator. The blocks are small for the same reason. Tensor parallel over four ranks with sequence
+parallelism, forward and backward. Times are processor time.
+
+Cases:
+- hand-written: plain local tensors, an autograd function per boundary, see `handwritten`
+- stock: `torch.distributed.tensor.parallel`, with local outputs as in torch's tutorial, and with DTensors throughout
+- stock compiled: `torch.compile` of each block of the former
+- vescale in its modes
+
+Before anything is timed, every case's output and gradients are compared with one device's on four gloo ranks in
+float64. On the fake group, where values mean nothing but repeat, compiled cases are compared with what they compile,
+and what every case communicates is counted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from blocks import BLOCKS, parallelize_as_stock, plan, stack
+from cases import MODES, Case, check_repeats, check_same, describe_traffic, refusal
+from counting import Traffic, traffic
+from handwritten import by_hand, reduce_shared
+from measure import Result
+from targets import Target, Targets, processor_time_in_turns
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from vescale.dmodule import parallelize_module
+from vescale.dtensor import init_device_mesh
+from vescale_testing import run_ranks
+
+WORLD, BATCH, SEQ, HIDDEN, HEADS = 4, 2, 32, 128, 8
+DEPTHS = (1, 4)  # blocks in a row: alone, and where what is paid once per model is shared
+REPEATS = 4  # steps in a round
+
+HAND, STOCK, STOCK_DTENSOR, STOCK_COMPILED = "hand-written", "stock", "stock, DTensors throughout", "stock compiled"
+COMPILED = {STOCK_COMPILED: STOCK, "vescale compile": "vescale static"}  # case -> what it compiles
+
+
+def run(num_rounds: int) -> Result:
+    """Measure in this process, after a comparison of values on forked gloo ranks."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    names = run_ranks(_check_values, WORLD, timeout=300)[0]
+    seconds: dict[str, list[float]] = {}
+    reference: dict[str, str] = {}
+    collectives: dict[str, str] = {}
+    notes = ["values compared with one device on gloo ranks in float64: " + ", ".join(names)]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    try:
+        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+        for group in [(block, depth) for block in BLOCKS for depth in DEPTHS]:
+            title = f"{group[0]} block" if group[1] == 1 else f"{group[1]} {group[0]} blocks"
+            steps, counts = _prepare(*group, mesh, notes)
+            times = processor_time_in_turns(steps, num_rounds=num_rounds, repeats=REPEATS)
+            for case in times:
+                seconds[f"{title}, {case}"] = times[case]
+                reference[f"{title}, {case}"] = f"{title}, {HAND}"
+                collectives[f"{title}, {case}"] = counts[case]
+    finally:
+        dist.destroy_process_group()
+    shape = f"{BATCH} x {SEQ} x {HIDDEN}, {HEADS} heads, tp {WORLD}, sequence parallel, float32"
+    return Targets(
+        f"Forward and backward of blocks on one rank, {shape}, processor time",
+        HAND,
+        seconds,
+        reference,
+        _targets(),
+        {"communicates": collectives},
+        tuple(dict.fromkeys(notes)),
+    )
+
+
+def _targets() -> tuple[Target, ...]:
+    titles = [f"{name} block" for name in BLOCKS] + [f"{DEPTHS[1]} {name} blocks" for name in BLOCKS]
+    bounds = [(f"{title}, ", f"{title}, vescale static") for title in titles]
+    return tuple(
+        target
+        for group, static in bounds
+        for target in (
+            Target(static, group + HAND, at_most=1.15),
+            Target(group + STOCK, static, at_least=3.5),
+            Target(group + STOCK_DTENSOR, static, at_least=3.5),
+        )
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ cases
+
+
+def _cases(block: str, depth: int, mesh: DeviceMesh, notes: list[str]) -> dict[str, Callable[[], Case]]:
+    """Return what makes each case; a mode that this version does not have is left out, with a note."""
+    group = mesh.get_group()
+
+    def build() -> nn.Sequential:
+        return stack(BLOCKS[block], depth, hidden=HIDDEN, num_heads=HEADS, seq=SEQ)
+
+    def hand() -> Case:
+        model, shared = by_hand(build(), group)
+        return _case(model, _local(mesh), after=lambda: reduce_shared(shared, group))
+
+    def stock(*, local_outputs: bool) -> Case:
+        inputs = _local(mesh) if local_outputs else _sharded(mesh)
+        return _case(parallelize_as_stock(build(), mesh, local_outputs=local_outputs), inputs)
+
+    def stock_compiled() -> Case:
+        case = stock(local_outputs=True)
+        for part in case.model:
+            part.compile()
+        return case
+
+    cases = {
+        HAND: hand,
+        STOCK: lambda: stock(local_outputs=True),
+        STOCK_DTENSOR: lambda: stock(local_outputs=False),
+        STOCK_COMPILED: stock_compiled,
+    }
+    for mode in MODES:
+        if reason := refusal(mode, mesh):
+            notes.append(f"vescale {mode} left out: {reason}")
+        else:
+            cases[f"vescale {mode}"] = lambda mode=mode: _case(
+                parallelize_module(build(), mesh, plan(), mode=mode), _sharded(mesh)
+            )
+    return cases
+
+
+def _case(model: nn.Module, inputs: tuple[Tensor, Tensor], after: Callable[[], None] = lambda: None) -> Case:
+    x, gradient = inputs
+    return Case(model, lambda: model(x), gradient, {"x": x}, after)
+
+
+def _inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, gradient = (torch.randn(BATCH, SEQ, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x.to(torch.get_default_dtype()), gradient.to(torch.get_default_dtype())
+
+
+def _local(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of the input, a leaf, and of the output's gradient."""
+    x, gradient = (whole.chunk(mesh.size(), 1)[mesh.get_local_rank()].clone() for whole in _inputs())
+    return x.requires_grad_(), gradient
+
+
+def _sharded(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Return the same as DTensors."""
+    x, gradient = (DTensor.from_local(local.detach(), mesh, [Shard(1)]) for local in _local(mesh))
+    return x.requires_grad_(), gradient
+
+
+# ------------------------------------------------------------------------------------------------------------ checks
+
+
+def _prepare(
+    block: str, depth: int, mesh: DeviceMesh, notes: list[str]
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
+    """Make and check the cases of one group on the fake process group; return their steps and what they communicate."""
+    cases: dict[str, Case] = {}
+    for name, make in _cases(block, depth, mesh, notes).items():
+        try:
+            case = make()
+            case.step()
+        except Exception as error:
+            if name != STOCK_COMPILED:
+                raise
+            notes.append(f"{name} does not run: {type(error).__name__}: {str(error).splitlines()[0]}")
+        else:
+            cases[name] = case
+    for name in [name for name, source in COMPILED.items() if name in cases and source in cases]:
+        check_repeats(name, cases[name], cases[COMPILED[name]])
+    _check_traffic(cases)
+    counts = {name: describe_traffic(case, compiled=name in COMPILED) for name, case in cases.items()}
+    return {name: case.step for name, case in cases.items()}, counts
+
+
+def _check_traffic(cases: dict[str, Case]) -> None:
+    """Stop where static mode gathers or scatters other than the hand-written code; it may bucket all-reduces."""
+    if "vescale static" not in cases:
+        return
+
+    def boundaries(log: Traffic) -> tuple:
+        return tuple((kind, log.count.get(kind), log.sent_bytes.get(kind)) for kind in ("all_gather", "reduce_scatter"))
+
+    hand, static = (traffic(cases[name].step) for name in (HAND, "vescale static"))
+    if boundaries(hand) != boundaries(static):
+        raise RuntimeError(f"the same boundaries should communicate the same: hand-written {hand}, static {static}")
+
+
+def _check_values() -> list[str]:
+    """Compare every case that is not compiled with one device, on this rank of a real group; return their names."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    torch.set_default_dtype(torch.float64)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    names: list[str] = []
+    for block in BLOCKS:
+        alone = stack(BLOCKS[block], 2, hidden=HIDDEN, num_heads=HEADS, seq=SEQ)
+        x, gradient = _inputs()
+        reference = _case(alone, (x.requires_grad_(), gradient))
+        for name, make in _cases(block, 2, mesh, []).items():
+            if name not in COMPILED:
+                check_same(name, make(), reference)
+                names.append(name)
+    return list(dict.fromkeys(names))

@@ -1,0 +1,93 @@
+"""A whole training step of a LLaMA, hidden 1024, tensor parallel over two processes: static and compiled against stock.
+
+Real kernels and real communication (gloo), one thread per process: forward, backward and AdamW. Stock is
+`torch.distributed.tensor.parallel` with the same matrices sharded and the same boundaries. All cases start from the same
+weights and train on the same tokens; the run stops if their losses differ. Times are of the clock: ranks wait for each
+other, so run this where nothing else runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import huggingface
+import torch
+from cases import MODES, refusal
+from measure import Result, time_in_turns
+from targets import Target, Targets
+from torch import nn
+
+from vescale.dmodule import parallelize_module, plans
+from vescale.dtensor import init_device_mesh
+from vescale_testing import run_ranks
+
+WORLD, BATCH, SEQ, VOCABULARY = 2, 1, 128, 1024
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": SEQ,
+}
+STOCK = "stock"
+CHECKED_STEPS = 3
+
+
+def run(num_rounds: int) -> Result:
+    """Measure on two forked gloo processes."""
+    seconds, notes = run_ranks(_on_each_rank, WORLD, num_rounds, timeout=900)[0]
+    shape = f"{SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, {BATCH} x {SEQ} tokens, float32, AdamW"
+    targets = (
+        Target("vescale static", STOCK, at_most=1.0),
+        Target("vescale compile", "vescale static", at_most=1.0),
+    )
+    title = f"Training step of a LLaMA on {WORLD} gloo ranks, sequence parallel ({shape})"
+    return Targets(title, STOCK, seconds, dict.fromkeys(seconds, STOCK), targets, notes=tuple(notes))
+
+
+def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], list[str]]:
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    notes: list[str] = []
+    steps = {STOCK: _step(huggingface.parallelize_as_stock(_model(), mesh))}
+    for mode in MODES:
+        if reason := refusal(mode, mesh):
+            notes.append(f"vescale {mode} left out: {reason}")
+            continue
+        model = _model()
+        plan = plans.plan_for(model, degree=WORLD, sequence_parallel=True)
+        steps[f"vescale {mode}"] = _step(parallelize_module(model, mesh, plan, mode=mode))
+    notes.append(_check_same_losses({name: [step() for _ in range(CHECKED_STEPS)] for name, step in steps.items()}))
+    return time_in_turns(steps, num_rounds=num_rounds, num_warmup=1), notes
+
+
+def _model() -> nn.Module:
+    return huggingface.build("LLaMA", **SIZES)
+
+
+def _step(model: nn.Module) -> Callable[[], float]:
+    tokens = torch.randint(VOCABULARY, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def _check_same_losses(losses: dict[str, list[float]]) -> str:
+    """Return a line that names the losses of the first steps; stop where two cases differ, or where nothing is learnt."""
+    expected = losses[STOCK]
+    for name, actual in losses.items():
+        if any(abs(a - e) > 1e-4 * e for a, e in zip(actual, expected, strict=True)):
+            raise RuntimeError(f"{name} does not train the same model: losses {actual}, stock {expected}")
+    if not expected[-1] < expected[0]:
+        raise RuntimeError(f"the model learns nothing in {CHECKED_STEPS} steps: losses {expected}")
+    return "same losses in all cases: " + ", ".join(f"{loss:.4f}" for loss in expected)

@@ -1,0 +1,112 @@
+"""What the benchmarks of parallel modules share: modes that this version has, and comparisons between cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from counting import num_collectives, traffic
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from vescale.dmodule import parallelize_module
+
+__all__ = ["MODES", "Case", "check_repeats", "check_same", "describe_traffic", "refusal"]
+
+MODES = ("eager", "static", "compile")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A parallelized model and what a step does with it.
+
+    Attributes:
+        model: the model.
+        forward: runs it and returns what backward starts from.
+        gradient: of that; None for a loss.
+        leaves: tensors besides the parameters that need a gradient, by name.
+        after: what a step does after backward.
+    """
+
+    model: nn.Module
+    forward: Callable[[], Tensor]
+    gradient: Tensor | None = None
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    after: Callable[[], None] = lambda: None
+
+    def step(self) -> Tensor:
+        """Run forward and backward once from empty gradients and return the output."""
+        self.model.zero_grad()
+        for leaf in self.leaves.values():
+            leaf.grad = None
+        output = self.forward()
+        output.backward(self.gradient)
+        self.after()
+        return output.detach()
+
+    def results(self) -> dict[str, Tensor]:
+        """Run a step and return the output and all gradients by name."""
+        output = self.step()
+        named = {**self.leaves, **dict(self.model.named_parameters())}
+        return {"output": output, **{name: leaf.grad for name, leaf in named.items()}}
+
+
+def refusal(mode: str, mesh: DeviceMesh) -> str | None:
+    """Return why `parallelize_module` has no such mode, or None."""
+    try:
+        parallelize_module(nn.Linear(1, 1), mesh, {}, mode=mode)
+    except ValueError as error:
+        if str(error).startswith("mode is"):
+            return str(error)
+        raise
+    return None
+
+
+def check_same(name: str, case: Case, reference: Case, *, bound: float = 1e-10) -> None:
+    """Compare a case with one device, on every rank of a real group, in two steps (static mode's first is a trial).
+
+    Raises:
+        RuntimeError: the output or a gradient is off by more than `bound` of the largest value; all ranks raise alike.
+    """
+    expected = reference.results()
+    # of the largest of all: some gradients are zero but for rounding, such as that of a bias of attention's keys
+    largest = max(value.abs().max() for value in expected.values())
+    for attempt in range(2):
+        actual = case.results()
+        for key, value in expected.items():
+            distance = (_whole(actual[key], value) - value).abs().max() / largest
+            if not distance < bound:
+                raise RuntimeError(f"{name}, step {attempt}: {key} is off by {distance:.1e} of the largest value")
+
+
+def _whole(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor of the shape of `like`, of which `tensor` is whole, a DTensor or this rank's part."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    if tensor.shape == like.shape:
+        return tensor
+    dim = next(dim for dim in range(like.ndim) if tensor.shape[dim] != like.shape[dim])
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts, dim)
+
+
+def check_repeats(name: str, compiled: Case, plain: Case) -> None:
+    """Stop where a compiled step gives other values than the step that it compiles, in this process.
+
+    On a fake process group, too: its collectives are functions of their input.
+    """
+    actual, expected = compiled.results(), plain.results()
+    for key, value in expected.items():
+        new, old = (t.to_local() if isinstance(t, DTensor) else t for t in (actual[key], value))
+        torch.testing.assert_close(new, old, rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{name}, {key}: {text}")
+
+
+def describe_traffic(case: Case, *, compiled: bool) -> str:
+    """Return what a step of a case communicates, as text; without the bytes where it is compiled."""
+    if compiled:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(num_collectives(case.step).items()))
+    return str(traffic(case.step))

@@ -1,0 +1,100 @@
+"""A table whose ratios are to a case of the same group, with the bounds that they should keep.
+
+A benchmark with groups (one per model, say) names for every case the one that counts as 1. A target bounds the ratio of
+the medians of two cases; the table says of each whether this run met it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from measure import Result
+
+__all__ = ["Target", "Targets", "processor_time_in_turns"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on median(case) / median(reference).
+
+    Attributes:
+        case: name of a case.
+        reference: name of another.
+        at_most: upper bound, or None.
+        at_least: lower bound, or None.
+    """
+
+    case: str
+    reference: str
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def line(self, medians: dict[str, float]) -> str:
+        """Return the target, the ratio of this run and whether it keeps the bound."""
+        bound = f"at most {self.at_most}" if self.at_least is None else f"at least {self.at_least}"
+        what = f"{self.case} / {self.reference}, {bound}"
+        if missing := [name for name in (self.case, self.reference) if name not in medians]:
+            return f"- {what}: not measured, there is no {' and no '.join(missing)}"
+        ratio = medians[self.case] / medians[self.reference]
+        met = ratio <= self.at_most if self.at_least is None else ratio >= self.at_least
+        return f"- {what}: {ratio:.2f}, {'met' if met else 'MISSED'}"
+
+
+@dataclass(frozen=True)
+class Targets(Result):
+    """Times of cases in groups.
+
+    Attributes:
+        reference: for every case, the one that counts as 1.
+        targets: bounds, of which the table says whether they are kept.
+        remarks: further columns by case: column name -> case -> text.
+        notes: lines below the table, such as what was left out and why.
+    """
+
+    reference: dict[str, str] = field(default_factory=dict)
+    targets: tuple[Target, ...] = ()
+    remarks: dict[str, dict[str, str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def table(self) -> str:
+        """Return a markdown table of medians, spreads and ratios, then the targets and the notes."""
+        more = list(self.remarks)
+        lines = [
+            " | ".join(["| case", "median, ms", "middle half, ms", f"ratio to {self.baseline}", *more]) + " |",
+            "|---|---:|---:|---:|" + "---|" * len(more),
+        ]
+        medians = {case: statistics.median(seconds) for case, seconds in self.seconds.items()}
+        for case, seconds in self.seconds.items():
+            low, median, high = statistics.quantiles(seconds, n=4)
+            ratio = median / medians[self.reference[case]]
+            cells = [case, f"{1e3 * median:.2f}", f"{1e3 * low:.2f} to {1e3 * high:.2f}", f"{ratio:.2f}"]
+            lines.append("| " + " | ".join([*cells, *(self.remarks[name].get(case, "") for name in more)]) + " |")
+        below = [target.line(medians) for target in self.targets] + [f"- {note}" for note in self.notes]
+        return "\n".join([*lines, "", *below] if below else lines)
+
+
+def processor_time_in_turns(
+    cases: dict[str, Callable[[], object]], *, num_rounds: int, repeats: int = 1, num_warmup: int = 2
+) -> dict[str, list[float]]:
+    """Run all cases once per round and return the processor seconds of one repeat, without the first rounds.
+
+    For one process that waits for nobody: there processor time is all there is, and other programs change it least.
+
+    Args:
+        cases: by name.
+        num_rounds: that are measured.
+        repeats: calls of a case in a row in a round; their mean counts.
+        num_warmup: rounds before, that fill caches.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for round_ in range(num_warmup + num_rounds):
+        for name, case in cases.items():
+            start = time.process_time()
+            for _ in range(repeats):
+                case()
+            if round_ >= num_warmup:
+                seconds[name].append((time.process_time() - start) / repeats)
+    return seconds

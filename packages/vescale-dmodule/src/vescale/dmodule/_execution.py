@@ -1,0 +1,159 @@
+"""How a parallelized module runs: its mode, for the whole and for parts of it, and what its hooks share."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from ._boundary import Phase, map_tensors, to_plain
+from ._eager import EagerScope, hook_scope
+from ._gradients import GradientSync
+from ._hooks import hook_calls
+from ._static import StaticProgram
+from .errors import PlanError
+
+__all__ = ["MODES", "Execution"]
+
+MODES = ("eager", "static")
+
+
+class Execution:
+    """What the hooks of one parallelized module share.
+
+    A deep copy of the module gets an execution of its own with the same modes; it installs its hooks when it is first called.
+
+    Attributes:
+        mesh: the mesh of the plan.
+        phase: what boundaries do at the moment.
+        scope: which modules run in eager mode at the moment.
+        sync: reduces partial gradients.
+        local_attributes: module name -> attribute -> value that it has on local tensors.
+        modes: mode by module name; the nearest owner with a mode decides. The root has one always.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        allow_implicit: bool,
+        eager: tuple[str, ...] = (),
+        local_attributes: Mapping[str, Mapping[str, object]] | None = None,
+        mode: str = "eager",
+    ):
+        self.mesh, self.phase, self.sync = mesh, Phase(), GradientSync()
+        self.scope = EagerScope(allow_implicit, self.sync)
+        self.local_attributes = dict(local_attributes or {})
+        self.modes: dict[str, str] = {"": mode} | dict.fromkeys(eager, "eager")
+        self.root: nn.Module | None = None
+        self.program: StaticProgram | None = None
+        self.parts: list[StaticProgram] = []
+        self.handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: dict) -> Execution:
+        new = Execution(self.mesh, allow_implicit=self.scope.allow_implicit, local_attributes=self.local_attributes)
+        new.modes = dict(self.modes)
+        memo[id(self)] = new
+        memo[id(self.phase)] = new.phase
+        return new
+
+    def attach(self, root: nn.Module) -> None:
+        """Hook the whole module; called once, also copies keep these two hooks."""
+        root.register_forward_pre_hook(_Entry(self), prepend=True, with_kwargs=True)
+        root.register_forward_hook(_Exit(self), always_call=True)
+        self.install(root)
+
+    # --------------------------------------------------------------------------------------------- modes
+
+    def set_mode(self, mode: str, patterns: tuple[str, ...]) -> None:
+        """Change the mode of the whole, or of the parts whose names match.
+
+        Raises:
+            ValueError: unknown mode.
+            PlanError: a pattern that matches no module, or static parts inside a static part.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; this version has {', '.join(map(repr, MODES))}")
+        names = [name for name, _ in self.root.named_modules()]
+        changed = {}
+        for pattern in patterns:
+            matched = [name for name in names if name and re.fullmatch(pattern, name)]
+            if not matched:
+                raise PlanError(f"no module matches {pattern!r}; modules are {', '.join(names[1:9])}, ...")
+            changed |= dict.fromkeys(matched, mode)
+        self.modes |= changed if patterns else {"": mode}
+        self.install(self.root)
+
+    def install(self, root: nn.Module) -> None:
+        """Install the hooks for the modes that are set."""
+        self._remove()
+        self.root = root
+        modules = dict(root.named_modules())
+        eager = frozenset(name for name in self.modes if name and self.modes[name] == "eager" and name in modules)
+        if self.modes[""] != "eager":
+            self.program = StaticProgram(self, "", root, eager, is_root=True)
+            self.program.install()
+            return
+        self.handles += hook_scope(root, "", self.scope)
+        for name in self._static_parts(modules):
+            part = StaticProgram(self, name, modules[name], eager, is_root=False)
+            part.install()
+            self.handles += hook_calls(modules[name], part.enter, part.leave)
+            self.parts.append(part)
+
+    def _static_parts(self, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+        """Yield the outermost parts that are static inside of an eager whole."""
+        static = [name for name in self.modes if name and self.modes[name] != "eager" and name in modules]
+        for name in static:
+            if not any(name.startswith(f"{other}.") for other in static):
+                yield name
+
+    def _remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for program in (*self.parts, *([self.program] if self.program else [])):
+            program.remove()
+        self.handles, self.parts, self.program = [], [], None
+
+    # --------------------------------------------------------------------------------------------- calls
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Begin a call of the whole module."""
+        if self.root is not module:  # a copy, called for the first time
+            self.install(module)
+            if self.program is None:
+                self.scope.enter(module, "")  # its hook comes too late for this call
+        return None if self.program is None else self.program.enter(module, args, kwargs)
+
+    def leave(self, module: nn.Module, args: tuple, output: object) -> object:
+        """End a call of the whole module: replicated results become plain tensors, partial ones are reduced first."""
+        if self.program is not None:
+            left = self.program.leave(module, args, output)
+            output = output if left is None else left
+        return None if output is None else map_tensors(to_plain, output)
+
+
+class _Entry:
+    def __init__(self, execution: Execution):
+        self.execution = execution
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        return self.execution.enter(module, args, kwargs)
+
+    def __deepcopy__(self, memo: dict) -> _Entry:
+        return _Entry(copy.deepcopy(self.execution, memo))
+
+
+class _Exit:
+    def __init__(self, execution: Execution):
+        self.execution = execution
+
+    def __call__(self, module: nn.Module, args: tuple, output: object) -> object:
+        return self.execution.leave(module, args, output)
+
+    def __deepcopy__(self, memo: dict) -> _Exit:
+        return _Exit(copy.deepcopy(self.execution, memo))

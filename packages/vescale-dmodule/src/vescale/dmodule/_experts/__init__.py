@@ -1,0 +1,35 @@
+"""Experts spread over ranks: what a plan says of them, how they run, and how they move.
+
+::
+
+    _entry      what the plan says, checked          _axes      what each mesh axis does
+    _region     one call of the module               _exchange  tokens to experts and back, planned and sent
+    _lists      experts called one by one            _state     what the module sees meanwhile
+    _allocate   which rank holds which expert        _migrate   experts and their optimizer state change place
+"""
+
+from ._allocate import Allocation, ExpertAllocator, LoadBalancingAllocator, StaticAllocator
+from ._entry import ExpertLayout, Experts, check_experts, plan_experts
+from ._exchange import AllToAll, Exchange, TokenDispatcher
+from ._install import install_experts
+from ._migrate import rebalance_experts, restore_experts
+from ._region import ExpertRegion, experts_region
+
+__all__ = [
+    "AllToAll",
+    "Allocation",
+    "Exchange",
+    "ExpertAllocator",
+    "ExpertLayout",
+    "ExpertRegion",
+    "Experts",
+    "LoadBalancingAllocator",
+    "StaticAllocator",
+    "TokenDispatcher",
+    "check_experts",
+    "experts_region",
+    "install_experts",
+    "plan_experts",
+    "rebalance_experts",
+    "restore_experts",
+]

@@ -1,0 +1,58 @@
+"""Attach the experts' region to a module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from ._allocate import initial_allocation
+from ._entry import ExpertLayout, plan_experts
+from ._lists import install_list
+from ._region import REGION, ExpertRegion, allocation_of
+
+__all__ = ["install_experts"]
+
+
+def install_experts(
+    module: nn.Module, layout: ExpertLayout | Sequence[Placement], mesh: DeviceMesh
+) -> ExpertRegion | None:
+    """Run ``module``, whose parameters are DTensors in ``layout.parameters``, on this rank's experts.
+
+    Args:
+        module: experts that :func:`plan_experts` has checked.
+        layout: its result, or the placements of the expert dim.
+        mesh: the mesh of the plan.
+
+    Returns:
+        The region, also found by :func:`experts_region`; None for experts that the model calls one by one.
+    """
+    if not isinstance(layout, ExpertLayout):
+        layout = plan_experts(type(module).__name__, module, list(layout), mesh)
+    if layout.kind == "list":
+        install_list(module, layout, mesh)
+        return None
+    region = ExpertRegion(layout, mesh, inspect.signature(module.forward))
+    vars(module)[REGION] = region
+    module.register_forward_pre_hook(region.enter, with_kwargs=True)
+    module.register_forward_hook(region.leave, always_call=True)
+    module.register_state_dict_pre_hook(_refuse_moved)
+    module.register_load_state_dict_pre_hook(_refuse_moved)
+    return region
+
+
+def _refuse_moved(module: nn.Module, *_: object) -> None:
+    """Refuse to read or write the parameters by expert while experts are not in order.
+
+    Raises:
+        RuntimeError: with the way out.
+    """
+    layout = vars(module)[REGION].layout
+    if allocation_of(module, layout) != initial_allocation(layout.num_experts):
+        raise RuntimeError(
+            f"the experts of this {type(module).__name__} were moved by rebalance_experts, so its tensors are not in "
+            "the order of one device; call restore_experts(model, optimizer) before state_dict() and load_state_dict()"
+        )

@@ -1,0 +1,183 @@
+"""Experts that the model calls one by one: ``for e in range(n): out += self.experts[e](x[rows of e])``.
+
+Each expert belongs to one rank of the axis. All ranks run the model's loop on the same tokens and call the same experts;
+in a call the owner computes and the others receive its output::
+
+    owner       x  ->  expert(x)      -> broadcast -> output
+    others      x  ->  expert(x[:0])  -> receive   -> output
+
+On the others the expert's own forward runs on no rows, with parameters that take no memory, which gives the shape and
+dtype of what comes. Bits are the owner's, so that all ranks take the same turns afterwards. The backward is the mirror
+image: the owner's gradient of ``x`` is broadcast.
+
+Two broadcasts per call: for many experts give the block a forward over ``(hidden_states, top_k_index, top_k_weights)``,
+which exchanges all tokens at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from vescale.dtensor import random
+
+from .. import _torch
+from .._boundary import map_tensors
+from ..errors import PlanError
+from ._axes import axes_of
+from ._collectives import join
+from ._entry import ExpertLayout
+from ._region import RANDOM
+from ._state import gradient_placements, local_shard
+from ._wrap import from_local, to_local
+
+__all__ = ["install_list"]
+
+
+def install_list(module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh) -> None:
+    """Let each expert in ``module``, an nn.ModuleList or nn.ModuleDict, run on its own rank."""
+    axis = layout.expert_axes[0]
+    per_rank = layout.num_experts // mesh.size(axis)
+    for position, (key, expert) in enumerate(module.named_children()):
+        one = _OneExpert(layout, mesh, key, position // per_rank)
+        expert.register_forward_pre_hook(one.enter, with_kwargs=True)
+        expert.register_forward_hook(one.leave, always_call=True)
+
+
+@dataclass(frozen=True)
+class _Call:
+    undo: contextlib.ExitStack
+    operands: tuple[Tensor, ...]
+    hidden: Tensor
+
+
+class _OneExpert:
+    """One expert of a list. Copies of the module share it: one of them runs at a time."""
+
+    def __init__(self, layout: ExpertLayout, mesh: DeviceMesh, key: str, owner: int):
+        self.layout, self.mesh, self.key, self.owner = layout, mesh, key, owner
+        self.axis = layout.expert_axes[0]
+        self.here = mesh.get_local_rank(self.axis) == owner
+        self.group = mesh.get_group(self.axis)
+        self._running: list[_Call] = []
+
+    def __deepcopy__(self, memo: dict) -> _OneExpert:  # process groups have no copies
+        return self
+
+    def enter(self, expert: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Forward pre-hook: bring the operands to the owner; the others keep no rows of them."""
+        hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if hidden is None or hidden.ndim == 0:
+            raise PlanError(f"expert {self.key!r} of a list was called without a tensor of rows")
+        if isinstance(hidden, DTensor) and any(not p.is_replicate() for p in hidden.placements):
+            raise PlanError(
+                f"expert {self.key!r} of a list was called with rows in placements {tuple(hidden.placements)}; which "
+                "rows an expert gets depends on the data, so bring the block's input to Replicate() by a boundary"
+            )
+        operands: list[Tensor] = []
+
+        def bring(value: Tensor) -> Tensor:
+            local = to_local(value, tuple(value.placements), self.mesh) if isinstance(value, DTensor) else value
+            if local.ndim == 0 or len(local) != len(hidden):
+                raise PlanError(f"expert {self.key!r} of a list was called with tensors of different numbers of rows")
+            operands.append(_ToOwner.apply(local, self.here, self.source, self.group))
+            return operands[-1]
+
+        args, kwargs = map_tensors(bring, (args, kwargs))
+        undo = contextlib.ExitStack()
+        operands += undo.enter_context(self._local_state(expert))
+        undo.enter_context(random.forbidden(RANDOM))
+        self._running.append(_Call(undo, tuple(operands), hidden))
+        return args, kwargs
+
+    def leave(self, _expert: nn.Module, _args: tuple, output: Tensor | None) -> Tensor | None:
+        """Forward hook, called always: give all ranks the owner's output."""
+        if not self._running:
+            return None
+        call = self._running.pop()
+        call.undo.close()
+        if output is None:  # the forward raised
+            return None
+        rows = len(call.hidden) if self.here else 0
+        if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != rows:
+            raise PlanError(f"expert {self.key!r} of a list must return one tensor with as many rows as it got")
+        output = join(output, *call.operands)
+        output = _FromOwner.apply(output, len(call.hidden), self.here, self.source, self.group)
+        if not isinstance(call.hidden, DTensor):
+            return output
+        return from_local(call.hidden, (Replicate(),) * self.mesh.ndim, self.mesh)(output)
+
+    @property
+    def source(self) -> int:
+        """The owner's rank in the world."""
+        return dist.get_global_rank(self.group, self.owner)
+
+    @contextlib.contextmanager
+    def _local_state(self, expert: nn.Module) -> Iterator[tuple[Tensor, ...]]:
+        """Show the expert its parameters: the owner its own, the others stand-ins of the same shape."""
+        grads = gradient_placements(self.layout, axes_of(self.layout.expert_axes, (), (Replicate(),) * self.mesh.ndim))
+        with contextlib.ExitStack() as undo:
+            local = []
+            for owner, part in expert.named_modules():
+                table, _ = _torch.tensor_tables(part)
+                shown = {}
+                for key, parameter in table.items():
+                    if parameter is not None:
+                        leaf = ".".join(filter(None, (self.key, owner, key)))
+                        shard = local_shard(parameter, grads[leaf])
+                        shown[key] = shard if self.here else _StandIn.apply(shard, tuple(parameter.shape))
+                undo.callback(table.update, dict(table))
+                table.update(shown)
+                local += shown.values()
+            yield tuple(local)
+
+
+class _ToOwner(torch.autograd.Function):
+    """Rows on the owner, no rows on the others; the gradient is the owner's on all of them."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, here: bool, source: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.here, ctx.source, ctx.group, ctx.like = here, source, group, (rows.shape, rows.dtype)
+        return rows.view_as(rows) if here else rows[:0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        shape, dtype = ctx.like
+        grad = grad.contiguous().clone() if ctx.here else grad.new_empty(shape, dtype=dtype)
+        dist.broadcast(grad, src=ctx.source, group=ctx.group)
+        return grad, None, None, None
+
+
+class _FromOwner(torch.autograd.Function):
+    """The owner's output on all ranks; its gradient, equal on all of them, goes to the owner."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, num_rows: int, here: bool, source: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.here = here
+        output = output.contiguous().clone() if here else output.new_empty((num_rows, *output.shape[1:]))
+        dist.broadcast(output, src=source, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grad if ctx.here else grad[:0], None, None, None, None
+
+
+class _StandIn(torch.autograd.Function):
+    """A tensor of the whole shape in place of an empty shard, without memory of its own."""
+
+    @staticmethod
+    def forward(ctx, shard: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.shape = shard.shape
+        return shard.new_zeros(()).expand(shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.shape), None

@@ -1,0 +1,278 @@
+"""Experts as a local region: each rank runs the module's own forward on its own experts.
+
+Which experts a rank computes for which tokens follows from how the tokens lie (``_axes``):
+
+    tokens replicated over the expert axes    masked: every rank sees all tokens; experts of other ranks become the index
+                                              ``num_local``, which the forward skips, with weight zero. The sum over the
+                                              ranks is the output. One all-reduce, no wait of the host.
+    tokens sharded over them                  exchanged: see ``_exchange``. One wait of the host, for the split sizes.
+
+Both give one device's values and gradients at every number of ranks: gradients of hidden states, weights and parameters
+are sums over the tokens, never means, and nothing is scaled by a number of ranks.
+
+The region works on local tensors and process groups. In eager mode its hooks unwrap DTensors and wrap the output; inside
+:meth:`ExpertRegion.on_local_tensors` they take and return plain local tensors in a layout that the caller declares.
+
+Random operators inside experts are refused: nothing says where the tokens of an expert lie in a global tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from vescale.dtensor import random
+
+from .. import _torch
+from ..errors import PlanError
+from ._allocate import Allocation, initial_allocation
+from ._axes import Axes, axes_of, lane_table
+from ._collectives import Group, add_rows, join, share, sum_ranks, take_rows
+from ._entry import ExpertLayout
+from ._exchange import Exchange, exchange_counts, route
+from ._state import gradient_placements, local_state
+from ._wrap import from_local, layout_of_tokens, to_local
+
+__all__ = ["ExpertRegion", "experts_region"]
+
+REGION = "_vescale_experts"
+ALLOCATION = "_vescale_allocation"
+LOADS = "_vescale_loads"
+RANDOM = "experts run on local tensors; move the random operator out of them"
+
+Placements = tuple[Placement, ...]
+
+
+def experts_region(module: nn.Module) -> ExpertRegion | None:
+    """Return the region of an experts module, None if it is none."""
+    return vars(module).get(REGION)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A forward that is running: what is undone at its end, what its output is to depend on, what becomes of it."""
+
+    undo: contextlib.ExitStack
+    operands: tuple[Tensor, ...]
+    finish: Callable[[Tensor], Tensor]
+
+
+class ExpertRegion:
+    """The experts of one module on the ranks of a mesh. Copies of the module share it: one of them runs at a time.
+
+    Attributes:
+        layout: what the plan says.
+        mesh: the ranks.
+        last_tokens: placements of the tokens in the last call; None before the first.
+    """
+
+    def __init__(self, layout: ExpertLayout, mesh: DeviceMesh, signature: inspect.Signature):
+        self.layout, self.mesh, self.signature = layout, mesh, signature
+        self.last_tokens: Placements | None = None
+        self._declared: Placements | None = None
+        self._running: list[_Call] = []
+        self._tables: dict[object, Tensor] = {}
+
+    def __deepcopy__(self, memo: dict) -> ExpertRegion:  # process groups have no copies
+        return self
+
+    # --------------------------------------------------------------------------------------------- for the caller
+
+    @contextlib.contextmanager
+    def on_local_tensors(self, tokens: Sequence[Placement]) -> Iterator[None]:
+        """Take plain tensors as this rank's part of tensors in the layout ``tokens``, and return such a part.
+
+        Gradients of the output are expected in that layout; those of hidden states and weights come in it, reduced.
+        Those of parameters come in :meth:`gradient_placements`.
+
+        Args:
+            tokens: one placement per mesh axis: ``Replicate()``, or anything sharded: each rank has its own tokens.
+        """
+        before, self._declared = self._declared, tuple(tokens)
+        try:
+            yield
+        finally:
+            self._declared = before
+
+    def run_local(
+        self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, tokens: Sequence[Placement]
+    ) -> Tensor:
+        """Run ``module`` on plain local tensors; see :meth:`on_local_tensors`.
+
+        Args:
+            module: the experts module that the region was installed on, or a copy of it.
+            hidden: (T, hidden), this rank's tokens.
+            index: (T, k) int64, experts of each token.
+            weights: (T, k), weight of each of them.
+            tokens: how the tokens lie on the mesh.
+        """
+        with self.on_local_tensors(tokens):
+            return module(hidden, index, weights)
+
+    def gradient_placements(self, tokens: Sequence[Placement]) -> dict[str, Placements]:
+        """Return the placements of the parameters' gradients, by name inside the module, for tokens that lie so."""
+        return gradient_placements(self.layout, self.axes(tokens))
+
+    def axes(self, tokens: Sequence[Placement]) -> Axes:
+        """Return what each mesh axis does for tokens that lie so."""
+        return axes_of(self.layout.expert_axes, self.layout.inner_axes, tokens)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of blocks that the experts are cut into."""
+        return math.prod(self.mesh.size(axis) for axis in self.layout.expert_axes)
+
+    @property
+    def num_local(self) -> int:
+        """Number of experts per rank."""
+        return self.layout.num_experts // self.num_ranks
+
+    def group(self, axes: Sequence[int]) -> Group:
+        """Return the ranks that differ from this one along ``axes`` only; None if there is no other."""
+        axes = [axis for axis in axes if self.mesh.size(axis) > 1]
+        return _torch.flat_group(self.mesh, axes) if axes else None
+
+    # --------------------------------------------------------------------------------------------- hooks
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Forward pre-hook: bring the operands to this rank's experts and show the module only those."""
+        bound = self.signature.bind(*args, **kwargs)
+        operands = tuple(bound.arguments[name] for name in self.layout.arguments)
+        wrap: Callable[[Tensor], Tensor] = _same
+        tokens = self._declared
+        if tokens is None or any(isinstance(operand, DTensor) for operand in operands):
+            tokens = layout_of_tokens(operands[0], self.mesh)
+            wrap = from_local(operands[0], tokens, self.mesh)
+            operands = tuple(to_local(operand, tokens, self.mesh) for operand in operands)
+        self.last_tokens = tokens
+        hidden, index, weights = operands
+        _check(hidden, index, weights, type(module).__name__)
+
+        axes = self.axes(tokens)
+        index = index.long()
+        self._count_loads(module, index)
+        summed = self.group(axes.summed)
+        hidden, weights = share(hidden, summed), share(weights, summed)
+        masked = not axes.group and self.layout.skips_absent
+        start = self._masked if masked else self._exchanged
+        *operands, finish = start(module, hidden, index, weights, axes)
+        bound.arguments.update(zip(self.layout.arguments, operands, strict=True))
+
+        undo = contextlib.ExitStack()
+        parameters = undo.enter_context(self._local_state(module, axes, absent=masked))
+        undo.enter_context(random.forbidden(RANDOM))
+        seen = (operands[0], operands[2], *parameters)
+        self._running.append(_Call(undo, seen, lambda out: wrap(sum_ranks(finish(out), summed))))
+        return bound.args, bound.kwargs
+
+    def leave(self, module: nn.Module, _args: tuple, output: Tensor | None) -> Tensor | None:
+        """Forward hook, called always: put the module back as it was and bring the output to where the tokens are."""
+        if not self._running:  # the module failed before it was entered
+            return None
+        call = self._running.pop()
+        call.undo.close()
+        if output is None:  # the forward raised
+            return None
+        if not isinstance(output, Tensor):
+            raise PlanError(f"{type(module).__name__} returned a {type(output).__name__}; experts return one tensor")
+        return call.finish(join(output, *call.operands))
+
+    # --------------------------------------------------------------------------------------------- two paths
+
+    def _masked(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:
+        """Let every rank see all tokens, with the index ``num_local`` in place of experts that are not its own."""
+        table = self._table(module, axes, index.device)
+        index = table[index.clamp(max=self.layout.num_experts), 0]
+        return hidden, index, weights.masked_fill(index == self.num_local, 0), _same
+
+    def _exchanged(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:
+        """Send tokens to their experts. The output's way back is the last value."""
+        shape, top_k, dispatcher = hidden.shape, index.shape[-1], self.layout.dispatcher
+        table, group = self._table(module, axes, index.device), self.group(axes.group)
+        copies = table.shape[1]
+        index, by_expert = index.reshape(-1, top_k).sort(dim=-1, stable=True)
+        weights = weights.reshape(-1, top_k).gather(-1, by_expert).reshape(-1)
+        num_group = group.size() if group is not None else 1
+        way = route(index, table, group_size=num_group, num_local=self.num_local)
+        exchange = exchange_counts(way.counts, group)
+        order = way.order[: exchange.num_sent]
+        rows = take_rows(hidden.reshape(-1, shape[-1]), order, top_k * copies)
+        rows = dispatcher.dispatch(rows, exchange)
+        row_weights = dispatcher.dispatch(take_rows(weights, order, copies), exchange)
+
+        def finish(out: Tensor) -> Tensor:
+            out = add_rows(dispatcher.combine(out, exchange), order, len(index), top_k * copies)
+            return out.reshape(*shape[:-1], out.shape[-1])
+
+        return rows, _experts_of_rows(exchange, index.device)[:, None], row_weights[:, None], finish
+
+    def _table(self, module: nn.Module, axes: Axes, device: torch.device) -> Tensor:
+        """Return the lanes of each expert, (num_experts + 1, copies) int64."""
+        slots = allocation_of(module, self.layout)
+        key = slots, axes, device
+        if key not in self._tables:
+            coord = self.mesh.get_coordinate()
+            table = lane_table(slots, axes=axes, shape=self.mesh.shape, coord=coord)
+            self._tables[key] = torch.tensor(table, device=device)
+        return self._tables[key]
+
+    def _local_state(self, module: nn.Module, axes: Axes, *, absent: bool) -> contextlib.AbstractContextManager:
+        coord = self.mesh.get_coordinate()
+        block = 0
+        for axis in self.layout.expert_axes:
+            block = block * self.mesh.size(axis) + coord[axis]
+        first = all(coord[axis] == 0 for axis in self.layout.inner_axes)
+        sizes = {"block": block, "num_local": self.num_local}
+        return local_state(module, self.layout, **sizes, axes=axes, first=first, absent=absent)
+
+    def _count_loads(self, module: nn.Module, index: Tensor) -> None:
+        """Add up the pairs that each expert gets of this rank's tokens, if the allocator wants to know."""
+        if not self.layout.allocator.needs_loads or not module.training:
+            return
+        if LOADS not in vars(module):
+            vars(module)[LOADS] = index.new_zeros(self.layout.num_experts + 1)
+        chosen = index.detach().reshape(-1).clamp(max=self.layout.num_experts)
+        vars(module)[LOADS].scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+# ------------------------------------------------------------------------------------------------- parts
+
+
+def allocation_of(module: nn.Module, layout: ExpertLayout) -> Allocation:
+    """Return the slot of each expert now. It belongs to the module, not to the region, which copies share."""
+    return vars(module).get(ALLOCATION) or initial_allocation(layout.num_experts)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _experts_of_rows(exchange: Exchange, device: torch.device) -> Tensor:
+    """Return the local expert of each received row, (num_received,) int64."""
+    counts = torch.tensor(exchange.experts, dtype=torch.int64, device=device)
+    experts = torch.arange(counts.shape[1], device=device).repeat(len(counts))
+    return experts.repeat_interleave(counts.reshape(-1), output_size=exchange.num_received)
+
+
+def _check(hidden: Tensor, index: Tensor, weights: Tensor, kind: str) -> None:
+    """Refuse operands that do not belong together.
+
+    Raises:
+        PlanError: with their shapes.
+    """
+    shapes = tuple(hidden.shape), tuple(index.shape), tuple(weights.shape)
+    if index.ndim < 2 or shapes[1] != shapes[2] or shapes[0][:-1] != shapes[1][:-1]:
+        raise PlanError(
+            f"{kind} was called with hidden states, indices and weights of shapes {shapes}; "
+            "expected (tokens, hidden), (tokens, k) and (tokens, k)"
+        )
+    if index.is_floating_point():
+        raise PlanError(f"{kind} was called with indices of {index.dtype}; expected integers")

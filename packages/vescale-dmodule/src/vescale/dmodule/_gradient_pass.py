@@ -1,0 +1,169 @@
+"""What one backward pass has collected: summands by bucket, collectives under way, and sums that go into ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+
+from . import _torch
+from ._flat import Bucket, FlatReduction
+
+__all__ = ["Arrivals", "Owner", "Pass", "Slot", "accumulate", "as_gradient"]
+
+
+class Slot(Protocol):
+    """One parameter; compared by identity.
+
+    Attributes:
+        position: order of the parameter in its module.
+        parameter: the DTensor.
+    """
+
+    position: int
+
+    @property
+    def parameter(self) -> DTensor: ...
+
+
+Counts = dict[tuple[Slot, Bucket], int]
+"""How many summands each parameter has brought for a bucket."""
+
+
+class Arrivals:
+    """The summands that a pass is expected to bring.
+
+    Attributes:
+        counts: of each parameter.
+        order: the buckets, in the order in which they are launched.
+        num_missing: summands for each bucket.
+    """
+
+    def __init__(self, counts: Counts | None = None):
+        self.counts = counts or {}
+        self.num_missing: dict[Bucket, int] = {}
+        for (_, bucket), count in self.counts.items():
+            self.num_missing[bucket] = self.num_missing.get(bucket, 0) + count
+        self.order = sorted(self.num_missing, key=lambda bucket: bucket.order)
+
+
+class Owner(Protocol):
+    """What a pass needs to know of the :class:`GradientSync` that it works for."""
+
+    def unreduced(self) -> dict[Bucket, list[Slot]]:
+        """Return the parameters whose ``.grad`` is partial and that no running pass has taken, by bucket."""
+
+    def mark_taken(self, slot: Slot, taker: Pass) -> None:
+        """Leave a partial ``.grad`` to a pass."""
+
+    def mark_reduced(self, slot: Slot) -> None:
+        """Say that ``.grad`` of a parameter is no longer partial."""
+
+    def learn(self, counts: Counts) -> None:
+        """Note what a pass has brought."""
+
+
+class Pass:
+    """The partial gradients of one backward pass.
+
+    Args:
+        owner: hears what the pass brought when it ends.
+        expected: a bucket is launched as soon as all that is expected for it has come; the rest at the end.
+        number: of the backward pass in torch's count.
+    """
+
+    def __init__(self, owner: Owner, expected: Arrivals, number: int = -1):
+        self.owner, self.expected, self.number = owner, expected, number
+        self.num_missing = dict(expected.num_missing)
+        self.num_launched = 0  # of the expected buckets
+        self.counts: Counts = {}
+        self.waiting: dict[Bucket, dict[Slot, Tensor]] = {}
+        self.launched: list[tuple[FlatReduction, list[Slot]]] = []
+        self.replaced: set[Slot] = set()  # parameters whose old .grad is a part of the sum
+
+    def add(self, slot: Slot, bucket: Bucket, local: Tensor) -> None:
+        """Collect a summand, and launch the buckets that this completes."""
+        members = self.waiting.setdefault(bucket, {})
+        members[slot] = members[slot] + local if slot in members else local
+        pair = slot, bucket
+        count = self.counts[pair] = self.counts.get(pair, 0) + 1
+        if count <= self.expected.counts.get(pair, 0):
+            self.num_missing[bucket] -= 1
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        """Launch complete buckets, strictly in order, so that all ranks issue the same collectives."""
+        order = self.expected.order
+        while self.num_launched < len(order) and not self.num_missing[order[self.num_launched]]:
+            self._launch(order[self.num_launched])
+            self.num_launched += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        members = self.waiting.pop(bucket, {})
+        for slot in self.owner.unreduced().get(bucket, ()):
+            kept = _torch.local_of(slot.parameter.grad)
+            members[slot] = kept + members[slot] if slot in members else kept
+            self.owner.mark_taken(slot, self)
+            self.replaced.add(slot)
+        slots = sorted(members, key=lambda slot: -slot.position)
+        self.launched.append((FlatReduction(bucket, [members[slot] for slot in slots]), slots))
+
+    def end(self) -> None:
+        """Launch what is left, await all, and add the sums to ``.grad``."""
+        with torch.no_grad():
+            left = {*self.waiting, *self.owner.unreduced()}
+            for bucket in sorted(left, key=lambda bucket: bucket.order):
+                self._launch(bucket)
+            while running := [reduction for reduction, _ in self.launched if not reduction.is_done]:
+                for reduction in running:
+                    reduction.advance()
+            for reduction, slots in self.launched:
+                for slot, total in zip(slots, reduction.results(), strict=True):
+                    self._deliver(slot, total)
+        if self.counts != self.expected.counts:
+            self.owner.learn(self.counts)
+
+    def _deliver(self, slot: Slot, total: Tensor) -> None:
+        parameter = slot.parameter
+        old = parameter.grad
+        if slot in self.replaced:
+            self.replaced.discard(slot)
+            self.owner.mark_reduced(slot)
+            old = None
+        if old is None:
+            parameter.grad = _torch.wrap_like(_own(total, _torch.local_of(parameter)), parameter)
+        else:
+            accumulate(parameter, _torch.wrap_like(total, parameter))
+
+
+def _own(piece: Tensor, like: Tensor) -> Tensor:
+    """Return a slice of a bucket in the memory format of a parameter.
+
+    It is copied, unless it is all of the bucket: a DTensor over a slice could not be copied deeply, and would keep the
+    bucket alive.
+    """
+    if piece.stride() != like.stride():
+        return torch.empty_like(like, dtype=piece.dtype).copy_(piece)
+    return piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()
+
+
+def as_gradient(parameter: DTensor, local: Tensor, placements: Sequence[Placement]) -> DTensor:
+    """Return ``local`` as a gradient of ``parameter``, differentiably."""
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def accumulate(parameter: DTensor, gradient: DTensor) -> None:
+    """Add a gradient in the parameter's placements to ``.grad``, as autograd does: in place unless it is recorded."""
+    old = parameter.grad
+    if old is None:
+        parameter.grad = gradient
+    elif old.placements != gradient.placements or (torch.is_grad_enabled() and gradient.requires_grad):
+        parameter.grad = old.redistribute(placements=parameter.placements) + gradient
+    else:
+        with torch.no_grad():
+            _torch.local_of(old).add_(_torch.local_of(gradient))
+        torch.autograd.graph.increment_version(old)

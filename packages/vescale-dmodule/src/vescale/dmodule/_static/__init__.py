@@ -1,0 +1,25 @@
+"""Static mode: the module's own code on local tensors, communication only at the boundaries of the plan.
+
+Files, from data to execution::
+
+    _names.py          full names
+    _steps.py          from one layout to another, as steps of one axis each
+    _collectives.py    a step on local tensors
+    _conversions.py    all steps of a boundary, differentiable
+    _edges.py          DTensor to local tensor and back
+    _values.py         tensors inside of arguments and results
+    _record.py         crossings: what a rehearsal finds
+    _rehearsal.py      a run that leaves nothing behind; the comparison of two
+    _leaves.py         parameters as local tensors, and their gradients
+    _swaps.py          attributes with local values
+    _modules.py        embeddings and biases
+    _random.py         draws of sharded tensors
+    _region.py         parts that stay in eager mode
+    _learning.py       how a program is made
+    _program.py        a module that runs on local tensors
+"""
+
+from ._program import StaticProgram
+from ._swaps import set_attributes
+
+__all__ = ["StaticProgram", "set_attributes"]

@@ -1,0 +1,151 @@
+"""Differentiable changes of layout on plain local tensors: what ``_boundary.bring`` does to DTensors.
+
+A conversion is data: where a value is when it arrives, where it shall be when it leaves, and where its gradient will
+be. From that, :func:`compile_conversion` makes a function once; a call runs collectives and nothing else::
+
+    forward    source   ------------------------>  target
+    backward   source without Partial  <---------  target without Partial  <---------  gradient
+
+The backward stops at the target, as a boundary does in eager mode, where the value was Partial or has not moved;
+otherwise it goes to the source in one movement. (The gradient of a Partial value is the same on all ranks.)
+
+Guarantee: values and gradients are those of eager mode, bit for bit, in the same strides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from ._collectives import Local, chain, run_step, through_dtensor
+from ._steps import plan_steps, without_partials
+
+__all__ = ["Conversion", "compile_conversion", "identity"]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What happens to one tensor at a boundary.
+
+    Attributes:
+        shape: global shape.
+        source: placements of the value that arrives, one per mesh axis.
+        target: placements of the value that leaves.
+        gradient: placements of the gradient that arrives from where the value went; None if there is none.
+    """
+
+    shape: tuple[int, ...]
+    source: tuple[Placement, ...]
+    target: tuple[Placement, ...]
+    gradient: tuple[Placement, ...] | None = None
+
+    @property
+    def backward(self) -> tuple[tuple[tuple[Placement, ...], tuple[Placement, ...]], ...]:
+        """The movements of the gradient, in order, as pairs of placements."""
+        if self.gradient is None:
+            return ()
+        back = without_partials(self.source)
+        if self.source != self.target and back == self.source:
+            return ((self.gradient, back),)
+        pinned = without_partials(self.target)
+        return ((self.gradient, pinned), (pinned, back))
+
+
+def identity(tensor: Tensor) -> Tensor:
+    """Return the tensor itself: the conversion where nothing is to be done in either direction."""
+    return tensor
+
+
+def compile_conversion(conversion: Conversion, mesh: DeviceMesh) -> Local:
+    """Return a function from this rank's local tensor in ``source`` to that in ``target``, differentiable once.
+
+    All ranks of the mesh must call this together, and call the result together. The result is a plain function without
+    state; a compiler can trace it, unless the layouts are ragged, interleaved or strided. It is :func:`identity` itself
+    where nothing is to be done.
+
+    Raises:
+        ValueError: the gradient's shards are others than the value's, which no local gradient can have.
+        RuntimeError: (the function's backward) a gradient arrives though the conversion has none, or a second
+            derivative is asked for.
+
+    Example:
+        >>> gathered = Conversion((8, 6), (Shard(0),), (Replicate(),), (Partial(),))
+        >>> convert = compile_conversion(gathered, mesh)                # doctest: +SKIP
+        >>> convert(torch.zeros(4, 6)).shape                            # doctest: +SKIP
+        torch.Size([8, 6])
+    """
+    _check_gradient(conversion, mesh)
+    forward = _movement(conversion.shape, conversion.source, conversion.target, mesh)
+    moves = [_movement(conversion.shape, old, new, mesh) for old, new in conversion.backward]
+    backward = chain([move for move in moves if move is not None])
+    if forward is None and backward is None:
+        return identity
+    if conversion.gradient is None:
+        backward = _refuse(conversion)
+
+    def convert(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return _Convert.apply(tensor, forward, backward)
+        return tensor if forward is None else forward(tensor)
+
+    return convert
+
+
+def _check_gradient(conversion: Conversion, mesh: DeviceMesh) -> None:
+    for axis, (value, gradient) in enumerate(zip(conversion.target, conversion.gradient or (), strict=False)):
+        if mesh.size(axis) > 1 and without_partials((value,)) != without_partials((gradient,)):
+            raise ValueError(
+                f"the value leaves as {conversion.target}, but its gradient comes as {conversion.gradient}: on mesh "
+                f"axis {axis} the gradient of a local tensor in {value!r} is nothing else, except Partial for "
+                f"Replicate; bring the value to {gradient!r} by a boundary in the plan, where it is used like that"
+            )
+
+
+def _movement(
+    shape: tuple[int, ...], source: tuple[Placement, ...], target: tuple[Placement, ...], mesh: DeviceMesh
+) -> Local | None:
+    coord = mesh.get_coordinate()
+    if coord is None or source == target:
+        return None
+    steps = plan_steps(tuple(shape), tuple(mesh.shape), tuple(coord), tuple(source), tuple(target))
+    if steps is None or not _ascending(mesh):
+        return through_dtensor(tuple(shape), mesh, source, target)
+    return chain([run_step(step, mesh) for step in steps])
+
+
+def _ascending(mesh: DeviceMesh) -> bool:
+    """Tell whether ranks ascend along every axis, so that their order in its process group is that of coordinates."""
+    return all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
+
+
+def _refuse(conversion: Conversion) -> Local:
+    def refuse(_gradient: Tensor) -> Tensor:
+        raise RuntimeError(
+            f"a gradient arrived at the boundary {conversion}, where none came when the module was tried in eager "
+            "mode, so its placements are not known; run the first backward from the same outputs as later ones, or "
+            'use mode="eager"'
+        )
+
+    return refuse
+
+
+class _Convert(torch.autograd.Function):
+    """Run one function forward and another backward; None stands for no change."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, forward: Local | None, backward: Local | None) -> Tensor:
+        ctx.convert = backward
+        return tensor.view_as(tensor) if forward is None else forward(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "a second derivative (create_graph=True) was asked for through a boundary of a module in static "
+                'mode; use mode="eager"'
+            )
+        return gradient if ctx.convert is None else ctx.convert(gradient), None, None

@@ -1,0 +1,77 @@
+"""From DTensor to local tensor and back, where a program on local tensors meets one on DTensors.
+
+Nothing moves here: a shard stays where it is and only changes its type. The layouts of gradients are those that the
+rehearsal has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from .. import _torch
+
+__all__ = ["unwrapped", "wrapped"]
+
+Placements = tuple[Placement, ...]
+
+
+def wrapped(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Placements,
+    *,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    gradient: Placements | None = None,
+) -> DTensor:
+    """Return a local tensor as the shard of a DTensor; the gradient is brought to ``gradient`` first if that is given."""
+    return _Wrap.apply(local, mesh, placements, torch.Size(shape), tuple(stride), gradient)
+
+
+def unwrapped(whole: DTensor, gradient: Placements | None) -> Tensor:
+    """Return the shard of a DTensor; its gradient is read as one of layout ``gradient``.
+
+    Raises:
+        RuntimeError: in backward, if a gradient comes although ``gradient`` is None.
+    """
+    return _Unwrap.apply(whole, gradient)
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local, mesh, placements, shape, stride, gradient):
+        ctx.gradient = gradient
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        if isinstance(grad, DTensor):
+            if ctx.gradient is not None and tuple(grad.placements) != ctx.gradient:
+                grad = grad.redistribute(placements=ctx.gradient)
+            grad = _torch.local_of(grad)
+        return grad, None, None, None, None, None
+
+
+class _Unwrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, whole: DTensor, gradient: Placements | None) -> Tensor:
+        ctx.mesh, ctx.shape, ctx.stride, ctx.gradient = whole.device_mesh, whole.shape, whole.stride(), gradient
+        local = _torch.local_of(whole)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[DTensor, None]:
+        if ctx.gradient is None:
+            raise RuntimeError(
+                f"a gradient came back to a value of shape {tuple(ctx.shape)}, which had none when the static program "
+                "was recorded; run the module in mode 'eager'"
+            )
+        whole = DTensor.from_local(
+            grad, ctx.mesh, ctx.gradient, run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
+        return whole, None

@@ -1,0 +1,175 @@
+"""How a static program is made: rehearse a call, adopt the layouts that were found, check the program against them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from .._boundary import as_dtensor
+from .._eager import hook_scope
+from ..errors import NotLocalFriendlyError
+from ._conversions import Conversion, compile_conversion
+from ._names import is_inside, join
+from ._random import Listening
+from ._record import Crossing, Observer, replicated
+from ._rehearsal import Names, Run, check_same, differentiate, nothing_happens, raise_together
+from ._values import copied, map_leaves
+
+if TYPE_CHECKING:
+    from ._program import StaticProgram
+
+__all__ = ["learn", "watch_arguments"]
+
+
+def learn(program: StaticProgram, args: tuple, kwargs: dict) -> None:
+    """Make ``program`` able to run a call like this one. Collective over the mesh.
+
+    Raises:
+        NotLocalFriendlyError: on all ranks, if the module is not right on local tensors.
+        Exception: what the module itself raises in eager mode.
+    """
+    error = None
+    try:
+        eager, listening = _rehearse_eagerly(program, args, kwargs)
+        _adopt(program, eager, listening)
+        check_same(eager, _rehearse_locally(program, args, kwargs))
+    except Exception as found:
+        error = found
+    raise_together(error, program.model.mesh)
+
+
+def _rehearse_eagerly(program: StaticProgram, args: tuple, kwargs: dict) -> tuple[Run, Listening]:
+    run, model = _new_run(program), program.model
+    listening = Listening(lambda: run.names.running, model.mesh)
+    handles = hook_scope(program.module, program.name, model.scope)
+    program.rehearsing, program.observer, model.phase.convert = True, run.observer, run.observer.convert
+    model.scope.attaches = False
+    try:
+        with nothing_happens(program.module), run.names.watching(program.modules):
+            with listening:
+                output = program.module(*copied(args), **copied(kwargs))
+                if torch.is_grad_enabled():
+                    differentiate(output)
+            run.gradients.update(_gradients(program))
+    finally:
+        program.rehearsing, program.observer, model.phase.convert = False, None, None
+        model.scope.attaches = True
+        for handle in handles:
+            handle.remove()
+    return run, listening
+
+
+def watch_arguments(program: StaticProgram, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Note what enters the module in eager mode; plain inputs that need a gradient become replicated DTensors."""
+
+    def watch(tensor: Tensor, where: str) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return program.observer.watch(tensor, where)
+        if tensor.requires_grad:
+            return program.observer.watch(as_dtensor(tensor, program.model.mesh), where)
+        return tensor
+
+    where = program.place("enters")
+    return map_leaves(watch, args, where), map_leaves(watch, kwargs, where)
+
+
+def _rehearse_locally(program: StaticProgram, args: tuple, kwargs: dict) -> Run:
+    run = _new_run(program)
+    program.observer, program.checked, program.model.scope.attaches = run.observer, run, False
+    try:
+        with nothing_happens(program.module), run.names.watching(program.modules):
+            output = _call_locally(program, run, copied(args), copied(kwargs))
+            if torch.is_grad_enabled():
+                differentiate(output)
+            run.gradients.update(_gradients(program))
+    finally:
+        program.observer, program.checked, program.model.scope.attaches = None, None, True
+    return run
+
+
+def _call_locally(program: StaticProgram, run: Run, args: tuple, kwargs: dict) -> object:
+    try:
+        return program.module(*args, **kwargs)
+    except NotLocalFriendlyError:
+        raise
+    except Exception as error:
+        name = run.names.failed or program.name
+        raise NotLocalFriendlyError(
+            f"on local tensors {name or 'the root module'!r} fails, which runs in eager mode: {type(error).__name__}: "
+            f"{error}. Its code is written for global shapes (a hard-coded number of heads, a size); change the attribute "
+            f'that it reads ("local_attribute": {{r"{name}.NAME": Divided("tp")}}), put a boundary before it, or keep it '
+            f'on DTensors ("eager": [r"{name}"])'
+        ) from error
+
+
+def _new_run(program: StaticProgram) -> Run:
+    names = Names()
+    return Run(Observer(program.model.mesh, lambda: names.running), names)
+
+
+def _gradients(program: StaticProgram) -> dict[str, tuple[Tensor, tuple | None]]:
+    """Return local gradients and their layouts.
+
+    Only sums are left to be done: a gradient that eager mode computes in another layout than its parameter's without
+    being partial (of a sharded vocabulary it computes the whole) is brought to the parameter's, as local code does.
+    """
+    found = {}
+    for name, parameter in program.module.named_parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            if not any(p.is_partial() for p in grad.placements):
+                grad = grad.redistribute(placements=parameter.placements)
+            found[join(program.name, name)] = (_torch.local_of(grad), tuple(grad.placements))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- adopting
+
+
+def _adopt(program: StaticProgram, eager: Run, listening: Listening) -> None:
+    """Make the program from what the eager run found."""
+    for crossing in eager.observer.crossings():
+        _check_conflict(program, crossing)
+        program.crossings.add(crossing)
+        _add_step(program, program.crossings.known[crossing.key])
+    for name, (_, layout) in eager.gradients.items():
+        program.gradients[name] = layout
+    program.refresh_twins()
+    for name, draws in listening.draws.items():
+        if any(draw.is_sharded for draw in draws) and not program.is_in_region(name):
+            program.add_draws(name, draws)
+    for name in eager.names.recomputed:
+        program.add_recomputed(name)
+
+
+def _check_conflict(program: StaticProgram, crossing: Crossing) -> None:
+    """Refuse two layouts that look the same on local tensors.
+
+    Raises:
+        NotLocalFriendlyError: naming the place and the layouts.
+    """
+    other = program.crossings.conflict(crossing)
+    if other is not None:
+        raise NotLocalFriendlyError(
+            f"{crossing.where}: values of local shape {crossing.arriving} come in two layouts, {other.source} and "
+            f"{crossing.source} (their gradients in {other.gradient} and {crossing.gradient}); bring them to one by a "
+            "boundary, or keep the module in eager mode"
+        )
+
+
+def _add_step(program: StaticProgram, crossing: Crossing) -> None:
+    """Compile the conversion of a value that moves or whose gradient does."""
+    if crossing.source is None:
+        return
+    mesh, target, gradient = program.model.mesh, crossing.target, crossing.gradient
+    if program.is_root and crossing.where.startswith(program.place("returns")):
+        if any(p.is_shard() for p in crossing.source):
+            return  # stays a DTensor
+        target = replicated(mesh)
+        gradient = None if gradient is None else target
+    conversion = Conversion(crossing.shape, crossing.source, target, gradient)
+    program.steps.setdefault(crossing.where, {})[torch.Size(crossing.arriving)] = compile_conversion(conversion, mesh)

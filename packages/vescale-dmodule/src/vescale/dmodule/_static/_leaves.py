@@ -1,0 +1,178 @@
+"""Local parameters: what a module computes with while it runs on plain tensors.
+
+Every DTensor parameter has a twin, a plain leaf tensor over the same storage: what the optimizer writes into the one is
+seen in the other. While the module's forward runs, the twins stand in the modules' tables; before and after, and for
+everybody who asks from outside, the DTensors do. Backward accumulates into the twins, and a hook of each hands the
+gradient on::
+
+    twin.grad (plain)   ->   parameter.grad (DTensor in the parameter's placements)
+                        ->   the buckets of ``GradientSync``, where it is a partial sum
+
+A parameter whose DTensor carries hooks of somebody else (data parallelism that reduces gradients as they come) gets its
+gradient through autograd instead, so that those hooks run as they always do; that costs a few more microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from .. import _torch
+
+__all__ = ["LocalParameters", "Twin"]
+
+Arrived = Callable[["Twin", Tensor], None]
+
+
+@dataclass(eq=False)
+class Twin:
+    """A parameter or buffer and the local tensor that stands in for it.
+
+    Attributes:
+        name: fully qualified name, the first of a tied parameter.
+        whole: the DTensor.
+        local: the plain tensor that modules see; a leaf.
+        gradient: layout of the local gradient; None until a trial has found it.
+        owns_storage: False for a stand-in with values of its own (see :func:`silenced`).
+    """
+
+    name: str
+    whole: DTensor
+    local: Tensor
+    gradient: tuple[Placement, ...] | None = None
+    owns_storage: bool = True
+
+    @property
+    def partial(self) -> bool:
+        """Whether the local gradient is a summand of the whole gradient."""
+        return self.gradient is not None and any(p.is_partial() for p in self.gradient)
+
+
+@dataclass
+class LocalParameters:
+    """The twins of the parameters and of the sharded buffers of a module.
+
+    Attributes:
+        arrived: called in backward with a twin and its new local gradient.
+        is_hooked: whether a DTensor parameter has hooks that must see its gradient.
+        places: table, key and twin of every place where a twin stands in.
+    """
+
+    arrived: Arrived
+    is_hooked: Callable[[DTensor], bool]
+    places: list[tuple[dict, str, Twin]] = field(default_factory=list)
+    twins: list[Twin] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        modules: Iterable[tuple[str, nn.Module]],
+        arrived: Arrived,
+        is_hooked: Callable[[DTensor], bool],
+        silent_axes: Callable[[nn.Module, str], tuple[int, ...]],
+    ) -> LocalParameters:
+        """Make twins for the tensors that ``modules`` hold themselves.
+
+        Args:
+            modules: names and modules that will run on local tensors.
+            arrived, is_hooked: see the class.
+            silent_axes: gives, by module and key, the axes along which only the first rank adds a tensor, see
+                :func:`silenced`.
+        """
+        self, by_id = cls(arrived, is_hooked), {}
+        for owner, module in modules:
+            for table in _torch.tensor_tables(module):
+                for key, tensor in table.items():
+                    if not isinstance(tensor, DTensor):
+                        continue
+                    silent = silent_axes(module, key)
+                    if (id(tensor), silent) not in by_id:
+                        name = f"{owner}.{key}" if owner else key
+                        by_id[id(tensor), silent] = self._add(name, tensor, silent)
+                    self.places.append((table, key, by_id[id(tensor), silent]))
+        return self
+
+    def _add(self, name: str, whole: DTensor, silent: tuple[int, ...]) -> Twin:
+        local = silenced(whole, silent)
+        twin = Twin(name, whole, local, owns_storage=local is _torch.local_of(whole))
+        if isinstance(whole, nn.Parameter):
+            twin.local = nn.Parameter(local, requires_grad=whole.requires_grad)
+            vars(twin.local).update(vars(whole))
+            if whole.requires_grad:
+                self._watch(twin)
+        self.twins.append(twin)
+        return twin
+
+    def _watch(self, twin: Twin) -> None:
+        def hand_on(leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            self.arrived(twin, grad)
+
+        twin.local.register_post_accumulate_grad_hook(hand_on)
+
+    def stale(self) -> bool:
+        """Tell whether a parameter has been replaced, moved, frozen or thawed since the twins were made."""
+        for table, key, twin in self.places:
+            whole = twin.whole
+            if table.get(key) is not whole or whole.requires_grad != twin.local.requires_grad:
+                return True
+            if twin.owns_storage and _torch.local_of(whole).data_ptr() != twin.local.data_ptr():
+                return True
+        return False
+
+    def put(self) -> None:
+        """Show the modules the local tensors."""
+        for table, key, twin in self.places:
+            whole = twin.whole
+            table[key] = _ThroughAutograd.apply(whole, twin) if self.is_hooked(whole) else twin.local
+
+    def take_back(self) -> None:
+        """Show the modules their DTensors again."""
+        for table, key, twin in self.places:
+            table[key] = twin.whole
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that take gradients."""
+        return frozenset(twin.name for twin in self.twins if twin.local.requires_grad)
+
+    def __iter__(self) -> Iterator[Twin]:
+        return iter(self.twins)
+
+
+def silenced(whole: DTensor, axes: tuple[int, ...]) -> Tensor:
+    """Return what this rank adds of a tensor that is added to values which are partial sums over ``axes``.
+
+    The sum of the ranks must hold it once, so the rank at coordinate 0 of those axes adds it. On the others a tensor of
+    negative zeros stands in (``x + -0.0`` is ``x`` for every ``x``); its gradient is that of the tensor itself.
+    """
+    local = _torch.local_of(whole)
+    if all(whole.device_mesh.get_local_rank(axis) == 0 for axis in axes):
+        return local
+    return torch.full_like(local, -0.0)
+
+
+class _ThroughAutograd(torch.autograd.Function):
+    """The local tensor of a DTensor parameter; the gradient goes back as a DTensor in the parameter's placements."""
+
+    @staticmethod
+    def forward(ctx, whole: DTensor, twin: Twin) -> Tensor:
+        ctx.twin = twin
+        return twin.local.detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[DTensor, None]:
+        whole, gradient = ctx.twin.whole, ctx.twin.gradient
+        if gradient is None or gradient == tuple(whole.placements):
+            return _torch.wrap_like(grad, whole), None
+        shape = whole.shape
+        partial = DTensor.from_local(
+            grad, whole.device_mesh, gradient, run_check=False, shape=shape, stride=whole.stride()
+        )
+        return partial.redistribute(placements=whole.placements), None
+
+

@@ -1,0 +1,324 @@
+"""A module that runs on local tensors.
+
+``StaticProgram`` belongs to one module, the whole model or a part of one that otherwise runs in eager mode. It is opened before
+the module's forward and closed after it::
+
+    open     parameters -> local twins, sizes -> local sizes, arguments -> local tensors
+             boundaries run the conversion that the rehearsal found, by place and local shape
+    close    results -> what eager mode returns (plain, or a DTensor where it is sharded), everything put back
+
+Between boundaries runs the module's own code on plain tensors, at the speed of plain PyTorch.
+
+A call with a new signature (shapes, dtypes and layouts of its tensors, values of its Python arguments, train or eval mode,
+autocast, grad mode) is rehearsed first. Calls that record no gradient run in eager mode the first time and are
+rehearsed the second, because a generation loop never repeats a shape.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils.hooks import RemovableHandle
+
+from .. import _torch
+from .._boundary import Phase
+from .._eager import EagerScope, hook_scope
+from .._gradients import GradientSync
+from .._hooks import hook_calls
+from ..errors import NotLocalFriendlyError
+from ._conversions import Conversion, compile_conversion
+from ._edges import unwrapped, wrapped
+from ._learning import learn, watch_arguments
+from ._leaves import LocalParameters, Twin
+from ._modules import local_forward, silent_axes
+from ._names import is_inside, join
+from ._random import Draw, DrawHooks
+from ._record import Crossing, Crossings, Observer
+from ._region import EagerRegion
+from ._rehearsal import Run
+from ._swaps import Swaps
+from ._values import describe_value, map_leaves
+
+__all__ = ["Model", "StaticProgram"]
+
+logger = logging.getLogger("vescale.dmodule")
+
+MANY = 32  # rehearsals after which a warning says that shapes keep changing
+
+
+class Model(Protocol):
+    """What a program needs to know of the parallelized model that it is a part of."""
+
+    mesh: DeviceMesh
+    phase: Phase
+    scope: EagerScope
+    sync: GradientSync
+    local_attributes: dict[str, dict[str, object]]
+
+
+class StaticProgram:
+    """Runs ``module`` on local tensors; see the module's docstring.
+
+    Args:
+        model: the parallelized model.
+        name: name of the module in the model.
+        module: the module.
+        eager: full names of the parts of it that stay in eager mode.
+        is_root: whether callers expect plain tensors back (the whole model) or DTensors (a part of it).
+    """
+
+    def __init__(self, model: Model, name: str, module: nn.Module, eager: frozenset[str], *, is_root: bool):
+        self.model, self.name, self.module, self.is_root = model, name, module, is_root
+        self.modules = {join(name, inner): part for inner, part in module.named_modules()}
+        inside = [region for region in eager if region in self.modules]
+        self.regions = [r for r in inside if not any(r != other and is_inside(r, other) for other in inside)]
+        # what rehearsals have found
+        self.known: set[Hashable] = set()
+        self.crossings = Crossings()
+        self.steps: dict[str, dict[tuple[int, ...], Callable[[Tensor], Tensor]]] = {}
+        self.gradients: dict[str, tuple[Placement, ...]] = {}
+        self.draws: dict[str, list[Draw]] = {}
+        self.recomputed: set[str] = set()
+        # the state of a call
+        self.depth = 0
+        self.parameters: LocalParameters | None = None
+        self.swaps = Swaps()
+        self.seen: set[Hashable] = set()  # calls without gradients
+        self.once: list[RemovableHandle] | None = None  # hooks of a call that runs in eager mode
+        # the state of a rehearsal
+        self.rehearsing = False
+        self.observer: Observer | None = None
+        self.checked: Run | None = None
+        self.handles: list[RemovableHandle] = []
+
+    # --------------------------------------------------------------------------------------------- hooks
+
+    def install(self) -> None:
+        """Install the hooks of the parts of the module; those of the module itself are its owner's."""
+        for name in self.regions:
+            region = EagerRegion(self, name)
+            self.handles += hook_scope(self.modules[name], name, self.model.scope)
+            self.handles += hook_calls(self.modules[name], region.enter, region.leave)
+        for name, part in self.modules.items():
+            if isinstance(part, nn.ModuleList):  # its elements are what activation checkpointing runs again
+                for inner, _ in part.named_children():
+                    self.add_recomputed(join(name, inner))
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.recomputed.clear()
+
+    def add_recomputed(self, name: str) -> None:
+        """Open the program for a part that autograd calls in backward."""
+        if name in self.recomputed or not name or self.is_in_region(name):
+            return
+        self.recomputed.add(name)
+        opened: list[bool] = []
+
+        def enter(_module: nn.Module, _args: tuple, _kwargs: dict) -> None:
+            opened.append(self.depth == 0 and not self.rehearsing and self.once is None and _torch.in_backward())
+            if opened[-1]:
+                self._open()
+
+        def leave(_module: nn.Module, _args: tuple, _output: object) -> None:
+            if opened and opened.pop():
+                self._close()
+
+        self.handles += hook_calls(self.modules[name], enter, leave)
+
+    def add_draws(self, name: str, draws: list[Draw]) -> None:
+        """Let the random operators of a part draw as they did in a rehearsal."""
+        if name not in self.draws:
+            self.draws[name] = []
+            hooks = DrawHooks(name, self.draws[name], self.model.mesh, lambda: self.depth > 0)
+            self.handles += hook_calls(self.modules[name], hooks.enter, hooks.leave)
+        self.draws[name].extend(draws)
+
+    def is_in_region(self, name: str) -> bool:
+        """Tell whether a part stays in eager mode."""
+        return any(is_inside(name, region) for region in self.regions)
+
+    # --------------------------------------------------------------------------------------------- a call
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Open the program; rehearse a call with a new signature first."""
+        if self.rehearsing:
+            return watch_arguments(self, args, kwargs)
+        if self.observer is None:
+            signature = self._signature(args, kwargs)
+            if signature not in self.known and not self._learn(signature, args, kwargs):
+                self.once = hook_scope(module, self.name, self.model.scope)
+                self.model.scope.enter(module, self.name)  # too late for the hook of the module itself
+                return None
+        self._open()
+        return self._localize(args), self._localize(kwargs)
+
+    def leave(self, _module: nn.Module, _args: tuple, output: object) -> object:
+        """Close the program; return what eager mode returns, before it makes plain tensors of whole ones."""
+        if self.rehearsing:
+            return None if output is None else map_leaves(self.observer.watch, output, self.place("returns"))
+        if self.once is not None:
+            for handle in self.once:
+                handle.remove()
+            self.once = None
+            self.model.scope.leave(self.name)
+            return None
+        if self.depth == 0:
+            return None  # it failed before it was opened
+        self._close()
+        return None if output is None else map_leaves(self._globalize, output, self.place("returns"))
+
+    def _signature(self, args: tuple, kwargs: dict) -> Hashable:
+        autocast = torch.is_autocast_enabled(self.model.mesh.device_type)
+        dtype = torch.get_autocast_dtype(self.model.mesh.device_type) if autocast else None
+        return torch.is_grad_enabled(), self.module.training, dtype, describe_value(args), describe_value(kwargs)
+
+    def _learn(self, signature: Hashable, args: tuple, kwargs: dict) -> bool:
+        """Rehearse a call, unless it should run in eager mode this time."""
+        if not torch.is_grad_enabled() and signature not in self.seen:
+            self.seen.add(signature)
+            return False
+        learn(self, args, kwargs)
+        self.known.add(signature)
+        if len(self.known) == MANY:
+            logger.warning(
+                "static mode has rehearsed %d different calls of %r; each costs forward and backward passes, so pad "
+                "batches to few lengths",
+                MANY,
+                self.name or type(self.module).__name__,
+            )
+        return True
+
+    def place(self, side: str) -> str:
+        """Return the name of the module's own edge, ``enters`` or ``returns``."""
+        return f"{self.name} {side}" if self.name else side
+
+    # --------------------------------------------------------------------------------------------- open and close
+
+    def _open(self) -> None:
+        if self.depth == 0:
+            if self.parameters is None or self.parameters.stale():
+                self.refresh_twins()
+            self.parameters.put()
+            self.swaps.put()
+            self.model.phase.convert = self.convert
+        self.depth += 1
+
+    def _close(self) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.model.phase.convert = None
+            self.parameters.take_back()
+            self.swaps.take_back()
+
+    def refresh_twins(self) -> None:
+        """Make local tensors for the parameters where there are none or they are stale; tell them their layouts."""
+        if self.parameters is None or self.parameters.stale():
+            own = {name: module for name, module in self.modules.items() if not self.is_in_region(name)}
+            before, is_hooked = self.parameters, self.model.sync.has_other_hooks
+            self.parameters = LocalParameters.of(own.items(), self._arrived, is_hooked, silent_axes)
+            if before is not None and before.trained != self.parameters.trained:
+                self.known.clear()
+            self.swaps = Swaps.of(own, self.model.local_attributes, local_forward)
+        for twin in self.parameters:
+            twin.gradient = self.gradients.get(twin.name)
+
+    def _arrived(self, twin: Twin, grad: Tensor) -> None:
+        """Hand the local gradient of a parameter on."""
+        if self.checked is not None:
+            self.checked.gradients[twin.name] = (grad, None)
+            return
+        whole = twin.whole
+        if twin.gradient is None:
+            raise NotLocalFriendlyError(
+                f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: a branch "
+                "that depends on data? Run the model in mode 'eager', or keep the module that branches on DTensors: "
+                f'"eager": [r"{twin.name.rpartition(".")[0]}"]'
+            )
+        if whole.grad is None and twin.gradient == whole.placements and not grad.requires_grad:
+            whole.grad = _torch.wrap_like(grad, whole)
+        else:
+            self.model.sync.add(whole, grad, twin.gradient)
+
+    # --------------------------------------------------------------------------------------------- values
+
+    def convert(self, tensor: Tensor, _placements: object, where: str) -> Tensor:
+        """Run the conversion of one value at a planned boundary."""
+        step = self.steps.get(where, {}).get(tensor.shape)
+        if step is None:
+            raise self._unknown(where, tensor)
+        out = step(tensor)
+        return out if self.observer is None else self.noted(out, where)
+
+    def noted(self, local: Tensor, where: str) -> Tensor:
+        """Show a value to the observer of a rehearsal; returns an alias, whose gradient is this crossing's alone."""
+        if self.observer is not None and not self.rehearsing:
+            local = local.view_as(local) if local.requires_grad else local
+            self.observer.note_local(local, where)
+        return local
+
+    def crossing(self, where: str, local: Tensor) -> Crossing:
+        """Return what a rehearsal found at an edge.
+
+        Raises:
+            NotLocalFriendlyError: it has not seen a value of this shape there.
+        """
+        crossing = self.crossings.known.get((where, tuple(local.shape)))
+        if crossing is None:
+            raise self._unknown(where, local)
+        return crossing
+
+    def _unknown(self, where: str, local: Tensor) -> NotLocalFriendlyError:
+        shapes = [shape for place, shape in self.crossings.known if place == where]
+        return NotLocalFriendlyError(
+            f"{where}: a value of local shape {tuple(local.shape)} came; recorded are {shapes}. Its shape depends on data, or "
+            "on state that is not in the arguments; keep the modules around it in eager mode"
+        )
+
+    def _localize(self, value: object) -> object:
+        return map_leaves(self._localize_leaf, value, self.place("enters"))
+
+    def _localize_leaf(self, tensor: Tensor, where: str) -> Tensor:
+        if isinstance(tensor, DTensor):
+            local = _torch.local_of(tensor)
+            if tensor.requires_grad:
+                local = unwrapped(tensor, self.crossing(where, local).gradient)
+        elif tensor.requires_grad:
+            self.crossing(where, tensor)
+            local = self.steps[where][tensor.shape](tensor)
+        else:
+            return tensor
+        return self.noted(local, where)
+
+    def _globalize(self, local: Tensor, where: str) -> Tensor:
+        crossing = self.crossing(where, local)
+        local = self.noted(local, where)
+        if crossing.source is None:
+            return local
+        step = self.steps.get(where, {}).get(local.shape) if self.is_root else None
+        return self.wrap(local, crossing) if step is None else step(local)
+
+    def wrap(self, local: Tensor, crossing: Crossing, *, region: bool = False) -> DTensor:
+        """Return a local value as the DTensor that it is in eager mode.
+
+        Args:
+            local: the value.
+            crossing: what it is.
+            region: whether eager code follows, whose gradient comes as recorded; else the caller's code does.
+        """
+        mesh = self.model.mesh
+        if crossing.gradient is None and local.requires_grad:
+            # backward raises: nothing is known of this gradient
+            local = compile_conversion(Conversion(crossing.shape, crossing.source, crossing.source), mesh)(local)
+        gradient = None if region else crossing.gradient
+        shape, stride = crossing.shape, crossing.stride
+        return wrapped(local, mesh, crossing.source, shape=shape, stride=stride, gradient=gradient)

@@ -1,0 +1,200 @@
+"""Random operators on local tensors draw what one device draws.
+
+The rehearsal notes every call of a torch function that advances the random stream and has a sharded operand, with the
+layouts of its operands. On local tensors the same call gets its operands as DTensors of these layouts, so that the rules
+of ``vescale.dtensor`` choose this rank's part of the draw, and its result as a local tensor again. Only modules that
+draw pay for it. Draws of tensors that are equal on all ranks are left alone: all ranks draw the same anyway.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from vescale.dtensor import random
+
+from .. import _torch
+from ..errors import NotLocalFriendlyError
+from ._edges import unwrapped, wrapped
+from ._record import replicated
+
+__all__ = ["Draw", "DrawHooks", "Draws", "Listening"]
+
+Placements = tuple[Placement, ...]
+
+
+class Operand(NamedTuple):
+    """A tensor that a draw got."""
+
+    local_shape: torch.Size
+    shape: torch.Size
+    stride: tuple[int, ...]
+    placements: Placements
+
+
+@dataclass
+class Draw:
+    """One call that drew, as the rehearsal saw it.
+
+    Attributes:
+        function: the torch function.
+        operands: its tensors, in order.
+        gradients: layouts of the gradients of its results, in order.
+    """
+
+    function: Callable
+    operands: list[Operand]
+    gradients: list[Placements | None] = field(default_factory=list)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks draw different parts."""
+        return not all(p.is_replicate() for operand in self.operands for p in operand.placements)
+
+    def __str__(self) -> str:
+        operands = ", ".join(f"{tuple(o.shape)} {o.placements}" for o in self.operands)
+        return f"{resolve_name(self.function)} on {operands}"
+
+
+def _random_state() -> list[object]:
+    return [v.clone() if isinstance(v, Tensor) else v for v in random.get_state().values()]
+
+
+def _same_state(one: list[object], other: list[object]) -> bool:
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other, strict=True))
+
+
+class Listening(TorchFunctionMode):
+    """Note draws of sharded tensors while the module runs in eager mode."""
+
+    def __init__(self, running: Callable[[], str], mesh: DeviceMesh):
+        super().__init__()
+        self.running, self.mesh = running, mesh
+        self.draws: dict[str, list[Draw]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        operands = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(isinstance(leaf, DTensor) for leaf in operands):
+            return func(*args, **kwargs)
+        before = _random_state()
+        described = [_describe(t, self.mesh) for t in operands]
+        result = func(*args, **kwargs)
+        if _same_state(before, _random_state()):
+            return result
+        draw = Draw(func, described)
+        self.draws.setdefault(self.running(), []).append(draw)
+        return _torch.tree_map(lambda leaf: _watched(leaf, draw) if isinstance(leaf, DTensor) else leaf, result)
+
+
+def _describe(tensor: Tensor, mesh: DeviceMesh) -> Operand:
+    if isinstance(tensor, DTensor):
+        return Operand(_torch.local_of(tensor).shape, tensor.shape, tuple(tensor.stride()), tuple(tensor.placements))
+    return Operand(tensor.shape, tensor.shape, tuple(tensor.stride()), replicated(mesh))
+
+
+def _watched(result: DTensor, draw: Draw) -> DTensor:
+    position = len(draw.gradients)
+    draw.gradients.append(None)
+    if not result.requires_grad:
+        return result
+
+    def note(grad: Tensor) -> None:
+        draw.gradients[position] = tuple(grad.placements) if isinstance(grad, DTensor) else None
+
+    result.register_hook(note)
+    return result
+
+
+class Draws(TorchFunctionMode):
+    """Run the draws of one module on local tensors as those of its rehearsal."""
+
+    def __init__(self, name: str, draws: list[Draw], mesh: DeviceMesh):
+        super().__init__()
+        self.name, self.mesh = name, mesh
+        self.draws: dict[tuple, Draw] = {}
+        self.functions = {draw.function for draw in draws}
+        for draw in draws:
+            self.draws[draw.function, tuple(operand.local_shape for operand in draw.operands)] = draw
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in self.functions:
+            return func(*args, **kwargs)
+        leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        draw = self.draws.get((func, tuple(leaf.shape for leaf in leaves)))
+        if draw is None:
+            self._check_draws_nothing(func, args, kwargs, leaves)
+            return func(*args, **kwargs)
+        if not draw.is_sharded:
+            return func(*args, **kwargs)  # equal on all ranks
+        whole = {
+            id(leaf): wrapped(leaf, self.mesh, operand.placements, shape=operand.shape, stride=operand.stride)
+            for leaf, operand in zip(leaves, draw.operands, strict=True)
+        }
+        args, kwargs = _torch.tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
+        return self._local(func(*args, **kwargs), leaves, whole, draw)
+
+    def _check_draws_nothing(self, func: Callable, args: tuple, kwargs: dict, leaves: list[Tensor]) -> None:
+        """Refuse a draw that the rehearsal has not seen.
+
+        Raises:
+            NotLocalFriendlyError: naming module, function and shapes.
+        """
+        before = random.get_state()
+        func(*_torch.tree_map(_copied, args), **_torch.tree_map(_copied, kwargs))
+        drew = not _same_state(list(before.values()), _random_state())
+        random.set_state(before)
+        if drew:
+            raise NotLocalFriendlyError(
+                f"in module {self.name!r}: {resolve_name(func)} on local shapes {[tuple(t.shape) for t in leaves]} draws "
+                "random numbers, but the recorded call did not, so nothing says which part of one device's draw they "
+                f"are; keep the module on DTensors: \"eager\": [r\"{re.escape(self.name)}\"]"
+            )
+
+    def _local(self, result: object, leaves: list[Tensor], whole: dict[int, DTensor], draw: Draw) -> object:
+        written = {id(whole[id(leaf)]): leaf for leaf in leaves}  # an operator in place returns its operand
+        gradients = iter(draw.gradients)
+
+        def convert(leaf: object) -> object:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            gradient = next(gradients, None)
+            if id(leaf) in written and not leaf.requires_grad:
+                return written[id(leaf)]
+            return unwrapped(leaf, gradient) if leaf.requires_grad else _torch.local_of(leaf)
+
+        return _torch.tree_map(convert, result)
+
+
+def _copied(leaf: object) -> object:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+class DrawHooks:
+    """Hooks of a module that draws: while it runs on local tensors, its draws are those of the rehearsal."""
+
+    def __init__(self, name: str, draws: list[Draw], mesh: DeviceMesh, is_local: Callable[[], bool]):
+        self.name, self.draws, self.mesh, self.is_local = name, draws, mesh, is_local
+        self.entered: list[Draws | None] = []
+
+    def enter(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
+        """Take over the random functions of the module."""
+        mode = Draws(self.name, self.draws, self.mesh) if self.is_local() else None
+        if mode is not None:
+            mode.__enter__()
+        self.entered.append(mode)
+
+    def leave(self, _module: nn.Module, _args: tuple, _output: object) -> None:
+        """Give them back."""
+        mode = self.entered.pop() if self.entered else None
+        if mode is not None:
+            mode.__exit__(None, None, None)

@@ -1,0 +1,122 @@
+"""How attention heads lie over the ranks of an axis, from the head counts of a model's config.
+
+query heads divide, key-value heads divide      each rank has its own of both
+query heads divide, fewer key-value heads       key-value heads are repeated until they divide (``Repeat``)
+query heads do not divide                       refused, or attention computed whole on every rank
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from .._placements import Repeat
+from ..errors import PlanError
+from ._build import FEATURES, Plan, block, column, merge, row
+
+__all__ = ["Heads", "Options", "attention", "divide_heads"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ready plans are told.
+
+    Attributes:
+        config: a Hugging Face config of which sizes are read; None where everything divides.
+        axis: mesh axis of tensor parallelism.
+        degree: number of ranks on that axis, if it is known.
+        sequence_parallel: shard activations between the blocks over the sequence.
+        replicate_attention: compute all heads on every rank.
+    """
+
+    config: object = None
+    axis: str = "tp"
+    degree: int | None = None
+    sequence_parallel: bool = False
+    replicate_attention: bool = False
+
+    @property
+    def between(self) -> Placement:
+        """Placement of activations between the blocks."""
+        return Shard(1) if self.sequence_parallel else Replicate()
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one attention module.
+
+    Attributes:
+        num_query: query heads.
+        num_key_value: key-value heads of the model.
+        copies: how often each of them comes in the parallel model.
+    """
+
+    num_query: int = 1
+    num_key_value: int = 1
+    copies: int = 1
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads that share one key-value head in the parallel model."""
+        return self.num_query // (self.num_key_value * self.copies)
+
+
+def divide_heads(options: Options) -> Heads:
+    """Return the heads of a model, key-value heads repeated until ``options.degree`` divides them.
+
+    Raises:
+        PlanError: query heads that the ranks do not divide, unless all of them are to be computed on every rank.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(num_attention_heads=12, num_key_value_heads=2)
+        >>> divide_heads(Options(config, degree=4))
+        Heads(num_query=12, num_key_value=2, copies=2)
+    """
+    num_query = getattr(options.config, "num_attention_heads", None)
+    if num_query is None or options.degree is None:
+        return Heads()
+    num_key_value = getattr(options.config, "num_key_value_heads", None) or num_query
+    if options.replicate_attention:
+        return Heads(num_query, num_key_value)
+    if num_query % options.degree:
+        raise PlanError(
+            f"num_attention_heads is {num_query}, which {options.axis}={options.degree} ranks do not divide; use a "
+            "degree that divides it, or replicate_attention=True, which computes all heads on every rank"
+        )
+    # The multiple divides the query heads too, because both of its numbers do.
+    return Heads(num_query, num_key_value, math.lcm(num_key_value, options.degree) // num_key_value)
+
+
+def attention(name: str, options: Options, *, key_output: str = "k_proj", query_input: str = "q_proj") -> Plan:
+    """Attention with layers ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``: each rank computes its heads.
+
+    Args:
+        name: regex of the attention modules.
+        options: see :class:`Options`.
+        key_output: submodule whose output are the keys.
+        query_input: submodule that sees the input first on the way to the queries.
+    """
+    axis, heads = options.axis, divide_heads(options)
+    plan = merge(block(name, axis=axis), row(rf"{name}\.o_proj", axis=axis, output=options.between))
+    if options.replicate_attention:
+        return merge(plan, {"forward": {rf"{name}\.o_proj\.input": [{axis: Shard(FEATURES)}]}})
+    if heads.copies == 1:
+        return merge(plan, column(rf"{name}\.(q|k|v)_proj", axis=axis))
+    repeat = Repeat({axis: Shard(FEATURES)}, dim=FEATURES, parts=heads.num_key_value, times=heads.copies)
+    return merge(
+        plan,
+        column(rf"{name}\.q_proj", axis=axis),
+        {
+            "forward": {
+                # Keys and values are computed whole, so their share of the input's gradient is whole. That of the
+                # queries is summed here, before the two meet: on local tensors nothing could tell them apart.
+                rf"{name}\.{query_input}\.input": [{axis: Replicate()}],
+                rf"{name}\.{key_output}\.output": repeat,
+                rf"{name}\.v_proj\.output": repeat,
+            },
+            "attribute": {rf"{name}\.num_key_value_groups": heads.num_groups},
+        },
+    )

@@ -1,0 +1,103 @@
+"""Plans for ``transformers.GPT2LMHeadModel`` and ``GPTNeoXForCausalLM``, which merge query, key and value."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Shard
+
+from .._attributes import Divided
+from ._build import FEATURES, Plan, block, column, merge, row, sequence, vocab
+from ._heads import Options, divide_heads
+
+__all__ = ["gpt2", "gpt_neox"]
+
+
+def gpt2(
+    config: object = None,
+    *,
+    axis: str = "tp",
+    degree: int | None = None,
+    sequence_parallel: bool = False,
+    replicate_attention: bool = False,
+) -> Plan:
+    """Return the plan of a GPT-2: heads, feed-forward and the (tied) vocabulary sharded over ``axis``.
+
+    Its ``Conv1D`` weights are (in, out). ``c_attn`` merges query, key and value, so each rank has an interleaved shard:
+    a strip of each. Covers every matrix but the position embedding; norms are replicated. Not for cross attention.
+
+    Args:
+        config: the model's config; without it, or without ``degree``, heads are taken to divide.
+        axis: mesh axis of tensor parallelism.
+        degree: number of ranks on the axis.
+        sequence_parallel: shard activations between the layers over the sequence.
+        replicate_attention: compute all heads on every rank, for head counts that do not divide, such as the 25 of the
+            largest GPT-2.
+
+    Raises:
+        PlanError: heads that do not divide.
+
+    Example:
+        >>> gpt2()["parameter"][r"transformer\\.h\\.\\d+\\.mlp\\.c_fc\\.weight"]
+        {'tp': Shard(dim=1)}
+    """
+    options = Options(config, axis, degree, sequence_parallel, replicate_attention)
+    layer = r"transformer\.h\.\d+"
+    divide_heads(options)
+    if replicate_attention:
+        projection: Plan = {"forward": {rf"{layer}\.attn\.c_proj\.input": [{axis: Shard(FEATURES)}]}}
+    else:
+        projection = merge(
+            column(rf"{layer}\.attn\.c_attn", axis=axis, parts=3, transposed=True),
+            {"local_attribute": {rf"{layer}\.attn\.split_size": Divided(axis)}},
+        )
+    return merge(
+        vocab(r"transformer\.wte", "lm_head", axis=axis),
+        sequence(r"transformer\.h\.0", r"transformer\.ln_f", axis=axis) if sequence_parallel else {},
+        block(rf"{layer}\.(attn|mlp)", axis=axis),
+        projection,
+        column(rf"{layer}\.mlp\.c_fc", axis=axis, transposed=True),
+        row(rf"{layer}\.(attn|mlp)\.c_proj", axis=axis, transposed=True, output=options.between),
+    )
+
+
+def gpt_neox(
+    config: object = None,
+    *,
+    axis: str = "tp",
+    degree: int | None = None,
+    sequence_parallel: bool = False,
+    replicate_attention: bool = False,
+) -> Plan:
+    """Return the plan of a GPT-NeoX: heads, feed-forward and vocabulary sharded over ``axis``.
+
+    The merged projection holds query, key and value of one head after the other, so plain shards are whole heads.
+    Covers every matrix, with parallel residuals and without; norms are replicated.
+
+    Args:
+        config: the model's config; without it, or without ``degree``, heads are taken to divide.
+        axis: mesh axis of tensor parallelism.
+        degree: number of ranks on the axis.
+        sequence_parallel: shard activations between the layers over the sequence.
+        replicate_attention: compute all heads on every rank, for head counts that do not divide.
+
+    Raises:
+        PlanError: heads that do not divide.
+
+    Example:
+        >>> gpt_neox(sequence_parallel=True)["forward"][r"gpt_neox\\.layers\\.0\\.input"]
+        [{'tp': Shard(dim=1)}]
+    """
+    options = Options(config, axis, degree, sequence_parallel, replicate_attention)
+    layer = r"gpt_neox\.layers\.\d+"
+    divide_heads(options)
+    if replicate_attention:
+        projection: Plan = {"forward": {rf"{layer}\.attention\.dense\.input": [{axis: Shard(FEATURES)}]}}
+    else:
+        projection = column(rf"{layer}\.attention\.query_key_value", axis=axis)
+    return merge(
+        vocab(r"gpt_neox\.embed_in", "lm_head", axis=axis),
+        sequence(r"gpt_neox\.layers\.0", r"gpt_neox\.final_layer_norm", axis=axis) if sequence_parallel else {},
+        block(rf"{layer}\.(attention|mlp)", axis=axis),
+        projection,
+        column(rf"{layer}\.mlp\.dense_h_to_4h", axis=axis),
+        row(rf"{layer}\.(attention\.dense|mlp\.dense_4h_to_h)", axis=axis, output=options.between),
+    )

@@ -1,0 +1,145 @@
+"""Plans for mixtures of experts with the names of LLaMA around them: Mixtral, Qwen2-MoE, Qwen3-MoE."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Replicate
+
+from ..errors import PlanError
+from ._build import Plan, block, column, experts, merge, row
+from ._heads import Options, attention
+from .llama import LAYER, around
+
+__all__ = ["mixtral", "qwen2_moe", "qwen3_moe"]
+
+# what configs call the number of experts
+COUNTS = ("num_local_experts", "num_experts")
+
+
+def mixtral(
+    config: object = None,
+    *,
+    axis: str = "tp",
+    degree: int | None = None,
+    sequence_parallel: bool = False,
+    replicate_attention: bool = False,
+    expert_axis: str | None = None,
+) -> Plan:
+    """Return the plan of a Mixtral: heads and vocabulary sharded over ``axis``, whole experts spread over an axis.
+
+    Covers every matrix but the small router, which is replicated with the norms. Attention is that of :func:`llama`.
+
+    Args:
+        config: the model's config; without it, or without ``degree``, heads and experts are taken to divide.
+        axis: mesh axis of tensor parallelism.
+        degree: number of ranks on the axis.
+        sequence_parallel: shard activations between the layers over the sequence.
+        replicate_attention: compute all heads on every rank, for head counts that do not divide.
+        expert_axis: mesh axis over which experts are spread; by default ``axis``.
+
+    Raises:
+        PlanError: heads or experts that do not divide.
+
+    Example:
+        >>> mixtral()["expert"]
+        {'model\\\\.layers\\\\.\\\\d+\\\\.mlp\\\\.experts': {'tp': Shard(dim=0)}}
+    """
+    options = Options(config, axis, degree, sequence_parallel, replicate_attention)
+    return _mixture(options, expert_axis)
+
+
+def qwen3_moe(
+    config: object = None,
+    *,
+    axis: str = "tp",
+    degree: int | None = None,
+    sequence_parallel: bool = False,
+    replicate_attention: bool = False,
+    expert_axis: str | None = None,
+) -> Plan:
+    """Return the plan of a Qwen3-MoE: as :func:`mixtral`; layers without experts have a sharded feed-forward.
+
+    Which layers these are is read from ``config`` (``mlp_only_layers``, ``decoder_sparse_step``); without it every
+    layer has experts. Norms of query and key heads are replicated.
+
+    Raises:
+        PlanError: heads or experts that do not divide.
+
+    Example:
+        >>> qwen3_moe(expert_axis="ep")["expert"]
+        {'model\\\\.layers\\\\.\\\\d+\\\\.mlp\\\\.experts': {'ep': Shard(dim=0)}}
+    """
+    options = Options(config, axis, degree, sequence_parallel, replicate_attention)
+    dense = _linear_parts("", options) if _has_dense_layers(config) else {}
+    return merge(_mixture(options, expert_axis), dense)
+
+
+def qwen2_moe(
+    config: object = None,
+    *,
+    axis: str = "tp",
+    degree: int | None = None,
+    sequence_parallel: bool = False,
+    replicate_attention: bool = False,
+    expert_axis: str | None = None,
+) -> Plan:
+    """Return the plan of a Qwen2-MoE: as :func:`qwen3_moe`; the shared expert is sharded like a feed-forward.
+
+    The gate of the shared expert, one row, is replicated with the router.
+
+    Raises:
+        PlanError: heads or experts that do not divide.
+
+    Example:
+        >>> qwen2_moe()["forward"]["model\\\\.layers\\\\.\\\\d+\\\\.mlp\\\\.shared_expert\\\\.input"]
+        [{'tp': Replicate()}]
+    """
+    plan = qwen3_moe(
+        config,
+        axis=axis,
+        degree=degree,
+        sequence_parallel=sequence_parallel,
+        replicate_attention=replicate_attention,
+        expert_axis=expert_axis,
+    )
+    # Its input is a boundary too: the gradients of router and experts are whole there, its own would be a partial sum.
+    shared = merge(
+        block(rf"{LAYER}\.mlp\.shared_expert", axis=axis), _linear_parts(r"\.shared_expert", Options(axis=axis))
+    )
+    return merge(plan, shared)
+
+
+def _mixture(options: Options, expert_axis: str | None) -> Plan:
+    """Attention, experts and what is around them."""
+    if expert_axis is None:
+        _check_experts(options)
+    return merge(
+        around(options),
+        attention(rf"{LAYER}\.self_attn", options),
+        block(rf"{LAYER}\.mlp", axis=options.axis, output=options.between),
+        experts(rf"{LAYER}\.mlp\.experts", axis=expert_axis or options.axis),
+    )
+
+
+def _linear_parts(inside: str, options: Options) -> Plan:
+    """Gated feed-forward in the part ``inside`` of the layers' ``mlp``; its sum stays whole."""
+    name = rf"{LAYER}\.mlp{inside}"
+    return merge(
+        column(rf"{name}\.(gate|up)_proj", axis=options.axis),
+        row(rf"{name}\.down_proj", axis=options.axis, output=Replicate() if inside else options.between),
+    )
+
+
+def _check_experts(options: Options) -> None:
+    for attribute in COUNTS:
+        count = getattr(options.config, attribute, None)
+        if options.degree and isinstance(count, int) and count % options.degree:
+            raise PlanError(
+                f"{attribute} is {count}, which {options.axis}={options.degree} ranks do not divide; use a degree that "
+                "divides it"
+            )
+
+
+def _has_dense_layers(config: object) -> bool:
+    """Tell whether some layer has no experts, by the rule of Hugging Face's models."""
+    only, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
+    return any(layer in only or (layer + 1) % step for layer in range(getattr(config, "num_hidden_layers", 0)))

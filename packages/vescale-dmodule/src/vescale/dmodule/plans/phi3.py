@@ -1,0 +1,79 @@
+"""Plan for ``transformers.Phi3ForCausalLM``, whose query-key-value and gate-up projections are merged."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Shard
+
+from vescale.dtensor import InterleavedShard
+
+from .._attributes import Divided
+from .._placements import Repeat
+from ._build import FEATURES, Plan, block, column, merge, row
+from ._heads import Heads, Options, divide_heads
+from .llama import LAYER, around
+
+__all__ = ["phi3"]
+
+
+def phi3(
+    config: object = None,
+    *,
+    axis: str = "tp",
+    degree: int | None = None,
+    sequence_parallel: bool = False,
+    replicate_attention: bool = False,
+) -> Plan:
+    """Return the plan of a Phi-3: heads, feed-forward and vocabulary sharded over ``axis``.
+
+    The merged projections are interleaved shards: a strip of the gate and a strip of the up projection on each rank,
+    and likewise of queries, keys and values where there are as many key-value heads as query heads. With grouped
+    queries the three are not equally wide, and no interleaving gives a rank the query heads of its key-value heads:
+    ``qkv_proj`` is then replicated, its key-value heads are repeated to the number of query heads, and each rank
+    attends with its heads. Everything else is covered in either case; norms are replicated.
+
+    Args:
+        config: the model's config; without it, or without ``degree``, heads are taken to divide and not to be grouped.
+        axis: mesh axis of tensor parallelism.
+        degree: number of ranks on the axis.
+        sequence_parallel: shard activations between the layers over the sequence.
+        replicate_attention: compute all heads on every rank, for head counts that do not divide.
+
+    Raises:
+        PlanError: query heads that do not divide.
+
+    Example:
+        >>> phi3()["parameter"]["model\\\\.layers\\\\.\\\\d+\\\\.mlp\\\\.gate_up_proj\\\\.(weight|bias)"]
+        {'tp': InterleavedShard(dim=0, k=2)}
+    """
+    options = Options(config, axis, degree, sequence_parallel, replicate_attention)
+    name = rf"{LAYER}\.self_attn"
+    return merge(
+        around(options),
+        block(rf"{LAYER}\.(self_attn|mlp)", axis=axis),
+        _projections(name, options, divide_heads(options)),
+        row(rf"{name}\.o_proj", axis=axis, output=options.between),
+        column(rf"{LAYER}\.mlp\.gate_up_proj", axis=axis, parts=2),
+        row(rf"{LAYER}\.mlp\.down_proj", axis=axis, output=options.between),
+    )
+
+
+def _projections(name: str, options: Options, heads: Heads) -> Plan:
+    axis = options.axis
+    if options.replicate_attention:
+        return {"forward": {rf"{name}\.o_proj\.input": [{axis: Shard(FEATURES)}]}}
+    # The module cuts at sizes that it computes from these two.
+    sizes = rf"{name}\.config\.num_attention_heads", rf"{name}\.num_key_value_heads"
+    if heads.num_query == heads.num_key_value:
+        local = {"local_attribute": dict.fromkeys(sizes, Divided(axis))}
+        return merge(column(rf"{name}\.qkv_proj", axis=axis, parts=3), local)
+    repeat = Repeat(
+        {axis: InterleavedShard(FEATURES, 3)},
+        dim=FEATURES,
+        parts=(heads.num_query, 2 * heads.num_key_value),
+        times=(1, heads.num_query // heads.num_key_value),
+    )
+    return {
+        "forward": {rf"{name}\.qkv_proj\.output": repeat},
+        "attribute": {rf"{name}\.num_key_value_heads": heads.num_query, rf"{name}\.num_key_value_groups": 1},
+        "local_attribute": dict.fromkeys(sizes, heads.num_query // options.degree),
+    }

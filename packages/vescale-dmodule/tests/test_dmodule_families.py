@@ -1,0 +1,63 @@
+"""Every model family with a ready plan trains in tensor and sequence parallelism as it does in one process."""
+
+import pytest
+import torch
+
+from vescale.dmodule import parallelize_module, plans
+from vescale.dmodule._placements import Repeat
+from vescale.dtensor import Shard, init_device_mesh
+from vescale_testing import ranks
+
+MODES = ("eager",)
+FAMILIES = sorted(plans.FAMILIES)
+
+# Four query heads over two key-value heads, which over four ranks are repeated. Where it is another code path, as many
+# of both over two ranks.
+CHANGES = {("phi3", 2): {"num_key_value_heads": 4}, ("olmo2", 2): {"num_key_value_heads": 4}}
+
+
+def parallel(model, mode="eager", change=lambda plan: plan, **options):
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    return parallelize_module(model, mesh, change(plans.plan_for(model, degree=world, **options)), mode=mode)
+
+
+@pytest.mark.parametrize("world", [2, 4], ids=["tp2", "tp4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_equals_one_process(family, world, build, train, assert_same_pass):
+    config = {"dropout": 0.1, **CHANGES.get((family, world), {})}
+    expected = train(build(family, **config), tokens=9)
+
+    @ranks(world)
+    def on_every_rank():
+        for mode in MODES:
+            for sequence_parallel in (False, True):
+                model = parallel(build(family, **config), mode, sequence_parallel=sequence_parallel)
+                assert_same_pass(train(model, tokens=9), expected)
+
+    on_every_rank()
+
+
+@ranks(3)
+def test_heads_that_do_not_divide_are_computed_everywhere(build, train, assert_same_pass):
+    for family in ("gpt2", "gpt_neox", "llama", "olmo2", "phi3"):
+        config = {"dropout": 0.1}
+        expected = train(build(family, **config), tokens=9)
+        for mode in MODES:
+            model = parallel(build(family, **config), mode, sequence_parallel=True, replicate_attention=True)
+            assert_same_pass(train(model, tokens=9), expected)
+
+
+@ranks(4)
+def test_repeated_heads_in_another_order_differ(build, train, assert_same_pass):
+    def side_by_side(plan):  # k0 k1 k0 k1 instead of k0 k0 k1 k1
+        key = r"model\.layers\.\d+\.self_attn\.k_proj\.output"
+        assert plan["forward"][key] == Repeat({"tp": Shard(2)}, dim=2, parts=2, times=2)
+        plan["forward"][key] = Repeat({"tp": Shard(2)}, dim=2, parts=1, times=2)
+        return plan
+
+    expected = train(build("llama"), tokens=9)
+    assert_same_pass(train(parallel(build("llama")), tokens=9), expected)
+    wrong = train(parallel(build("llama"), change=side_by_side), tokens=9)
+    with pytest.raises(AssertionError):
+        assert_same_pass(wrong, expected)

@@ -1,0 +1,418 @@
+"""Partial gradients of one backward are reduced together, in flat buckets, and every ``.grad`` is whole afterwards."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils.checkpoint import checkpoint
+
+from vescale.dmodule import parallelize_module
+from vescale.dmodule._flat import partial_dims
+from vescale.dmodule._gradients import GradientSync
+from vescale.dtensor import Replicate, Shard, debug, init_device_mesh
+from vescale_testing import ranks
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+
+# ------------------------------------------------------------------------------------------------- a model
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Tower(nn.Module):
+    """Sequence parallel over tp, batch parallel over dp: every parameter has a gradient that is partial somewhere."""
+
+    def __init__(self, num_layers, *, use_reentrant=None):
+        super().__init__()
+        self.layers, self.use_reentrant = nn.ModuleList(Layer() for _ in range(num_layers)), use_reentrant
+        self.head = nn.LayerNorm(6)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) if self.use_reentrant is None else checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+SPREAD = {"dp": Shard(0), "tp": Shard(1)}
+PLAN = {
+    "parameter": {r".*\.up\.(weight|bias)": {"tp": Shard(0)}, r".*\.down\.weight": {"tp": Shard(1)}},
+    "forward": {
+        "input": [SPREAD],
+        r".*\.up\.input": [{"dp": Shard(0), "tp": Replicate()}],
+        r".*\.down\.output": [SPREAD],
+        "output": [{"dp": Replicate(), "tp": Replicate()}],
+    },
+}
+NUM_REDUCED_TOGETHER = 3  # what is partial over dp: one all-reduce; what is partial over both: one over each
+
+
+def build(**options):
+    torch.manual_seed(0)
+    return Tower(3, **options).double()
+
+
+def parallel(mesh, **options):
+    return parallelize_module(build(**options), mesh, PLAN)
+
+
+def batch(seed):
+    return torch.randn(4, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def backward(model, seed=1):
+    """Run one pass and return the log of its backward."""
+    loss = model(batch(seed)).square().sum()
+    with debug.comm_log(model) as log:
+        loss.backward()
+    return log
+
+
+def assert_same_gradients(model, plain):
+    for name, parameter in plain.named_parameters():
+        gradient = model.get_parameter(name).grad
+        assert gradient.placements == model.get_parameter(name).placements, f"{name}: {gradient.placements}"
+        torch.testing.assert_close(gradient.full_tensor(), parameter.grad, rtol=1e-11, atol=1e-13, msg=name)
+
+
+@ranks(4)
+def test_a_model_on_two_axes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, model = build(), parallel(mesh)
+    logs = []
+    for seed in (1, 2, 3):  # the second and the third add to the first
+        plain(batch(seed)).square().sum().backward()
+        logs.append(backward(model, seed))
+        assert_same_gradients(model, plain)
+        assert len(logs[-1].only(operator="all_reduce")) == NUM_REDUCED_TOGETHER
+    assert position_of_first(logs[0]) == len(logs[0]) - NUM_REDUCED_TOGETHER  # nothing is known: all at the end
+    assert traffic(logs[1]) == traffic(logs[2])
+
+
+def position_of_first(log):
+    return [record.operator for record in log].index("all_reduce")
+
+
+@ranks(4)
+def test_buckets_leave_while_backward_goes_on(monkeypatch):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    monkeypatch.setattr(GradientSync.__init__, "__kwdefaults__", {"bucket_bytes": 300})
+    plain, model = build(), parallel(mesh)
+    for seed in (1, 2):
+        plain(batch(seed)).square().sum().backward()
+    first, second = backward(model, 1), backward(model, 2)
+    assert_same_gradients(model, plain)
+    num_all_reduces = len(first.only(operator="all_reduce"))
+    assert NUM_REDUCED_TOGETHER < num_all_reduces < len(list(model.parameters()))
+    assert len(second.only(operator="all_reduce")) == num_all_reduces
+    assert position_of_first(second) < position_of_first(first)
+    assert sorted(traffic(first)) == sorted(traffic(second))
+
+
+def traffic(log):
+    return [(record.operator, record.axis, record.num_bytes) for record in log]
+
+
+@ranks(4)
+def test_accumulation_without_communication():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain, model = build(), parallel(mesh)
+    sync = sync_of(model)
+    for seed in (1, 2, 3, 4):
+        plain(batch(seed)).square().sum().backward()
+    backward(model, 1)  # reduced; what follows adds to it
+    with sync.no_sync():
+        for seed in (2, 3):
+            assert not backward(model, seed).only(operator="all_reduce")
+    kept = model.get_parameter("head.weight").grad
+    assert all(p.is_partial() for p in kept.placements)  # a label that says what it is
+    with pytest.raises(AssertionError, match=r"head\.weight"):
+        assert_same_gradients_of_head(model, plain)
+    twin = copy.deepcopy(model)
+    assert len(backward(model, 4).only(operator="all_reduce")) == NUM_REDUCED_TOGETHER
+    assert_same_gradients(model, plain)
+    backward(twin, 4)
+    assert_same_gradients(twin, plain)
+
+    with sync.no_sync():
+        backward(model, 5)
+        with pytest.raises(RuntimeError, match=r"reduce\(\) was called inside no_sync\(\)"):
+            sync.reduce()
+    model.zero_grad()  # forgets what was kept
+    sync.reduce()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with sync.no_sync():
+        backward(model, 6)
+    sync.reduce()
+    plain.zero_grad()
+    plain(batch(6)).square().sum().backward()
+    assert_same_gradients(model, plain)
+    model.head.weight.register_hook(lambda _gradient: sync.no_sync().__enter__())
+    with pytest.raises(RuntimeError, match="put the whole backward"):
+        backward(model, 7)
+
+
+def assert_same_gradients_of_head(model, plain):
+    gradient, parameter = model.head.weight.grad, plain.head.weight
+    assert gradient.placements == model.head.weight.placements, "head.weight"
+    torch.testing.assert_close(gradient.full_tensor(), parameter.grad)
+
+
+def sync_of(model):
+    """The engine that takes care of a parallelized model, from the hook on one of its parameters."""
+    model(batch(0))
+    hook = next(iter(model.head.weight._backward_hooks.values()))
+    return hook.function.__self__
+
+
+# ------------------------------------------------------------------------------------------------- single parameters
+
+
+class Give(torch.autograd.Function):
+    """A use of a parameter whose gradient is ``gradient``."""
+
+    @staticmethod
+    def forward(ctx, parameter, gradient):
+        ctx.gradient = gradient
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, _one):
+        return ctx.gradient, None
+
+
+class Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, _one):
+        raise ArithmeticError("in the middle")
+
+
+def parameters(mesh, shapes, placements=(R,), dtype=torch.float32):
+    """Parameters of one module, zeros."""
+    made = [DTensor.from_local(torch.zeros(s, dtype=dtype), mesh, list(placements), run_check=False) for s in shapes]
+    return nn.ParameterList(made)
+
+
+def summand(shape, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def give(parameter, local, placements=(P,)):
+    mesh = parameter.device_mesh
+    whole = DTensor.from_local(local, mesh, list(placements), run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return Give.apply(parameter, whole)
+
+
+def give_locally(sync, parameter, local):
+    """The same by a local leaf whose gradient is handed over, as the static mode does."""
+    leaf = parameter.to_local().detach().requires_grad_()
+
+    def hand_over(leaf):
+        gradient, leaf.grad = leaf.grad, None
+        sync.add(parameter, gradient, [P])
+
+    leaf.register_post_accumulate_grad_hook(hand_over)
+    return Give.apply(leaf, local)
+
+
+def number_of_all_reduces(function):
+    with debug.comm_log() as log:
+        function()
+    return len(log.only(operator="all_reduce"))
+
+
+def locals_of(module):
+    return [parameter.grad.to_local().clone() for parameter in module]
+
+
+@ranks(4)
+def test_the_result_depends_neither_on_the_mode_nor_on_the_order_of_arrival():
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    shapes = [(5,), (7, 3), (64,), (2,), (33,)]
+
+    def train(order, *, is_local, bucket_bytes=200, at_once=False):
+        sync, module, seen = GradientSync(bucket_bytes=bucket_bytes), parameters(mesh, shapes), []
+        sync.attach(module)
+        for step in range(3):
+            local = {i: summand(shapes[i], 10 * step + i) for i in order}
+            uses = [give_locally(sync, module[i], local[i]) if is_local else give(module[i], local[i]) for i in order]
+            seen.append(number_of_all_reduces(sum(uses).backward))
+        return seen, locals_of(module)
+
+    counts, expected = train(range(5), is_local=False)
+    assert counts == [2, 2, 2]
+    for order in (range(5), [4, 2, 0, 1, 3]):
+        for is_local in (False, True):
+            actual_counts, actual = train(order, is_local=is_local)
+            assert actual_counts == counts
+            assert all(map(torch.equal, actual, expected))
+    counts_alone, alone = train(range(5), is_local=False, bucket_bytes=1)
+    assert counts_alone == [5, 5, 5]
+    torch.testing.assert_close(alone, expected)
+    assert not all(map(torch.equal, alone, expected))  # the place in the buffer decides the order of additions
+
+
+@ranks(4)
+def test_every_kind_of_gradient():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    cases = [  # placements of the parameter and its gradient, collectives, in float64 and with uneven shards
+        ((R, R), (P, P), ["all_reduce", "all_reduce"]),
+        ((R, R), (R, P), ["all_reduce"]),
+        ((R, S0), (P, S0), ["all_reduce"]),
+        ((R, R), (P, S0), ["all_reduce", "all_gather"]),
+        ((R, R), (R, S1), ["all_gather"]),
+        ((R, S0), (R, P), ["reduce_scatter"]),
+        ((R, S0), (R, S0), []),
+        ((R, R), (R, Partial("avg")), ["all_reduce"]),
+    ]
+    for placements, gradient, operators in cases:
+        for is_local in (False, True):
+            sync = GradientSync()
+            whole = torch.arange(15.0, dtype=torch.float64).view(5, 3)
+            module = nn.ParameterList([nn.Parameter(sharded(whole, mesh, placements))])
+            sync.attach(module)
+            local = sharded(whole, mesh, [R if p.is_partial() else p for p in gradient]).to_local()
+            total = whole * 2 ** sum(p == P for p in gradient)
+            with debug.comm_log() as log:
+                if is_local:
+                    sync.add(module[0], local, gradient)
+                else:
+                    give(module[0], local, gradient).backward()
+            assert sorted(r.operator for r in log) == sorted(operators), (placements, gradient)
+            assert module[0].grad.placements == tuple(placements)
+            assert torch.equal(module[0].grad.full_tensor(), total), (placements, gradient)
+
+
+def sharded(whole, mesh, placements):
+    replicated = DTensor.from_local(whole, mesh, [R] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=placements)
+
+
+@ranks(2)
+def test_passes_that_are_not_plain():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+    def fresh(num=3, **options):
+        sync, module = GradientSync(), parameters(mesh, [(4,)] * num, **options)
+        sync.attach(module)
+        return sync, module
+
+    def whole(seed, dtype=torch.float32):
+        total = summand((4,), seed, dtype)
+        dist.all_reduce(total)
+        return total
+
+    def use(module, *seeds):
+        return sum(give(parameter, summand((4,), seed)) for parameter, seed in zip(module, seeds, strict=False))
+
+    # a pass that ends with an exception leaves nothing behind, before and after buckets are known
+    for known in (False, True):
+        sync, module = fresh()
+        if known:
+            use(module, 1, 2, 3).backward()
+            module.zero_grad()
+        loss = use(module, 4, 5) + Give.apply(Fail.apply(torch.zeros((), requires_grad=True)), torch.zeros(()))
+        with pytest.raises(ArithmeticError, match="in the middle"):
+            loss.backward()
+        module.zero_grad()
+        assert number_of_all_reduces(use(module, 1, 2, 3).backward) == 1
+        assert [torch.equal(p.grad.to_local(), whole(s)) for p, s in zip(module, (1, 2, 3), strict=True)] == [True] * 3
+
+    # torch.autograd.grad gives whole gradients and touches no .grad
+    sync, module = fresh()
+    found = torch.autograd.grad(use(module, 1, 2), [module[0], module[1]])
+    assert [g.placements for g in found] == [(R,), (R,)]
+    assert torch.equal(found[1].to_local(), whole(2))
+    assert module[0].grad is None
+    use(module, 1, 2).backward(inputs=[module[0]])
+    assert torch.equal(module[0].grad.to_local(), whole(1))
+    assert module[1].grad is None
+
+    # hooks of the user see whole gradients; the other parameters are reduced together all the same
+    sync, module = fresh(4)
+    seen = []
+    module[0].register_hook(lambda gradient: seen.append(gradient.to_local()) or 2 * gradient)
+    module[1].register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.to_local().clone()))
+    assert number_of_all_reduces(use(module, 1, 2, 3, 4).backward) == 3
+    assert sorted(map(tuple, map(torch.Tensor.tolist, seen))) == sorted(tuple(whole(s).tolist()) for s in (1, 2))
+    assert torch.equal(module[0].grad.to_local(), 2 * whole(1))
+
+    # two uses of one parameter, dtypes apart, a copy, one that is frozen and thawed, a second use of the hooks
+    sync, module = fresh(2)
+    half = nn.Parameter(module[0].detach().bfloat16())
+    module.append(half)
+    module[1].requires_grad_(False)
+    sync.attach(module)
+    loss = use(module, 1) + use(module, 2) + give(half, summand((4,), 3, torch.bfloat16), (P,))
+    assert number_of_all_reduces(loss.backward) == 2
+    torch.testing.assert_close(module[0].grad.to_local(), whole(1) + whole(2))
+    assert torch.equal(half.grad.to_local(), whole(3, torch.bfloat16))
+    module[1].requires_grad_(True)
+    twin = copy.deepcopy(module)
+    for parts in (module, twin):
+        parts.zero_grad()
+        sync.attach(parts)
+        sync.attach(parts)
+        for _ in range(2):
+            use(parts, 1, 2).backward()
+        torch.testing.assert_close([p.grad.to_local() for p in parts[:2]], [2 * whole(1), 2 * whole(2)])
+    assert pickle.loads(pickle.dumps(sync)).bucket_bytes == sync.bucket_bytes
+
+    # a gradient of which a gradient is taken
+    sync, module = fresh(1, dtype=torch.float64)
+    x = torch.full((4,), float(dist.get_rank() + 1), dtype=torch.float64, requires_grad=True)
+    part = DTensor.from_local(x, mesh, [P], run_check=False)
+    (module[0] * part.redistribute(placements=[R])).sum().to_local().backward(create_graph=True)
+    assert module[0].grad.placements == (R,)
+    assert module[0].grad.to_local().tolist() == [3.0] * 4
+
+    # the summand is handed over when no backward runs
+    sync, module = fresh(1)
+    sync.add(module[0], summand((4,), 1), [P])
+    sync.add(module[0], summand((4,), 2), [P])
+    torch.testing.assert_close(module[0].grad.to_local(), whole(1) + whole(2))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing(use_reentrant):
+    @ranks(2)
+    def on_every_rank():
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        plain, model = build(), parallel(mesh, use_reentrant=use_reentrant)
+        for seed in (1, 2):
+            plain(batch(seed)).square().sum().backward()
+            log = backward(model, seed)
+        assert_same_gradients(model, plain)
+        # a backward of its own for each layer, and one for the rest, where checkpointing is reentrant
+        assert len(log.only(operator="all_reduce")) == (4 if use_reentrant else 1)
+
+    on_every_rank()
+
+
+def test_partial_dims():
+    assert partial_dims([P, S0], [R, S0]) == (0,)
+    assert partial_dims([P, P], [R, R]) == (0, 1)
+    assert partial_dims([R, S1], [R, S1]) == ()
+    for gradient, parameter in (([S0], [R]), ([P], [S0]), ([R], [S0]), ([Partial("max")], [R])):
+        assert partial_dims(gradient, parameter) is None
+
+
+def test_bucket_bytes_must_be_positive():
+    with pytest.raises(ValueError, match="bucket_bytes is 0; it must be positive"):
+        GradientSync(bucket_bytes=0)
