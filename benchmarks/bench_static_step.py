@@ -1,9 +1,9 @@
 """A whole training step of a LLaMA, hidden 1024, tensor parallel over two processes: static and compiled against stock.
 
 Real kernels and real communication (gloo), one thread per process: forward, backward and AdamW. Stock is
-`torch.distributed.tensor.parallel` with the same matrices sharded and the same boundaries. All cases start from the same
-weights and train on the same tokens; the run stops if their losses differ. Times are of the clock: ranks wait for each
-other, so run this where nothing else runs.
+`torch.distributed.tensor.parallel` with the same matrices sharded and the same boundaries. All cases start from the
+same weights and train on the same tokens; the run stops if their losses differ. Times are of the clock: ranks wait for
+each other, so run this where nothing else runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ CHECKED_STEPS = 3
 def run(num_rounds: int) -> Result:
     """Measure on two forked gloo processes."""
     seconds, notes = run_ranks(_on_each_rank, WORLD, num_rounds, timeout=900)[0]
-    shape = f"{SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, {BATCH} x {SEQ} tokens, float32, AdamW"
+    shape = (
+        f"{SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, {BATCH} x {SEQ} tokens, float32, AdamW"
+    )
     targets = (
         Target("vescale static", STOCK, at_most=1.0),
         Target("vescale compile", "vescale static", at_most=1.0),
@@ -83,7 +85,7 @@ def _step(model: nn.Module) -> Callable[[], float]:
 
 
 def _check_same_losses(losses: dict[str, list[float]]) -> str:
-    """Return a line that names the losses of the first steps; stop where two cases differ, or where nothing is learnt."""
+    """Return a line with the losses of the first steps; stop where cases differ, or where nothing is learnt."""
     expected = losses[STOCK]
     for name, actual in losses.items():
         if any(abs(a - e) > 1e-4 * e for a, e in zip(actual, expected, strict=True)):

@@ -159,4 +159,4 @@ def test_every_move_between_allocations(num_ranks):
             for source, slots in enumerate(move.receive):
                 sent = [held[source][slot] for slot in moves[source].send[rank]]
                 assert [new[expert] for expert in sent] == [rank * per_rank + slot for slot in slots]
-        assert all(sorted(sum(map(list, move.receive), [])) == list(range(per_rank)) for move in moves)
+        assert all(sorted(itertools.chain(*move.receive)) == list(range(per_rank)) for move in moves)

@@ -215,7 +215,9 @@ def summand(shape, seed, dtype=torch.float32):
 
 def give(parameter, local, placements=(P,)):
     mesh = parameter.device_mesh
-    whole = DTensor.from_local(local, mesh, list(placements), run_check=False, shape=parameter.shape, stride=parameter.stride())
+    whole = DTensor.from_local(
+        local, mesh, list(placements), run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
     return Give.apply(parameter, whole)
 
 

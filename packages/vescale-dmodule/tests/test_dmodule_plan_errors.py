@@ -207,8 +207,8 @@ def test_one_rank_alone_is_refused_without_communication():
             PlanError, match=r"'a\.weight' is a DTensor already; give parallelize_module a module of plain"
         ):
             parallelize_module(placed, mesh, {})
-        with pytest.raises(ValueError, match="mode is 'static'; this version has 'eager'"):
-            parallelize_module(network(), mesh, {}, mode="static")
+        with pytest.raises(ValueError, match="mode is 'fast'; "):
+            parallelize_module(network(), mesh, {}, mode="fast")
 
 
 @ranks(2)

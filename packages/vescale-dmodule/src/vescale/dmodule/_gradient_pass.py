@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from . import _torch
 from ._flat import Bucket, FlatReduction
+from ._profile import Meter, profiler_range
 
 __all__ = ["Arrivals", "Owner", "Pass", "Slot", "accumulate", "as_gradient"]
 
@@ -51,7 +52,13 @@ class Arrivals:
 
 
 class Owner(Protocol):
-    """What a pass needs to know of the :class:`GradientSync` that it works for."""
+    """What a pass needs to know of the :class:`GradientSync` that it works for.
+
+    Attributes:
+        meter: hears of reductions while a report is open.
+    """
+
+    meter: Meter | None
 
     def unreduced(self) -> dict[Bucket, list[Slot]]:
         """Return the parameters whose ``.grad`` is partial and that no running pass has taken, by bucket."""
@@ -109,7 +116,8 @@ class Pass:
             self.owner.mark_taken(slot, self)
             self.replaced.add(slot)
         slots = sorted(members, key=lambda slot: -slot.position)
-        self.launched.append((FlatReduction(bucket, [members[slot] for slot in slots]), slots))
+        with profiler_range("gradients", self.owner.meter):
+            self.launched.append((FlatReduction(bucket, [members[slot] for slot in slots]), slots))
 
     def end(self) -> None:
         """Launch what is left, await all, and add the sums to ``.grad``."""
@@ -117,14 +125,18 @@ class Pass:
             left = {*self.waiting, *self.owner.unreduced()}
             for bucket in sorted(left, key=lambda bucket: bucket.order):
                 self._launch(bucket)
-            while running := [reduction for reduction, _ in self.launched if not reduction.is_done]:
-                for reduction in running:
-                    reduction.advance()
+            with profiler_range("gradients end", self.owner.meter):
+                self._await_all()
             for reduction, slots in self.launched:
                 for slot, total in zip(slots, reduction.results(), strict=True):
                     self._deliver(slot, total)
         if self.counts != self.expected.counts:
             self.owner.learn(self.counts)
+
+    def _await_all(self) -> None:
+        while running := [reduction for reduction, _ in self.launched if not reduction.is_done]:
+            for reduction in running:
+                reduction.advance()
 
     def _deliver(self, slot: Slot, total: Tensor) -> None:
         parameter = slot.parameter

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Placement
 from . import _torch
 from ._flat import Bucket, has_partial, num_buckets, pack, partial_dims
 from ._gradient_pass import Arrivals, Counts, Pass, accumulate, as_gradient
+from ._profile import Meter, profiler_range
 
 __all__ = ["GradientSync", "has_other_hooks"]
 
@@ -118,6 +119,7 @@ class GradientSync:
             raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be positive")
         self.bucket_bytes = bucket_bytes
         self.synchronises = True
+        self.meter: Meter | None = None
         self._slots: dict[int, _Slot] = {}
         self._buckets: dict[tuple, Bucket] = {}
         self._num_buckets = 0
@@ -192,12 +194,16 @@ class GradientSync:
         if fits and not self._unreduced:
             return None
         if not _torch.accumulates(parameter):
-            return None if fits else gradient.redistribute(placements=parameter.placements)
+            return None if fits else self._reduce_alone(parameter, gradient)
         if fits or not self._may_wait(slot, gradient):
             self._make_room(slot)
-            return None if fits else gradient.redistribute(placements=parameter.placements)
+            return None if fits else self._reduce_alone(parameter, gradient)
         slot.set_aside, parameter.grad = parameter.grad, None
         return None
+
+    def _reduce_alone(self, parameter: DTensor, gradient: DTensor) -> DTensor:
+        with profiler_range("gradients", self.meter):
+            return gradient.redistribute(placements=parameter.placements)
 
     def _may_wait(self, slot: _Slot, gradient: DTensor) -> bool:
         parameter = slot.parameter
@@ -240,7 +246,7 @@ class GradientSync:
         if bucket is None or local.requires_grad:
             gradient = as_gradient(parameter, local, placements)
             self._make_room(slot)
-            accumulate(parameter, gradient.redistribute(placements=parameter.placements))
+            accumulate(parameter, self._reduce_alone(parameter, gradient))
         elif not self.synchronises:
             self._keep(slot, local, placements)
         elif (number := _torch.backward_number()) != -1:
@@ -306,8 +312,7 @@ class GradientSync:
             if all(parameter.device_mesh.get_local_rank(dim) == 0 for dim in dims):  # one rank brings the old sum
                 local = _torch.local_of(old) + local
         elif old is not None:
-            gradient = as_gradient(parameter, local, placements).redistribute(placements=parameter.placements)
-            accumulate(parameter, gradient)
+            accumulate(parameter, self._reduce_alone(parameter, as_gradient(parameter, local, placements)))
             return
         parameter.grad = as_gradient(parameter, local, placements)
 

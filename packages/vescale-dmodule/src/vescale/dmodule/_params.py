@@ -1,20 +1,19 @@
-"""Parameters and buffers become DTensors in place; gradients come back in the placements of their parameter."""
+"""Parameters and buffers become DTensors in place."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement
 
-from vescale.dtensor import is_deferred, materialize
+from vescale.dtensor import distribute_tensor, is_deferred, materialize
 
 from . import _torch
 from .errors import PlanError
 
-__all__ = ["check_ties", "distribute", "sync_gradients"]
+__all__ = ["check_ties", "distribute"]
 
 Placements = Mapping[str, tuple[Placement, ...]]
 
@@ -64,31 +63,3 @@ def _shard(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) 
         shard = nn.Parameter(shard, requires_grad=tensor.requires_grad)
         vars(shard).update({name: value for name, value in vars(tensor).items() if name not in vars(shard)})
     return shard
-
-
-@dataclass(frozen=True)
-class _Synced:
-    """Gradient hook that brings a gradient to the placements of its parameter."""
-
-    placements: tuple[Placement, ...]
-
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        if not isinstance(grad, DTensor) or tuple(grad.placements) == self.placements:
-            return None
-        return grad.redistribute(placements=self.placements)
-
-
-def sync_gradients(module: nn.Module) -> None:
-    """Make the gradient of every DTensor parameter come in the parameter's placements, before it is accumulated.
-
-    A replicated parameter that met sharded activations (a norm weight under sequence parallelism) has a partial
-    gradient on each rank. Reducing it in a hook of the parameter, before ``.grad`` sees it, keeps accumulation exact.
-
-    Called before every forward, because hooks are lost or missing in copies of a module and in parameters that were
-    frozen when it was parallelised.
-    """
-    for parameter in module.parameters():
-        if not isinstance(parameter, DTensor) or not parameter.requires_grad:
-            continue
-        if not any(isinstance(hook, _Synced) for hook in _torch.tensor_hooks(parameter)):
-            parameter.register_hook(_Synced(tuple(parameter.placements)))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ._attributes import Attributes, attribute_names, attribute_values, show_value, tails
 from ._boundary import InputPlan, plan_inputs
-from ._experts import check_experts
+from ._experts import ExpertLayout, plan_experts
 from ._params import check_ties
 from ._placements import MeshAxes, check_entry, check_shards, normalize, on_shape
 from .errors import PlanError
@@ -36,7 +36,7 @@ class ResolvedPlan:
         tensors: placements, one per mesh axis, of every parameter and of the buffers that the plan names.
         inputs: module name -> what the plan says of its arguments.
         outputs: module name -> what the plan says of its outputs, as written.
-        experts: module name -> placements of its expert dim.
+        experts: module name -> how its experts are spread.
         attributes: module name -> attribute path -> the value that the module sees in every mode.
         local_attributes: the same, seen only while the module runs on local tensors.
         eager: names of the modules that run in eager mode inside a static model.
@@ -47,7 +47,7 @@ class ResolvedPlan:
     tensors: dict[str, tuple[Placement, ...]] = field(default_factory=dict)
     inputs: dict[str, InputPlan] = field(default_factory=dict)
     outputs: dict[str, object] = field(default_factory=dict)
-    experts: dict[str, tuple[Placement, ...]] = field(default_factory=dict)
+    experts: dict[str, ExpertLayout] = field(default_factory=dict)
     attributes: Attributes = field(default_factory=dict)
     local_attributes: Attributes = field(default_factory=dict)
     eager: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class ResolvedPlan:
         yield from (f"parameter {name}: {placements}" for name, placements in self.tensors.items())
         yield from (f"forward {plan.where}: {plan.arguments}" for plan in self.inputs.values())
         yield from (f"forward {name}.output: {entry}" for name, entry in self.outputs.items())
-        yield from (f"expert {name}: {placements}" for name, placements in self.experts.items())
+        yield from (f"expert {name}: {layout}" for name, layout in self.experts.items())
         for section, values in zip(ATTRIBUTE_SECTIONS, (self.attributes, self.local_attributes), strict=True):
             for name, paths in values.items():
                 yield from (f"{section} {_join(name, path)}: {show_value(value)}" for path, value in paths.items())
@@ -92,10 +92,8 @@ def resolve(
     absent = _absent_names(module)
     modules = {name: part for name, part in module.named_modules(remove_duplicate=False) if name not in absent}
 
-    experts = {}
-    for name, entry in _match("expert", plan.get("expert", {}), modules, absent).items():
-        experts[name] = normalize(entry, mesh, f"expert {name!r}")
-        check_experts(name, modules[name], experts[name], mesh)
+    experts = _match("expert", plan.get("expert", {}), modules, absent)
+    experts = {name: plan_experts(name, modules[name], entry, mesh) for name, entry in experts.items()}
     tensors = _resolve_tensors(module, mesh, plan.get("parameter", {}), absent, experts, allow_empty=allow_empty)
     check_ties(module, tensors)
     inputs, outputs = (_resolve_side(side, mesh, plan.get("forward", {}), modules, absent) for side in SIDES)
@@ -114,7 +112,7 @@ def _resolve_tensors(
     mesh: MeshAxes,
     keys: Mapping[str, object],
     absent: set[str],
-    experts: Mapping[str, tuple[Placement, ...]],
+    experts: Mapping[str, ExpertLayout],
     *,
     allow_empty: bool,
 ) -> dict[str, tuple[Placement, ...]]:
@@ -128,8 +126,8 @@ def _resolve_tensors(
         name: normalize(entry, mesh, f"parameter {name!r}")
         for name, entry in _match("parameter", keys, known, absent).items()
     }
-    for owner, placements in experts.items():
-        for name in (_join(owner, leaf) for leaf, _ in module.get_submodule(owner).named_parameters()):
+    for owner, layout in experts.items():
+        for name, placements in ((_join(owner, leaf), placements) for leaf, placements in layout.parameters.items()):
             if tensors.setdefault(name, placements) != placements:
                 raise PlanError(
                     f"parameter {name!r} is placed as {tensors[name]}, but its experts are placed as {placements}; "

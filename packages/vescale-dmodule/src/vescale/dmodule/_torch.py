@@ -22,14 +22,15 @@ __all__ = [
     "explicit_redistribution",
     "flat_group",
     "hook_keys",
+    "hook_tables",
     "in_backward",
     "is_implicit_redistribution",
+    "is_profiling",
     "local_of",
     "module_table",
     "no_function_modes",
     "on_backward_end",
     "plain_operands_replicated",
-    "post_accumulate_hooks",
     "tensor_hooks",
     "tensor_tables",
     "tree_leaves",
@@ -87,7 +88,7 @@ def local_of(tensor: DTensor) -> Tensor:
 
 def wrap_like(local: Tensor, like: DTensor) -> DTensor:
     """Return ``local`` as a DTensor with the layout and shape of ``like``, without autograd."""
-    return DTensor(local, like._spec, requires_grad=False)
+    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)  # __init__ does nothing, slowly
 
 
 def in_backward() -> bool:
@@ -95,9 +96,16 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def post_accumulate_hooks(tensor: Tensor) -> Iterable[object]:
-    """Return the hooks that run when a tensor's gradient has been accumulated."""
-    return (tensor._post_accumulate_grad_hooks or {}).values()
+def hook_tables(leaf: Tensor) -> tuple[dict, dict]:
+    """Return the tables of the gradient and of the post-accumulate hooks of a leaf, made where there are none.
+
+    Hooks that are registered later appear in them.
+    """
+    if leaf._backward_hooks is None:
+        leaf._backward_hooks = OrderedDict()
+    if leaf._post_accumulate_grad_hooks is None:
+        leaf._post_accumulate_grad_hooks = OrderedDict()
+    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
 
 
 @contextlib.contextmanager
@@ -220,3 +228,8 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     The pass alone keeps ``callback`` alive: after an exception it is freed without a call.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_profiling() -> bool:
+    """Tell whether a profiler of torch is running, which may be one that emits NVTX or ITT ranges."""
+    return torch.autograd.profiler._is_profiler_enabled

@@ -3,10 +3,10 @@
 A call is described by two layouts, that of the experts (from the plan) and that of the tokens (from the call). On each
 mesh axis they meet in one of six ways::
 
-    experts            tokens sharded                              tokens replicated
-    expert dim         exchange: tokens travel to their experts    masked: each rank takes its experts' share, then a sum
-    an inner dim       copies: tokens travel to every part         inner: each rank computes its part, then a sum
-    replicated         data: gradients of parameters are partial   nothing: ranks compute the same
+    experts          tokens sharded                              tokens replicated
+    expert dim       exchange: tokens travel to their experts    masked: each rank takes its experts' share, then a sum
+    an inner dim     copies: tokens travel to every part         inner: each rank computes its part, then a sum
+    replicated       data: gradients of parameters are partial   nothing: ranks compute the same
 
 ``exchange`` and ``copies`` axes together are one all-to-all, ``masked`` and ``inner`` axes together one all-reduce. So
 expert parallelism on its own axis, folded over data and tensor parallelism, and with expert tensor parallelism, in any
@@ -26,7 +26,12 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement
 
-__all__ = ["Axes", "axes_of", "lane_table"]
+__all__ = ["Axes", "axes_of", "is_cut", "lane_table"]
+
+
+def is_cut(placement: Placement) -> bool:
+    """Tell whether each rank holds a part of its own: any kind of sharding, those that are no ``Shard`` included."""
+    return not placement.is_replicate() and not placement.is_partial()
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def axes_of(expert_axes: Sequence[int], inner_axes: Sequence[int], tokens: Seque
     """
     found: dict[str, list[int]] = {"exchange": [], "copies": [], "masked": [], "inner": [], "data": []}
     for axis, placement in enumerate(tokens):
-        own_tokens = placement.is_shard()
+        own_tokens = is_cut(placement)
         if axis in expert_axes:
             found["exchange" if own_tokens else "masked"].append(axis)
         elif axis in inner_axes:

@@ -54,13 +54,13 @@ def sum_ranks(partial: Tensor, group: Group) -> Tensor:
 
 class _SumRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, partial: Tensor, group: Group) -> Tensor:
+    def forward(_ctx, partial: Tensor, group: Group) -> Tensor:
         out = partial.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, group=group)
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(_ctx, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

@@ -7,13 +7,14 @@ Three kinds of modules hold experts::
     list      an nn.ModuleList or nn.ModuleDict whose items the model calls one by one: experts[i](x)
 
 The entry is ``{axis: Shard(0)}`` for all three. Stacked tensors are cut in their expert dim, so one or several axes may
-hold ``Shard(0)``: on several, experts are folded over them. Submodules go whole to a rank, as ragged shards of which one
-rank holds everything.
+hold ``Shard(0)``: on several, experts are folded over them. Submodules go whole to a rank, as ragged shards of which
+one rank holds everything.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from vescale.dtensor import RaggedShard
 from .._placements import MeshAxes, normalize, on_shape
 from ..errors import PlanError
 from ._allocate import ExpertAllocator, StaticAllocator
+from ._axes import is_cut
 from ._exchange import AllToAll, TokenDispatcher
 
 __all__ = ["ExpertLayout", "Experts", "check_experts", "plan_experts"]
@@ -255,28 +257,21 @@ def _place_inner(
         if not matched:
             raise PlanError(f"{where}: key {key!r} matches no parameter; they are {sorted(parameters)}")
         normalize(changes, mesh, f"{where} {key!r}")
-        for leaf in matched:
-            for axis, placement in changes.items():
-                number = names.index(axis)
-                if placement == parameters[leaf][number]:
-                    continue
-                if (
-                    parameters[leaf][number] != Replicate()
-                    or not placement.is_shard()
-                    or (placement.dim == 0 and kind == "stacked")
-                ):
-                    raise PlanError(
-                        f"{where}: parameter {leaf!r} has {placement!r} on axis {axis!r}; an inner dim is sharded there "
-                        "by Shard(1) and above, on an axis that does not hold experts"
-                    )
-                parameters[leaf] = _replaced(parameters[leaf], number, placement)
-                inner.add(number)
-            parameters[leaf] = on_shape(parameters[leaf], shapes[leaf], f"{where} parameter {leaf!r}")
+        for leaf, (axis, placement) in itertools.product(matched, changes.items()):
+            number = names.index(axis)
+            before = parameters[leaf]
+            if placement == before[number]:
+                continue
+            expert_dim = kind == "stacked" and getattr(placement, "dim", 0) == 0
+            if before[number] != Replicate() or not is_cut(placement) or expert_dim:
+                raise PlanError(
+                    f"{where}: parameter {leaf!r} has {placement!r} on axis {axis!r}, which holds {before[number]!r}; "
+                    "an inner dim is sharded, on an axis that does not hold experts"
+                )
+            cut = (*before[:number], placement, *before[number + 1 :])
+            parameters[leaf] = on_shape(cut, shapes[leaf], f"{where} parameter {leaf!r}")
+            inner.add(number)
     return tuple(sorted(inner))
-
-
-def _replaced(placements: Placements, axis: int, placement: Placement) -> Placements:
-    return (*placements[:axis], placement, *placements[axis + 1 :])
 
 
 def _once(where: str, entry: Experts, parameters: dict[str, Placements], inner_axes: tuple[int, ...]) -> frozenset[str]:

@@ -58,7 +58,8 @@ def route(index: Tensor, table: Tensor, *, group_size: int, num_local: int) -> R
         >>> route(torch.tensor([[0], [1], [0]]), table, group_size=2, num_local=1).order
         tensor([0, 2, 1])
     """
-    lanes = table[index.clamp(max=len(table) - 1)].reshape(-1)
+    # index_select, as an embedding does, refuses negative indices
+    lanes = table.index_select(0, index.clamp(max=len(table) - 1).reshape(-1)).reshape(-1)
     counts = lanes.new_zeros(group_size * num_local + 1).scatter_add_(0, lanes, torch.ones_like(lanes))
     return Route(torch.argsort(lanes, stable=True), counts[:-1].reshape(group_size, num_local))
 
@@ -139,7 +140,7 @@ class TokenDispatcher(Protocol):
         """
 
     def combine(self, rows: Tensor, exchange: Exchange) -> Tensor:
-        """Send the experts' outputs back: (num_received, hidden) to (num_sent, hidden), in the order of ``dispatch``."""
+        """Send the experts' outputs back: (num_received, hidden) to (num_sent, hidden), in ``dispatch``'s order."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,11 +38,25 @@ def install_experts(
         return None
     region = ExpertRegion(layout, mesh, inspect.signature(module.forward))
     vars(module)[REGION] = region
+    if layout.kind == "modules":
+        for name, expert in module.named_children():
+            expert.register_forward_pre_hook(_Noted(region, name))
     module.register_forward_pre_hook(region.enter, with_kwargs=True)
     module.register_forward_hook(region.leave, always_call=True)
     module.register_state_dict_pre_hook(_refuse_moved)
     module.register_load_state_dict_pre_hook(_refuse_moved)
     return region
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """Forward pre-hook of an expert that is a submodule."""
+
+    region: ExpertRegion
+    name: str
+
+    def __call__(self, _expert: nn.Module, _args: tuple) -> None:
+        self.region.note_call(self.name)
 
 
 def _refuse_moved(module: nn.Module, *_: object) -> None:

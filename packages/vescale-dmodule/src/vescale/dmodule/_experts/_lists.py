@@ -1,13 +1,13 @@
 """Experts that the model calls one by one: ``for e in range(n): out += self.experts[e](x[rows of e])``.
 
-Each expert belongs to one rank of the axis. All ranks run the model's loop on the same tokens and call the same experts;
-in a call the owner computes and the others receive its output::
+Each expert belongs to one rank of the axis. All ranks run the model's loop on the same tokens and call the same
+experts; in a call the owner computes and the others receive its output::
 
     owner       x  ->  expert(x)      -> broadcast -> output
-    others      x  ->  expert(x[:0])  -> receive   -> output
+    others      x  ->  expert(x[:1])  -> receive   -> output
 
-On the others the expert's own forward runs on no rows, with parameters that take no memory, which gives the shape and
-dtype of what comes. Bits are the owner's, so that all ranks take the same turns afterwards. The backward is the mirror
+On the others the expert's own forward runs on one row, with parameters that take no memory, which gives the shape and
+dtype of what comes, and meets the same errors. Bits are the owner's, so that all ranks take the same turns afterwards. The backward is the mirror
 image: the owner's gradient of ``x`` is broadcast.
 
 Two broadcasts per call: for many experts give the block a forward over ``(hidden_states, top_k_index, top_k_weights)``,
@@ -72,7 +72,7 @@ class _OneExpert:
         return self
 
     def enter(self, expert: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Forward pre-hook: bring the operands to the owner; the others keep no rows of them."""
+        """Forward pre-hook: bring the operands to the owner; the others keep one row of them."""
         hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if hidden is None or hidden.ndim == 0:
             raise PlanError(f"expert {self.key!r} of a list was called without a tensor of rows")
@@ -105,7 +105,7 @@ class _OneExpert:
         call.undo.close()
         if output is None:  # the forward raised
             return None
-        rows = len(call.hidden) if self.here else 0
+        rows = len(call.hidden) if self.here else min(1, len(call.hidden))
         if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != rows:
             raise PlanError(f"expert {self.key!r} of a list must return one tensor with as many rows as it got")
         output = join(output, *call.operands)
@@ -140,12 +140,12 @@ class _OneExpert:
 
 
 class _ToOwner(torch.autograd.Function):
-    """Rows on the owner, no rows on the others; the gradient is the owner's on all of them."""
+    """Rows on the owner, one row on the others; the gradient is the owner's on all of them."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, here: bool, source: int, group: dist.ProcessGroup) -> Tensor:
         ctx.here, ctx.source, ctx.group, ctx.like = here, source, group, (rows.shape, rows.dtype)
-        return rows.view_as(rows) if here else rows[:0]
+        return rows.view_as(rows) if here else rows[:1]
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -160,14 +160,14 @@ class _FromOwner(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, output: Tensor, num_rows: int, here: bool, source: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.here = here
+        ctx.here, ctx.kept = here, len(output)
         output = output.contiguous().clone() if here else output.new_empty((num_rows, *output.shape[1:]))
         dist.broadcast(output, src=source, group=group)
         return output
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return grad if ctx.here else grad[:0], None, None, None, None
+        return grad if ctx.here else grad[: ctx.kept], None, None, None, None
 
 
 class _StandIn(torch.autograd.Function):

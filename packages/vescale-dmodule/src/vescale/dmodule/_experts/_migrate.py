@@ -1,7 +1,7 @@
 """Experts change their rank between steps, and take their gradients and optimizer state along.
 
-Only bits move: a run that moves experts and one that does not compute the same, each expert on the same tokens. What may
-differ is the last bit of sums over ranks, where a token's experts used to be on other ranks (the masked path).
+Only bits move: a run that moves experts and one that does not compute the same, each expert on the same tokens. What
+may differ is the last bit of sums over ranks, where a token's experts used to be on other ranks (the masked path).
 
 While experts are not in order, the expert dim of their tensors is in the order of slots, not of experts; ``state_dict``
 of the module refuses until :func:`restore_experts`.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ._allocate import Allocation, check_allocation, initial_allocation
+from ._axes import is_cut
 from ._region import ALLOCATION, LOADS, ExpertRegion, allocation_of, experts_region
 
 __all__ = ["Moves", "plan_moves", "rebalance_experts", "restore_experts"]
@@ -114,7 +115,7 @@ def _ask_allocator(region: ExpertRegion, module: nn.Module) -> Allocation:
         counts = vars(module).pop(LOADS, None)
         device = next(module.parameters()).device
         counts = torch.zeros(layout.num_experts + 1, dtype=torch.int64, device=device) if counts is None else counts
-        group = region.group([axis for axis, p in enumerate(region.last_tokens) if p.is_shard()])
+        group = region.group([axis for axis, p in enumerate(region.last_tokens) if is_cut(p)])
         if group is not None:
             dist.all_reduce(counts, group=group)
         loads = counts[:-1].tolist()
@@ -166,12 +167,13 @@ def _state_tensors(where: str, parameter: Tensor, state: dict) -> Iterable[Tenso
             continue
         if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
             raise TypeError(
-                f"optimizer state {key!r} of {where!r} is a {type(value).__name__} of shape {tuple(value.shape)}, which "
-                f"cannot be moved by expert; expected the parameter's type and shape {tuple(parameter.shape)}"
+                f"optimizer state {key!r} of {where!r} is a {type(value).__name__} of shape {tuple(value.shape)}, "
+                f"which cannot be moved by expert; expected the parameter's type and shape {tuple(parameter.shape)}"
             )
         if isinstance(value, DTensor) and value.placements != parameter.placements:
             raise TypeError(
-                f"optimizer state {key!r} of {where!r} has placements {value.placements}, the parameter others"
+                f"optimizer state {key!r} of {where!r} has placements {value.placements}, the parameter "
+                f"{parameter.placements}; expected the same"
             )
         yield _local(value)
 
@@ -189,7 +191,7 @@ def _move(region: ExpertRegion, current: Allocation, new: Allocation, tensors: S
     send, receive = ([slot for slots in part for slot in slots] for part in (moves.send, moves.receive))
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
-        rows = torch.cat([tensor[send].flatten(1) for tensor in same], dim=1)
+        rows = torch.cat([tensor[send].reshape(len(send), -1) for tensor in same], dim=1)
         received = torch.empty_like(rows)
         if group is None:
             received = rows
@@ -197,4 +199,4 @@ def _move(region: ExpertRegion, current: Allocation, new: Allocation, tensors: S
             splits = [len(slots) for slots in moves.receive], [len(slots) for slots in moves.send]
             dist.all_to_all_single(received, rows, *splits, group=group)
         for tensor, part in zip(same, received.split([tensor[0].numel() for tensor in same], dim=1), strict=True):
-            tensor[receive] = part.unflatten(1, tensor.shape[1:]) if tensor.ndim > 1 else part[:, 0]
+            tensor[receive] = part.reshape(len(receive), *tensor.shape[1:])

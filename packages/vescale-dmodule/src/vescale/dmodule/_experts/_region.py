@@ -2,16 +2,17 @@
 
 Which experts a rank computes for which tokens follows from how the tokens lie (``_axes``):
 
-    tokens replicated over the expert axes    masked: every rank sees all tokens; experts of other ranks become the index
-                                              ``num_local``, which the forward skips, with weight zero. The sum over the
-                                              ranks is the output. One all-reduce, no wait of the host.
+    tokens replicated over the expert axes    masked: every rank sees all tokens; experts of other ranks become the
+                                              index ``num_local``, which the forward skips, with weight zero. The sum
+                                              over the ranks is the output. One all-reduce, no wait of the host.
     tokens sharded over them                  exchanged: see ``_exchange``. One wait of the host, for the split sizes.
 
 Both give one device's values and gradients at every number of ranks: gradients of hidden states, weights and parameters
 are sums over the tokens, never means, and nothing is scaled by a number of ranks.
 
-The region works on local tensors and process groups. In eager mode its hooks unwrap DTensors and wrap the output; inside
-:meth:`ExpertRegion.on_local_tensors` they take and return plain local tensors in a layout that the caller declares.
+The region works on local tensors and process groups. In eager mode its hooks unwrap DTensors and wrap the output;
+inside :meth:`ExpertRegion.on_local_tensors` they take and return plain local tensors in a layout that the caller
+declares.
 
 Random operators inside experts are refused: nothing says where the tokens of an expert lie in a global tensor.
 """
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -38,7 +40,7 @@ from ._axes import Axes, axes_of, lane_table
 from ._collectives import Group, add_rows, join, share, sum_ranks, take_rows
 from ._entry import ExpertLayout
 from ._exchange import Exchange, exchange_counts, route
-from ._state import gradient_placements, local_state
+from ._state import expert_of, gradient_placements, local_state
 from ._wrap import from_local, layout_of_tokens, to_local
 
 __all__ = ["ExpertRegion", "experts_region"]
@@ -62,6 +64,7 @@ class _Call:
 
     undo: contextlib.ExitStack
     operands: tuple[Tensor, ...]
+    parameters: dict[str, Tensor]
     finish: Callable[[Tensor], Tensor]
 
 
@@ -79,6 +82,7 @@ class ExpertRegion:
         self.last_tokens: Placements | None = None
         self._declared: Placements | None = None
         self._running: list[_Call] = []
+        self._called: set[str] = set()
         self._tables: dict[object, Tensor] = {}
 
     def __deepcopy__(self, memo: dict) -> ExpertRegion:  # process groups have no copies
@@ -169,8 +173,9 @@ class ExpertRegion:
         undo = contextlib.ExitStack()
         parameters = undo.enter_context(self._local_state(module, axes, absent=masked))
         undo.enter_context(random.forbidden(RANDOM))
-        seen = (operands[0], operands[2], *parameters)
-        self._running.append(_Call(undo, seen, lambda out: wrap(sum_ranks(finish(out), summed))))
+        self._called.clear()
+        seen = operands[0], operands[2]
+        self._running.append(_Call(undo, seen, parameters, lambda out: wrap(sum_ranks(finish(out), summed))))
         return bound.args, bound.kwargs
 
     def leave(self, module: nn.Module, _args: tuple, output: Tensor | None) -> Tensor | None:
@@ -183,14 +188,34 @@ class ExpertRegion:
             return None
         if not isinstance(output, Tensor):
             raise PlanError(f"{type(module).__name__} returned a {type(output).__name__}; experts return one tensor")
-        return call.finish(join(output, *call.operands))
+        return call.finish(join(output, *call.operands, *self._used(call.parameters)))
+
+    def note_call(self, name: str) -> None:
+        """Remember that the forward called the expert ``name``, a submodule."""
+        self._called.add(name)
+
+    def _used(self, parameters: dict[str, Tensor]) -> list[Tensor]:
+        """Return the parameters that have a gradient on one device: of submodules, those that any rank called.
+
+        For submodules that takes an all-reduce of a bit per expert and a wait of the host.
+        """
+        if self.layout.kind != "modules" or not torch.is_grad_enabled():
+            return list(parameters.values())
+        names = list(dict.fromkeys(map(expert_of, parameters)))
+        called = torch.tensor([name in self._called for name in names], dtype=torch.int32, device=self.mesh.device_type)
+        group = self.group(range(self.mesh.ndim))
+        if group is not None:
+            dist.all_reduce(called, op=dist.ReduceOp.MAX, group=group)
+        used = {name for name, flag in zip(names, called.tolist(), strict=True) if flag}
+        return [shard for leaf, shard in parameters.items() if expert_of(leaf) in used]
 
     # --------------------------------------------------------------------------------------------- two paths
 
     def _masked(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:
         """Let every rank see all tokens, with the index ``num_local`` in place of experts that are not its own."""
         table = self._table(module, axes, index.device)
-        index = table[index.clamp(max=self.layout.num_experts), 0]
+        lanes = table[:, 0].index_select(0, index.clamp(max=self.layout.num_experts).reshape(-1))
+        index = lanes.reshape(index.shape)
         return hidden, index, weights.masked_fill(index == self.num_local, 0), _same
 
     def _exchanged(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:

@@ -17,7 +17,7 @@ from .. import _torch
 from ._axes import Axes
 from ._entry import ExpertLayout
 
-__all__ = ["gradient_placements", "local_shard", "local_state"]
+__all__ = ["expert_of", "gradient_placements", "local_shard", "local_state"]
 
 # Hugging Face's grouped kernels leave rows of absent experts uninitialised and mask them only under this flag.
 EXPERT_PARALLEL_FLAG = "_is_expert_parallel"
@@ -39,7 +39,7 @@ def gradient_placements(layout: ExpertLayout, axes: Axes) -> dict[str, Placement
 @contextlib.contextmanager
 def local_state(
     module: nn.Module, layout: ExpertLayout, *, block: int, num_local: int, axes: Axes, first: bool, absent: bool
-) -> Iterator[tuple[Tensor, ...]]:
+) -> Iterator[dict[str, Tensor]]:
     """Show ``module`` its local experts while its forward runs.
 
     Args:
@@ -52,39 +52,35 @@ def local_state(
         absent: whether indices may mean an expert of another rank.
 
     Yields:
-        The local parameters.
+        The local shards of all parameters by name; those of absent experts are empty.
     """
-    grads = gradient_placements(layout, axes)
+    grads, local = gradient_placements(layout, axes), {}
     with contextlib.ExitStack() as undo:
-        if layout.kind == "modules":
-            _keep_children(module, range(block * num_local, (block + 1) * num_local), undo)
-        local = []
         for owner, part in module.named_modules():
             table, _ = _torch.tensor_tables(part)
             shown = {}
             for key, parameter in table.items():
                 if parameter is not None:
-                    leaf = _renumbered(f"{owner}.{key}" if owner else key, layout, block * num_local)
+                    leaf = f"{owner}.{key}" if owner else key
                     shown[key] = local_shard(parameter, grads[leaf], visible=first or leaf not in layout.once)
+                    local[leaf] = shown[key]
             undo.callback(table.update, dict(table))
             table.update(shown)
-            local += shown.values()
+        if layout.kind == "modules":
+            _keep_children(module, range(block * num_local, (block + 1) * num_local), undo)
         _show(module, "num_experts", num_local, undo)
         if absent:
             _show(module, EXPERT_PARALLEL_FLAG, True, undo)
-        yield tuple(local)
+        yield local
 
 
-def _renumbered(leaf: str, layout: ExpertLayout, first: int) -> str:
-    """Return the name of a parameter on one device: submodules are numbered from this rank's first expert."""
-    if layout.kind != "modules":
-        return leaf
-    number, _, rest = leaf.partition(".")
-    return f"{int(number) + first}.{rest}" if number.isdigit() else leaf
+def expert_of(leaf: str) -> str:
+    """Return the name of the expert that a parameter of a list of experts belongs to."""
+    return leaf.partition(".")[0]
 
 
 def _keep_children(module: nn.Module, kept: range, undo: contextlib.ExitStack) -> None:
-    """Let a list of modules hold only the children at the positions ``kept``, numbered from 0."""
+    """Let a container hold only the children at the positions ``kept``; a list numbers them from 0."""
     children = _torch.module_table(module)
     whole = dict(children)
 
@@ -95,7 +91,8 @@ def _keep_children(module: nn.Module, kept: range, undo: contextlib.ExitStack) -
     undo.callback(restore)
     names = list(whole)
     children.clear()
-    children.update({str(i) if names[p].isdigit() else names[p]: whole[names[p]] for i, p in enumerate(kept)})
+    listed = isinstance(module, nn.ModuleList)
+    children.update({str(i) if listed else names[p]: whole[names[p]] for i, p in enumerate(kept)})
 
 
 def _show(module: nn.Module, name: str, value: object, undo: contextlib.ExitStack) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .._boundary import as_dtensor
+from ._axes import is_cut
 
 __all__ = ["from_local", "layout_of_tokens", "to_local"]
 
@@ -25,7 +26,8 @@ def layout_of_tokens(hidden: Tensor, mesh: DeviceMesh) -> Placements:
     """
     if not isinstance(hidden, DTensor):
         return (Replicate(),) * mesh.ndim
-    return tuple(p if p.is_shard() and p.dim < hidden.ndim - 1 else Replicate() for p in hidden.placements)
+    last = hidden.ndim - 1
+    return tuple(p if is_cut(p) and getattr(p, "dim", last) < last else Replicate() for p in hidden.placements)
 
 
 def to_local(value: Tensor, tokens: Placements, mesh: DeviceMesh) -> Tensor:

@@ -80,6 +80,7 @@ def watch_arguments(program: StaticProgram, args: tuple, kwargs: dict) -> tuple[
 def _rehearse_locally(program: StaticProgram, args: tuple, kwargs: dict) -> Run:
     run = _new_run(program)
     program.observer, program.checked, program.model.scope.attaches = run.observer, run, False
+    program.refresh_twins()
     try:
         with nothing_happens(program.module), run.names.watching(program.modules):
             output = _call_locally(program, run, copied(args), copied(kwargs))
@@ -88,6 +89,7 @@ def _rehearse_locally(program: StaticProgram, args: tuple, kwargs: dict) -> Run:
             run.gradients.update(_gradients(program))
     finally:
         program.observer, program.checked, program.model.scope.attaches = None, None, True
+        program.refresh_twins()
     return run
 
 
@@ -138,7 +140,6 @@ def _adopt(program: StaticProgram, eager: Run, listening: Listening) -> None:
         _add_step(program, program.crossings.known[crossing.key])
     for name, (_, layout) in eager.gradients.items():
         program.gradients[name] = layout
-    program.refresh_twins()
     for name, draws in listening.draws.items():
         if any(draw.is_sharded for draw in draws) and not program.is_in_region(name):
             program.add_draws(name, draws)

@@ -36,20 +36,27 @@ class Twin:
         name: fully qualified name, the first of a tied parameter.
         whole: the DTensor.
         local: the plain tensor that modules see; a leaf.
-        gradient: layout of the local gradient; None until a trial has found it.
-        owns_storage: False for a stand-in with values of its own (see :func:`silenced`).
+        gradient: layout of the local gradient; None until a rehearsal has found it.
+        trained: whether the parameter takes a gradient.
+        fits: whether the local gradient is the whole gradient's shard, in the parameter's own layout.
+        address: of the DTensor's local storage.
+        hooks: the tables of gradient hooks of the DTensor.
+        num_hooks: entries in them when all of them were our own.
     """
 
     name: str
     whole: DTensor
     local: Tensor
     gradient: tuple[Placement, ...] | None = None
-    owns_storage: bool = True
+    address: int = 0
+    hooks: tuple[dict, dict] = ({}, {})
+    num_hooks: int = 0
+    fits: bool = False
+    trained: bool = False
 
-    @property
-    def partial(self) -> bool:
-        """Whether the local gradient is a summand of the whole gradient."""
-        return self.gradient is not None and any(p.is_partial() for p in self.gradient)
+    def expect(self, gradient: tuple[Placement, ...] | None, *, fits: bool) -> None:
+        """Tell the twin what its gradients are, and whether they may go to the parameter without a detour."""
+        self.gradient, self.fits = gradient, fits and gradient == tuple(self.whole.placements)
 
 
 @dataclass
@@ -98,37 +105,51 @@ class LocalParameters:
 
     def _add(self, name: str, whole: DTensor, silent: tuple[int, ...]) -> Twin:
         local = silenced(whole, silent)
-        twin = Twin(name, whole, local, owns_storage=local is _torch.local_of(whole))
+        twin = Twin(name, whole, local, address=_torch.local_of(whole).data_ptr())
         if isinstance(whole, nn.Parameter):
             twin.local = nn.Parameter(local, requires_grad=whole.requires_grad)
             vars(twin.local).update(vars(whole))
-            if whole.requires_grad:
+            twin.trained = whole.requires_grad
+            twin.hooks = _torch.hook_tables(whole)
+            twin.num_hooks = -1 if self.is_hooked(whole) else sum(map(len, twin.hooks))
+            if twin.trained:
                 self._watch(twin)
         self.twins.append(twin)
         return twin
 
     def _watch(self, twin: Twin) -> None:
+        whole, wrap_like = twin.whole, _torch.wrap_like
+
         def hand_on(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
-            self.arrived(twin, grad)
+            if twin.fits and whole.grad is None and not grad.requires_grad:  # what nearly always is
+                whole.grad = wrap_like(grad, whole)
+            else:
+                self.arrived(twin, grad)
 
         twin.local.register_post_accumulate_grad_hook(hand_on)
 
     def stale(self) -> bool:
         """Tell whether a parameter has been replaced, moved, frozen or thawed since the twins were made."""
         for table, key, twin in self.places:
-            whole = twin.whole
-            if table.get(key) is not whole or whole.requires_grad != twin.local.requires_grad:
+            if table[key] is not twin.whole:
                 return True
-            if twin.owns_storage and _torch.local_of(whole).data_ptr() != twin.local.data_ptr():
+        local_of = _torch.local_of
+        for twin in self.twins:
+            whole = twin.whole
+            if whole.requires_grad is not twin.trained or local_of(whole).data_ptr() != twin.address:
                 return True
         return False
 
     def put(self) -> None:
         """Show the modules the local tensors."""
+        hooked = [twin for twin in self.twins if len(twin.hooks[0]) + len(twin.hooks[1]) != twin.num_hooks]
+        hooked = [twin for twin in hooked if self.is_hooked(twin.whole)]
         for table, key, twin in self.places:
-            whole = twin.whole
-            table[key] = _ThroughAutograd.apply(whole, twin) if self.is_hooked(whole) else twin.local
+            table[key] = twin.local
+        for table, key, twin in self.places if hooked else ():
+            if twin in hooked:
+                table[key] = _ThroughAutograd.apply(twin.whole, twin)
 
     def take_back(self) -> None:
         """Show the modules their DTensors again."""
@@ -138,7 +159,7 @@ class LocalParameters:
     @property
     def trained(self) -> frozenset[str]:
         """Names of the parameters that take gradients."""
-        return frozenset(twin.name for twin in self.twins if twin.local.requires_grad)
+        return frozenset(twin.name for twin in self.twins if twin.trained)
 
     def __iter__(self) -> Iterator[Twin]:
         return iter(self.twins)

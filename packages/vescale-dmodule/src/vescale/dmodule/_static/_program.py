@@ -224,13 +224,14 @@ class StaticProgram:
         """Make local tensors for the parameters where there are none or they are stale; tell them their layouts."""
         if self.parameters is None or self.parameters.stale():
             own = {name: module for name, module in self.modules.items() if not self.is_in_region(name)}
+            self.model.sync.attach(self.module)
             before, is_hooked = self.parameters, self.model.sync.has_other_hooks
             self.parameters = LocalParameters.of(own.items(), self._arrived, is_hooked, silent_axes)
             if before is not None and before.trained != self.parameters.trained:
                 self.known.clear()
             self.swaps = Swaps.of(own, self.model.local_attributes, local_forward)
         for twin in self.parameters:
-            twin.gradient = self.gradients.get(twin.name)
+            twin.expect(self.gradients.get(twin.name), fits=self.checked is None)
 
     def _arrived(self, twin: Twin, grad: Tensor) -> None:
         """Hand the local gradient of a parameter on."""
@@ -244,10 +245,7 @@ class StaticProgram:
                 "that depends on data? Run the model in mode 'eager', or keep the module that branches on DTensors: "
                 f'"eager": [r"{twin.name.rpartition(".")[0]}"]'
             )
-        if whole.grad is None and twin.gradient == whole.placements and not grad.requires_grad:
-            whole.grad = _torch.wrap_like(grad, whole)
-        else:
-            self.model.sync.add(whole, grad, twin.gradient)
+        self.model.sync.add(whole, grad, twin.gradient)
 
     # --------------------------------------------------------------------------------------------- values
 

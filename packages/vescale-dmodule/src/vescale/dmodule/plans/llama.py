@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Replicate, Shard
 
-from ._build import FEATURES, SEQ, Plan, block, column, merge, row, sequence, vocab
+from ._build import FEATURES, Plan, block, column, merge, row, sequence, vocab
 from ._heads import Options, attention, divide_heads
 
 __all__ = ["LAYER", "around", "feed_forward", "llama", "olmo2"]
@@ -56,8 +56,8 @@ def olmo2(
 ) -> Plan:
     """Return the plan of an OLMo-2: as :func:`llama`, with norms over whole query and key projections.
 
-    The norms need all features of a token. Under sequence parallelism two all-to-alls give each rank whole tokens of
-    its part of the sequence, otherwise the projections are gathered; the norms' weights are replicated.
+    Each of these norms needs all features of a token, so queries and keys are gathered before and cut after them; the
+    norms' weights are replicated.
 
     Raises:
         PlanError: heads that do not divide.
@@ -72,9 +72,8 @@ def olmo2(
     if replicate_attention:
         return plan
     normed = "q" if divide_heads(options).copies > 1 else "q|k"
-    tokens = Shard(SEQ) if sequence_parallel else Replicate()
     norms = {
-        rf"{name}\.({normed})_norm\.input": [{axis: tokens}],
+        rf"{name}\.({normed})_norm\.input": [{axis: Replicate()}],
         rf"{name}\.({normed})_norm\.output": [{axis: Shard(FEATURES)}],
     }
     return merge(plan, {"forward": norms})

@@ -1,0 +1,53 @@
+"""Train a Mixtral with tensor, sequence and expert parallelism: `torchrun … mixtral_parallel.py CONFIG`."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from vescale.dmodule import parallelize_module
+from vescale.dtensor import init_device_mesh
+
+WHOLE, CUT = {"tp": Replicate()}, {"tp": Shard(1)}  # activations: (batch, sequence, hidden)
+PLAN = {
+    "parameter": {
+        r"model\.embed_tokens\.weight|lm_head\.weight": {"tp": Shard(0)},
+        r".*\.(q|k|v)_proj\.weight": {"tp": Shard(0)},
+        r".*\.o_proj\.weight": {"tp": Shard(1)},
+    },
+    "expert": {r".*\.mlp\.experts": {"tp": Shard(0)}},
+    "forward": {
+        r"model\.embed_tokens\.output": [WHOLE],
+        r"model\.layers\.0\.input": [CUT],
+        r".*\.self_attn\.input": {"hidden_states": WHOLE},
+        r".*\.mlp\.input": [WHOLE],
+        r".*\.(o_proj|mlp)\.output": [CUT],
+        r"lm_head\.input": [WHOLE],
+        r"lm_head\.output": [WHOLE],
+    },
+}
+
+
+def train(config: MixtralConfig, num_steps: int) -> list[float]:
+    """Return the loss of every step."""
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(config)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, PLAN, mode="static")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(num_steps):
+        tokens = torch.randint(config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    dist.init_process_group()
+    print(train(MixtralConfig.from_pretrained(sys.argv[1]), num_steps=3))
