@@ -1,7 +1,7 @@
 """Lines of code that parallelism costs: a training program of LLaMA-3 and of Mixtral against the same on one device.
 
-The programs are in `lines/`: `NAME.py` for one device, `NAME_parallel.py` with its plan written out, and `NAME_ready.py`
-with a plan of the package. Each is run first, tiny, on two ranks, and must print the losses of one device; a program that
+The programs are in `lines/`: `NAME.py` for one device, `NAME_parallel.py` with its plan written out, `NAME_ready.py`
+with a plan of the package. Each is run first, tiny, on two ranks, and must give the losses of one device: one that
 does not work has no length. Then `tools/count_lines.py` counts the lines beyond the program for one device.
 
 Published figures are those that veScale (arXiv 2509.07003) reports for the changed lines of model and parallelization.
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from measure import Result
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 
@@ -110,7 +109,4 @@ def _load(name: str) -> Callable[[PretrainedConfig, int], list[float]]:
 
 
 def _tiny(name: str) -> PretrainedConfig:
-    if name.startswith("llama3"):
-        return LlamaConfig(**SIZES)
-    torch.set_num_threads(1)
-    return MixtralConfig(**SIZES, num_local_experts=4)
+    return LlamaConfig(**SIZES) if name.startswith("llama3") else MixtralConfig(**SIZES, num_local_experts=4)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -52,6 +53,8 @@ class _Log(TorchDispatchMode):
         self.sent_bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(type_, DTensor) for type_ in types):
+            return NotImplemented  # first to what DTensor makes of it, collectives included
         if func.namespace in NAMESPACES and (kind := _kind(func.name())):
             self.count[kind] += 1
             sent = _sent(func, args)

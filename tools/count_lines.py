@@ -2,8 +2,8 @@
 
     python tools/count_lines.py PLAIN PARALLEL [--show]      # prints: 17 lines beyond PLAIN
 
-What counts is a line that holds code: blank lines, comments and docstrings do not. Lines are compared by their tokens, so
-that spacing and comments make no difference; a changed line counts as one. A statement over several lines counts as
+What counts is a line that holds code: blank lines, comments and docstrings do not. Lines are compared by their tokens,
+so that spacing and comments make no difference; a changed line counts as one. A statement over several lines counts as
 many, as its author wrote it: so format both programs alike before (`ruff format`).
 """
 

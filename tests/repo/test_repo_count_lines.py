@@ -24,7 +24,7 @@ def test_a_string_over_several_lines_is_code():
 
 
 def test_spacing_comments_and_documentation_are_no_difference():
-    other = PLAIN.replace("A program", "Another").replace("torch.ones(1)", "torch . ones( 1 )  # one")
+    other = PLAIN.replace("A program", "Another").replace("(torch.ones(1))", "( torch . ones( 1 ) )  # one")
     assert lines_beyond(PLAIN, "# first\n\n" + other) == []
 
 

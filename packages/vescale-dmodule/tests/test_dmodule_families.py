@@ -1,5 +1,8 @@
 """Every model family with a ready plan trains in tensor and sequence parallelism as it does in one process."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
 
@@ -22,18 +25,29 @@ def parallel(model, mode="eager", change=lambda plan: plan, **options):
     return parallelize_module(model, mesh, change(plans.plan_for(model, degree=world, **options)), mode=mode)
 
 
-@pytest.mark.parametrize("world", [2, 4], ids=["tp2", "tp4"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_equals_one_process(family, world, build, train, assert_same_pass):
-    config = {"dropout": 0.1, **CHANGES.get((family, world), {})}
-    expected = train(build(family, **config), tokens=11)
+@contextlib.contextmanager
+def name_the_case(*case):
+    """Add what ran to an error that comes out of it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the case {case}")
+        raise
 
-    @ranks(world)
+
+@pytest.mark.parametrize("world", [2, 4], ids=["tp2", "tp4"])
+def test_training_equals_one_process(world, build, train, assert_same_pass):
+    # All in the same processes: each works out anew how operators on its tensors are sharded.
+    configs = {family: {"dropout": 0.1, **CHANGES.get((family, world), {})} for family in FAMILIES}
+    expected = {family: train(build(family, **config), tokens=11) for family, config in configs.items()}
+
+    @ranks(world, timeout=200)
     def on_every_rank():
-        for mode in MODES:
-            for sequence_parallel in (False, True):
-                model = parallel(build(family, **config), mode, sequence_parallel=sequence_parallel)
-                assert_same_pass(train(model, tokens=11), expected)
+        for family, mode, sequence_parallel in itertools.product(FAMILIES, MODES, (False, True)):
+            model = build(family, **configs[family])
+            with name_the_case(family, mode, sequence_parallel):
+                parallel(model, mode, sequence_parallel=sequence_parallel)
+                assert_same_pass(train(model, tokens=11), expected[family])
 
     on_every_rank()
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import parallelize_module
-from vescale.dmodule._flat import partial_dims
+from vescale.dmodule._flat import pack, partial_dims
 from vescale.dmodule._gradients import GradientSync
 from vescale.dtensor import Replicate, Shard, debug, init_device_mesh
 from vescale_testing import ranks
@@ -183,7 +183,7 @@ class Give(torch.autograd.Function):
     """A use of a parameter whose gradient is ``gradient``."""
 
     @staticmethod
-    def forward(ctx, parameter, gradient):
+    def forward(ctx, _parameter, gradient):
         ctx.gradient = gradient
         return torch.zeros(())
 
@@ -194,11 +194,11 @@ class Give(torch.autograd.Function):
 
 class Fail(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, value):
+    def forward(_ctx, value):
         return value.clone()
 
     @staticmethod
-    def backward(ctx, _one):
+    def backward(_ctx, _one):
         raise ArithmeticError("in the middle")
 
 
@@ -248,7 +248,7 @@ def test_the_result_depends_neither_on_the_mode_nor_on_the_order_of_arrival():
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     shapes = [(5,), (7, 3), (64,), (2,), (33,)]
 
-    def train(order, *, is_local, bucket_bytes=200, at_once=False):
+    def train(order, *, is_local, bucket_bytes=200):
         sync, module, seen = GradientSync(bucket_bytes=bucket_bytes), parameters(mesh, shapes), []
         sync.attach(module)
         for step in range(3):
@@ -268,6 +268,65 @@ def test_the_result_depends_neither_on_the_mode_nor_on_the_order_of_arrival():
     assert counts_alone == [5, 5, 5]
     torch.testing.assert_close(alone, expected)
     assert not all(map(torch.equal, alone, expected))  # the place in the buffer decides the order of additions
+
+
+@ranks(4)
+def test_parameters_that_come_now_and_then():
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+
+    def counts(*programs, is_local):
+        sync, module, seen = GradientSync(), parameters(mesh, [(3,)] * 3), []
+        sync.attach(module)
+        for step, program in enumerate(programs):
+            local = [(module[i], summand((3,), 10 * step + i)) for i in program]
+            uses = [give_locally(sync, p, part) if is_local else give(p, part) for p, part in local]
+            module.zero_grad()
+            seen.append(number_of_all_reduces(sum(uses).backward))
+            for i in set(program):
+                total = sum(part for parameter, part in local if parameter is module[i])
+                dist.all_reduce(total)
+                torch.testing.assert_close(module[i].grad.to_local(), total)
+        return seen
+
+    for is_local in (False, True):
+        # the second program brings one that nobody expected, after its bucket has left; then it is expected
+        assert counts([0], [2, 0], [2, 0], [0], [1, 2, 0], is_local=is_local) == [1, 2, 1, 1, 2]
+    # local leaves may come several times in one pass: the bucket waits for the last
+    assert counts([0, 1], [0, 1, 0], [0, 1, 0], [1], is_local=True) == [1, 2, 1, 1]
+
+
+@ranks(4)
+def test_uneven_shards_do_not_part_the_buckets_of_the_ranks():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layouts = [(R, R), (R, S0), (R, R), (R, S0), (R, R), (S0, S0)]
+    module = nn.ParameterList(nn.Parameter(sharded(torch.zeros(5, 2), mesh, layout)) for layout in layouts)
+    buckets = {}
+    for name, numbers in (
+        ("ours", pack(module, bucket_bytes=100, first=7)),
+        ("by local bytes", by_local_bytes(module, bucket_bytes=100)),
+    ):
+        buckets[name] = [None] * 4
+        dist.all_gather_object(buckets[name], numbers)
+    assert buckets["ours"] == [[7, 7, 7, 8, 8, 8]] * 4
+    assert buckets["by local bytes"][0] != buckets["by local bytes"][1]
+
+    sync, whole = GradientSync(bucket_bytes=100), torch.arange(10.0).view(5, 2)
+    sync.attach(module)
+    gradients = [(P, P), (P, S0), (R, P), (P, S0), (P, R), (S0, S0)]
+    for _ in range(2):
+        for parameter, layout in zip(module, gradients, strict=True):
+            local = sharded(whole, mesh, [R if p.is_partial() else p for p in layout]).to_local()
+            give(parameter, local, layout).backward()
+    for parameter, layout in zip(module, gradients, strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), 2 * whole * 2 ** layout.count(P))
+
+
+def by_local_bytes(module, bucket_bytes):
+    numbers, filled = [], 0
+    for parameter in module:
+        numbers.append(filled // bucket_bytes)
+        filled += parameter.to_local().nbytes
+    return numbers
 
 
 @ranks(4)

@@ -23,6 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _torch
 from ._placements import Repeat, is_placements, normalize, on_shape
+from ._profile import Meter, is_watched, watched
 from .errors import PlanError
 
 __all__ = [
@@ -258,9 +259,18 @@ class Phase:
 
     Attributes:
         convert: None in eager mode, see :func:`place`. In static mode what converts local tensors.
+        meter: hears of every conversion while a report is open.
     """
 
     convert: Convert | None = None
+    meter: Meter | None = None
+
+    def step(self, mesh: DeviceMesh) -> Convert | None:
+        """Return what converts a tensor now, see :func:`place`; watched while a profiler runs or a report is open."""
+        if not is_watched(self.meter):
+            return self.convert
+        convert = self.convert or (lambda tensor, placements, _where: bring(tensor, placements, mesh))
+        return lambda tensor, placements, where: watched(convert, tensor, placements, where, self.meter)
 
 
 class InputBoundary:
@@ -274,29 +284,30 @@ class InputBoundary:
         return InputBoundary(self.plan, self.mesh, copy.deepcopy(self.phase, memo))
 
     def __call__(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if self.phase.convert is None or self.simple is None:
-            return self._convert_any(args, kwargs)
+        convert = self.phase.step(self.mesh)
+        if convert is None or self.simple is None:
+            return self._convert_any(args, kwargs, convert)
         for position, name, entry, where in self.simple:
             if position < len(args):
-                value = self._convert(args[position], entry, where)
+                value = self._convert(args[position], entry, where, convert)
                 args = (*args[:position], value, *args[position + 1 :])
             elif name in kwargs:
-                kwargs = {**kwargs, name: self._convert(kwargs[name], entry, where)}
+                kwargs = {**kwargs, name: self._convert(kwargs[name], entry, where, convert)}
         return args, kwargs
 
-    def _convert(self, value: object, entry: object, where: str) -> object:
+    def _convert(self, value: object, entry: object, where: str, convert: Convert) -> object:
         if type(value) is Tensor and type(entry) is tuple:
-            return self.phase.convert(value, entry, where)
-        return place(value, entry, self.mesh, where, self.phase.convert)
+            return convert(value, entry, where)
+        return place(value, entry, self.mesh, where, convert)
 
-    def _convert_any(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _convert_any(self, args: tuple, kwargs: dict, convert: Convert | None) -> tuple[tuple, dict]:
         bound = self.plan.signature.bind(*args, **kwargs)
         for argument, entry in self.plan.arguments.items():
             kind = self.plan.signature.parameters[argument].kind
             if argument in bound.arguments or kind in VARIABLE:  # else the default stays
                 value = bound.arguments.get(argument, VARIABLE.get(kind))
                 where = f"{self.plan.where} {argument!r}"
-                bound.arguments[argument] = place(value, entry, self.mesh, where, self.phase.convert)
+                bound.arguments[argument] = place(value, entry, self.mesh, where, convert)
         return bound.args, bound.kwargs
 
 
@@ -338,9 +349,10 @@ class OutputBoundary:
         return OutputBoundary(self.name, self.entry, self.mesh, copy.deepcopy(self.phase, memo))
 
     def __call__(self, _module: nn.Module, _args: tuple, output: object) -> object:
-        if type(output) is Tensor and self.phase.convert is not None and self.alone is not None:
-            return self.phase.convert(output, self.alone, self.where)
-        return place(output, self.entry, self.mesh, self.where, self.phase.convert)
+        convert = self.phase.step(self.mesh)
+        if type(output) is Tensor and convert is not None and self.alone is not None:
+            return convert(output, self.alone, self.where)
+        return place(output, self.entry, self.mesh, self.where, convert)
 
 
 def install_inputs(module: nn.Module, plan: InputPlan, mesh: DeviceMesh, phase: Phase) -> None:

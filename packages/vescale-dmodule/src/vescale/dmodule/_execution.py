@@ -15,11 +15,12 @@ from ._eager import EagerScope, hook_scope
 from ._gradients import GradientSync
 from ._hooks import hook_calls
 from ._static import StaticProgram
+from ._static._record import Crossing
 from .errors import PlanError
 
-__all__ = ["MODES", "Execution"]
+__all__ = ["MODES", "Execution", "execution_of"]
 
-MODES = ("eager", "static")
+MODES = ("eager", "static", "compile")
 
 
 class Execution:
@@ -63,6 +64,7 @@ class Execution:
 
     def attach(self, root: nn.Module) -> None:
         """Hook the whole module; called once, also copies keep these two hooks."""
+        vars(root)[ATTRIBUTE] = self
         root.register_forward_pre_hook(_Entry(self), prepend=True, with_kwargs=True)
         root.register_forward_hook(_Exit(self), always_call=True)
         self.install(root)
@@ -95,12 +97,14 @@ class Execution:
         modules = dict(root.named_modules())
         eager = frozenset(name for name in self.modes if name and self.modes[name] == "eager" and name in modules)
         if self.modes[""] != "eager":
-            self.program = StaticProgram(self, "", root, eager, is_root=True)
+            compiled = self.modes[""] == "compile"
+            self.program = StaticProgram(self, "", root, eager, is_root=True, compiled=compiled)
             self.program.install()
             return
         self.handles += hook_scope(root, "", self.scope)
         for name in self._static_parts(modules):
-            part = StaticProgram(self, name, modules[name], eager, is_root=False)
+            compiled = self.modes[name] == "compile"
+            part = StaticProgram(self, name, modules[name], eager, is_root=False, compiled=compiled)
             part.install()
             self.handles += hook_calls(modules[name], part.enter, part.leave)
             self.parts.append(part)
@@ -119,6 +123,16 @@ class Execution:
             program.remove()
         self.handles, self.parts, self.program = [], [], None
 
+    def crossing(self, where: str, local_shape: tuple[int, ...]) -> Crossing | None:
+        """Return what static mode found for a local tensor at a boundary, or None."""
+        programs = (*self.parts, *([self.program] if self.program else []))
+        found = (program.crossings.known.get((where, local_shape)) for program in programs)
+        return next((crossing for crossing in found if crossing is not None), None)
+
+    def compiled_crossings(self) -> Iterator[Crossing]:
+        """Yield what static mode found at the boundaries that run inside compiled graphs."""
+        return iter(())
+
     # --------------------------------------------------------------------------------------------- calls
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -135,6 +149,22 @@ class Execution:
             left = self.program.leave(module, args, output)
             output = output if left is None else left
         return None if output is None else map_tensors(to_plain, output)
+
+
+ATTRIBUTE = "_vescale_execution"
+
+
+def execution_of(module: nn.Module) -> Execution | None:
+    """Return how a parallelized module runs; None on a mesh of one rank.
+
+    Raises:
+        ValueError: the module is not parallelized, or only a part of a parallelized one.
+    """
+    if ATTRIBUTE not in vars(module):
+        raise ValueError(
+            f"this {type(module).__name__} is not parallelized; call parallelize_module first, pass the module that it returned"
+        )
+    return vars(module)[ATTRIBUTE]
 
 
 class _Entry:

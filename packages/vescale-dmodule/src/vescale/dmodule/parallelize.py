@@ -12,7 +12,7 @@ from vescale.dtensor import is_deferred, materialize
 
 from ._agree import check_agreement
 from ._boundary import install_inputs, install_outputs
-from ._execution import MODES, Execution
+from ._execution import ATTRIBUTE, MODES, Execution
 from ._experts import install_experts
 from ._params import distribute
 from ._resolve import resolve
@@ -23,7 +23,6 @@ __all__ = ["parallelize_module"]
 
 logger = logging.getLogger("vescale.dmodule")
 
-MARK = "_vescale_parallelized"
 
 
 def parallelize_module(
@@ -49,9 +48,12 @@ def parallelize_module(
             placements}}``. Regexes match whole fully qualified names. Placements are ``{axis: Placement}`` or a list of
             one placement per mesh axis. A forward entry mirrors the values: a list by position, a dict by name, None to
             leave one as it is.
-        mode: ``"eager"``: every activation is a DTensor.
+        mode: how it runs, see :func:`set_mode`. ``"eager"``: every activation is a DTensor; for writing, debugging, and
+            as the reference. ``"static"``: the same code on plain local tensors, communication at the boundaries of the
+            plan alone. ``"compile"``: static, with its repeated blocks compiled. All three give the same numbers.
         allow_implicit: let operators communicate on their own where their operands do not fit. By default that is an
             error, because it is a cost that no plan entry shows.
+        allow_empty: let a parameter be sharded so finely that some rank holds nothing of it.
 
     Raises:
         PlanError: a key that matches nothing (with the nearest names), contradicting keys, a dim out of range, an
@@ -70,13 +72,13 @@ def parallelize_module(
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; this version has {', '.join(map(repr, MODES))}")
-    if getattr(module, MARK, False):
+    if ATTRIBUTE in vars(module):
         raise ValueError(f"this {type(module).__name__} is parallelised already; build a new one to change the plan")
     if not mesh.mesh_dim_names:
         raise PlanError("the mesh has no axis names; give init_device_mesh(..., mesh_dim_names=('tp',))")
     resolved = resolve(module, mesh, plan, allow_empty=allow_empty)
     check_agreement([*resolved.lines(), f"mode: {mode}", f"allow_implicit: {allow_implicit}"], mesh)
-    setattr(module, MARK, True)
+    vars(module)[ATTRIBUTE] = None
     if mesh.size() == 1:
         if is_deferred(module):
             materialize(module, mesh)
@@ -84,17 +86,18 @@ def parallelize_module(
 
     distribute(module, mesh, resolved.tensors)
     modules = dict(module.named_modules(remove_duplicate=False))
+    for name, changes in resolved.attributes.items():
+        set_attributes(modules[name], changes)
+    regions = {name: install_experts(modules[name], layout, mesh) for name, layout in resolved.experts.items()}
+    # experts that the model calls one by one: who calls them stays on DTensors
+    callers = [name.rpartition(".")[0] for name, region in regions.items() if region is None]
     execution = Execution(
         mesh,
         allow_implicit=allow_implicit,
-        eager=(*resolved.eager, *resolved.experts),
+        eager=(*resolved.eager, *filter(None, callers)),
         local_attributes=resolved.local_attributes,
         mode=mode,
     )
-    for name, changes in resolved.attributes.items():
-        set_attributes(modules[name], changes)
-    for name, placements in resolved.experts.items():
-        install_experts(modules[name], placements, mesh)
     for name, inputs in resolved.inputs.items():
         install_inputs(modules[name], inputs, mesh, execution.phase)
     for name, entry in resolved.outputs.items():

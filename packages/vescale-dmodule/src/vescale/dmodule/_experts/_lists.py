@@ -7,8 +7,8 @@ experts; in a call the owner computes and the others receive its output::
     others      x  ->  expert(x[:1])  -> receive   -> output
 
 On the others the expert's own forward runs on one row, with parameters that take no memory, which gives the shape and
-dtype of what comes, and meets the same errors. Bits are the owner's, so that all ranks take the same turns afterwards. The backward is the mirror
-image: the owner's gradient of ``x`` is broadcast.
+dtype of what comes, and meets the same errors. Bits are the owner's, so that all ranks take the same turns afterwards.
+The backward is the mirror image: the owner's gradient of ``x`` is broadcast.
 
 Two broadcasts per call: for many experts give the block a forward over ``(hidden_states, top_k_index, top_k_weights)``,
 which exchanges all tokens at once.

@@ -15,6 +15,8 @@ Files, from data to execution::
     _modules.py        embeddings and biases
     _random.py         draws of sharded tensors
     _region.py         parts that stay in eager mode
+    _experts.py        experts
+    _compile.py        blocks as compiled functions
     _learning.py       how a program is made
     _program.py        a module that runs on local tensors
 """

@@ -122,7 +122,7 @@ def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _without_regions(program: StaticProgram, name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    inside = [region for region in program.regions if is_inside(region, name)]
+    inside = [region for region in program.opaque if is_inside(region, name)]
     if not inside:
         yield name, block
     elif name not in inside:
@@ -209,7 +209,7 @@ class _Inputs:
 
 
 def _leaves(entry: object) -> object:
-    """Return a plan entry with ``LEAF`` for placements, so that nothing is left to be looked at while code is traced."""
+    """Return a plan entry with ``LEAF`` for placements, which a compiler need not look at."""
     if entry is None or isinstance(entry, Repeat):
         return entry
     if is_placements(entry):
@@ -239,7 +239,7 @@ def _converted(value: Tensor, table: Table, path: str) -> Tensor:
     step = table.get(path, {}).get(value.shape)
     if step is None:
         raise NotLocalFriendlyError(
-            f"a value of local shape {tuple(value.shape)} came to a boundary inside of a compiled block, which recorded "
-            f"{[tuple(shape) for shape in table.get(path, {})]}; run it in static mode, which names the boundary"
+            f"a value of local shape {tuple(value.shape)} came to a boundary inside of a compiled block, where "
+            f"{[tuple(shape) for shape in table.get(path, {})]} are recorded; static mode names the boundary"
         )
     return value if step is identity else step(value)

@@ -64,8 +64,8 @@ def compile_conversion(conversion: Conversion, mesh: DeviceMesh) -> Local:
     """Return a function from this rank's local tensor in ``source`` to that in ``target``, differentiable once.
 
     All ranks of the mesh must call this together, and call the result together. The result is a plain function without
-    state, with its data as attribute ``conversion``; a compiler can trace it, unless the layouts are ragged, interleaved
-    or strided. It is :func:`identity` itself where nothing is to be done.
+    state, with its data as attribute ``conversion``; a compiler can trace it, unless the layouts are ragged,
+    interleaved or strided. It is :func:`identity` itself where nothing is to be done.
 
     Raises:
         ValueError: the gradient's shards are others than the value's, which no local gradient can have.

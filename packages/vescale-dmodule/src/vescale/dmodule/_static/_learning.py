@@ -33,12 +33,15 @@ def learn(program: StaticProgram, args: tuple, kwargs: dict) -> None:
         Exception: what the module itself raises in eager mode.
     """
     error = None
+    meter, program.model.phase.meter = program.model.phase.meter, None  # a rehearsal is no step of the user's
     try:
         eager, listening = _rehearse_eagerly(program, args, kwargs)
         _adopt(program, eager, listening)
         check_same(eager, _rehearse_locally(program, args, kwargs))
     except Exception as found:
         error = found
+    finally:
+        program.model.phase.meter = meter
     raise_together(error, program.model.mesh)
 
 
@@ -143,6 +146,9 @@ def _adopt(program: StaticProgram, eager: Run, listening: Listening) -> None:
     for name, draws in listening.draws.items():
         if any(draw.is_sharded for draw in draws) and not program.is_in_region(name):
             program.add_draws(name, draws)
+    for name, region in program.experts.items():
+        if region.last_tokens is not None:
+            program.tokens[name] = region.last_tokens
     for name in eager.names.recomputed:
         program.add_recomputed(name)
 

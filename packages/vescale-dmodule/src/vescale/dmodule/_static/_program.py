@@ -29,11 +29,14 @@ from torch.utils.hooks import RemovableHandle
 from .. import _torch
 from .._boundary import Phase
 from .._eager import EagerScope, hook_scope
+from .._experts import experts_region
 from .._gradients import GradientSync
 from .._hooks import hook_calls
 from ..errors import NotLocalFriendlyError
+from ._compile import CompiledBlocks
 from ._conversions import Conversion, compile_conversion
 from ._edges import unwrapped, wrapped
+from ._experts import ExpertsHere
 from ._learning import learn, watch_arguments
 from ._leaves import LocalParameters, Twin
 from ._modules import local_forward, silent_axes
@@ -71,13 +74,24 @@ class StaticProgram:
         module: the module.
         eager: full names of the parts of it that stay in eager mode.
         is_root: whether callers expect plain tensors back (the whole model) or DTensors (a part of it).
+        compiled: whether its blocks are compiled.
     """
 
-    def __init__(self, model: Model, name: str, module: nn.Module, eager: frozenset[str], *, is_root: bool):
+    def __init__(
+        self,
+        model: Model,
+        name: str,
+        module: nn.Module,
+        eager: frozenset[str],
+        *,
+        is_root: bool,
+        compiled: bool = False,
+    ):
         self.model, self.name, self.module, self.is_root = model, name, module, is_root
         self.modules = {join(name, inner): part for inner, part in module.named_modules()}
         inside = [region for region in eager if region in self.modules]
         self.regions = [r for r in inside if not any(r != other and is_inside(r, other) for other in inside)]
+        self.experts = {n: r for n, m in self.modules.items() if (r := experts_region(m)) and not self.is_in_region(n)}
         # what rehearsals have found
         self.known: set[Hashable] = set()
         self.crossings = Crossings()
@@ -85,10 +99,13 @@ class StaticProgram:
         self.gradients: dict[str, tuple[Placement, ...]] = {}
         self.draws: dict[str, list[Draw]] = {}
         self.recomputed: set[str] = set()
+        self.tokens: dict[str, tuple[Placement, ...]] = {}  # how they lie, by experts
         # the state of a call
         self.depth = 0
         self.parameters: LocalParameters | None = None
         self.swaps = Swaps()
+        self.blocks = CompiledBlocks() if compiled else None
+        self.compiled = Swaps()
         self.seen: set[Hashable] = set()  # calls without gradients
         self.once: list[RemovableHandle] | None = None  # hooks of a call that runs in eager mode
         # the state of a rehearsal
@@ -105,6 +122,9 @@ class StaticProgram:
             region = EagerRegion(self, name)
             self.handles += hook_scope(self.modules[name], name, self.model.scope)
             self.handles += hook_calls(self.modules[name], region.enter, region.leave)
+        for name, region in self.experts.items():
+            hooks = ExpertsHere(self, name, region)
+            self.handles += hook_calls(self.modules[name], hooks.enter, hooks.leave)
         for name, part in self.modules.items():
             if isinstance(part, nn.ModuleList):  # its elements are what activation checkpointing runs again
                 for inner, _ in part.named_children():
@@ -142,6 +162,11 @@ class StaticProgram:
             hooks = DrawHooks(name, self.draws[name], self.model.mesh, lambda: self.depth > 0)
             self.handles += hook_calls(self.modules[name], hooks.enter, hooks.leave)
         self.draws[name].extend(draws)
+
+    @property
+    def opaque(self) -> list[str]:
+        """Names of the parts that no compiler sees."""
+        return [*self.regions, *self.experts]
 
     def is_in_region(self, name: str) -> bool:
         """Tell whether a part stays in eager mode."""
@@ -189,6 +214,7 @@ class StaticProgram:
             return False
         learn(self, args, kwargs)
         self.known.add(signature)
+        self._recompile()
         if len(self.known) == MANY:
             logger.warning(
                 "static mode has rehearsed %d different calls of %r; each costs forward and backward passes, so pad "
@@ -208,8 +234,11 @@ class StaticProgram:
         if self.depth == 0:
             if self.parameters is None or self.parameters.stale():
                 self.refresh_twins()
+                self._recompile()
             self.parameters.put()
             self.swaps.put()
+            if self.observer is None:
+                self.compiled.put()
             self.model.phase.convert = self.convert
         self.depth += 1
 
@@ -217,8 +246,14 @@ class StaticProgram:
         self.depth -= 1
         if self.depth == 0:
             self.model.phase.convert = None
-            self.parameters.take_back()
+            self.compiled.take_back()
             self.swaps.take_back()
+            self.parameters.take_back()
+
+    def _recompile(self) -> None:
+        """Make the compiled blocks anew, after what they are made of has changed."""
+        if self.blocks is not None:
+            self.compiled = self.blocks.swaps(self)
 
     def refresh_twins(self) -> None:
         """Make local tensors for the parameters where there are none or they are stale; tell them their layouts."""
