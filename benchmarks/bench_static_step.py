@@ -2,8 +2,9 @@
 
 Real kernels and real communication (gloo), one thread per process: forward, backward and AdamW. Stock is
 `torch.distributed.tensor.parallel` with the same matrices sharded and the same boundaries. All cases start from the
-same weights and train on the same tokens; the run stops if their losses differ. AdamW is fused; stock has it with `foreach`,
-too, which is quicker there. Times are of the clock: ranks wait for each other, so run this where nothing else runs.
+same weights and train on the same tokens; the run stops if losses differ. AdamW is fused. For stock that gathers
+parameters, because it leaves gradients of norms partial: so it has `foreach`, too. Times are of the clock: ranks wait
+for each other, so run this where nothing else runs.
 """
 
 from __future__ import annotations

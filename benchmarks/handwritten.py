@@ -18,7 +18,17 @@ from blocks import Attention, GatedMLP, GeluMLP, LlamaBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["by_hand", "gather", "partial_sum", "reduce_shared", "scatter", "split", "whole_from_equal"]
+__all__ = [
+    "by_hand",
+    "gather",
+    "gather_equal",
+    "partial_sum",
+    "reduce_shared",
+    "scatter",
+    "share",
+    "split",
+    "whole_from_equal",
+]
 
 
 # ----------------------------------------------------------------------------------------------------- collectives
@@ -90,6 +100,30 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, equal: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return equal.view_as(equal)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _GatherEqual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(local, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size(), dim=1)[ctx.group.rank()].contiguous(), None
+
+
 class _GatherLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -121,6 +155,16 @@ def split(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 def partial_sum(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the ranks, in place; every rank's gradient is the whole one."""
     return _Sum.apply(partial, group)
+
+
+def share(equal: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensor, for uses that differ between ranks; gradients are added over the ranks."""
+    return _Share.apply(equal, group)
+
+
+def gather_equal(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the whole sequence from each rank's part, for a use that is equal on all ranks; gradients are cut."""
+    return _GatherEqual.apply(local, group)
 
 
 def whole_from_equal(local: Tensor, group: dist.ProcessGroup) -> Tensor:

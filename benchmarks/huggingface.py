@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from handwritten import gather, partial_sum, scatter, split, whole_from_equal
+from handwritten import gather, gather_equal, partial_sum, scatter, share, split, whole_from_equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -59,8 +59,16 @@ def _deal(gate: nn.Module, _args: tuple, output: tuple) -> tuple:
 # ------------------------------------------------------------------------------------------------------------- by hand
 
 
-def by_hand(model: nn.Module, group: dist.ProcessGroup) -> tuple[nn.Module, list[nn.Parameter]]:
+def by_hand(
+    model: nn.Module, group: dist.ProcessGroup, *, sum_at_experts: bool = False
+) -> tuple[nn.Module, list[nn.Parameter]]:
     """Shard a model of `build` over the ranks of `group`, in place.
+
+    Args:
+        model: of `build`.
+        group: the ranks.
+        sum_at_experts: whether experts give and take what is equal on all ranks, so that nothing around them is a
+            partial sum, at the price of all-reduces. Otherwise sums wait for the next boundary, where they are cheaper.
 
     Returns:
         The model, and the parameters whose gradients are partial sums over the ranks after backward.
@@ -69,9 +77,9 @@ def by_hand(model: nn.Module, group: dist.ProcessGroup) -> tuple[nn.Module, list
     shared = [core.norm.weight]
     for layer in core.layers:
         _attention(layer.self_attn, group)
-        _feed_forward(layer.mlp, group)
+        _feed_forward(layer.mlp, group, sum_at_experts=sum_at_experts)
         shared += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
-        if hasattr(layer.mlp, "gate"):
+        if hasattr(layer.mlp, "gate") and not sum_at_experts:
             shared.append(layer.mlp.gate.weight)
     _embedding(core.embed_tokens, group)
     _first(core.layers[0], lambda x: split(x, group))
@@ -93,19 +101,20 @@ def _attention(attention: nn.Module, group: dist.ProcessGroup) -> None:
     _last(attention.o_proj, lambda x: scatter(x, group))
 
 
-def _feed_forward(mlp: nn.Module, group: dist.ProcessGroup) -> None:
+def _feed_forward(mlp: nn.Module, group: dist.ProcessGroup, *, sum_at_experts: bool = False) -> None:
     """Dense or of experts. The router sees all tokens; each rank's gradient of it is that of its experts."""
-    _first(mlp, lambda x: gather(x, group))
+    early = sum_at_experts and hasattr(mlp, "experts")
+    _first(mlp, lambda x: gather_equal(x, group) if early else gather(x, group))
     if hasattr(mlp, "experts"):
-        _experts(mlp.experts, group)
+        _experts(mlp.experts, group, sum_here=early)
     else:
         _shard(mlp.gate_proj, "weight", 0, group)
         _shard(mlp.up_proj, "weight", 0, group)
         _shard(mlp.down_proj, "weight", 1, group)
-    _last(mlp, lambda x: scatter(x, group))
+    _last(mlp, lambda x: split(x, group) if early else scatter(x, group))
 
 
-def _experts(experts: nn.Module, group: dist.ProcessGroup) -> None:
+def _experts(experts: nn.Module, group: dist.ProcessGroup, *, sum_here: bool) -> None:
     count = experts.num_experts // group.size()
     start = group.rank() * count
     _shard(experts, "gate_up_proj", 0, group)
@@ -114,10 +123,14 @@ def _experts(experts: nn.Module, group: dist.ProcessGroup) -> None:
 
     def enter(_module: nn.Module, args: tuple) -> tuple:
         hidden, index, weights = args
+        if sum_here:
+            hidden, weights = share(hidden, group), share(weights, group)
         elsewhere = (index < start) | (index >= start + count)
         return hidden, (index - start).masked_fill(elsewhere, count), weights.masked_fill(elsewhere, 0)
 
     experts.register_forward_pre_hook(enter)
+    if sum_here:
+        _last(experts, lambda x: partial_sum(x, group))
 
 
 def _embedding(embedding: nn.Module, group: dist.ProcessGroup) -> None:

@@ -1,9 +1,10 @@
-"""Tiny Hugging Face models in float64, one training pass, and the comparison of two of them."""
+"""Tiny Hugging Face models in float64, one training pass and the comparison of two; one program in all modes."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     Gemma2Config,
@@ -35,7 +36,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from vescale_testing import keep_float64
+from vescale.dmodule import parallelize_module
+from vescale.dtensor import Replicate, Shard
+from vescale_testing import gather_full, keep_float64
 
 logging.set_verbosity_error()
 
@@ -172,3 +175,135 @@ def train():
 def assert_same_pass():
     """`assert_same_pass(actual, expected)`: losses, logits, gradients and generator state agree."""
     return _assert_same_pass
+
+
+# ------------------------------------------------------------------------------------------- one program, all modes
+
+
+def _results(model, use):
+    """What a program leaves behind: what it returned, gradients, buffers and the random stream, as whole tensors."""
+    torch.manual_seed(7)
+    found = {name: gather_full(value) for name, value in use(model).items()}
+    found |= {f"gradient {n}": gather_full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    found |= {f"parameter {n}": gather_full(p) for n, p in model.named_parameters()}
+    found |= {f"buffer {n}": gather_full(b) for n, b in model.named_buffers()}
+    return found | {"random stream": torch.get_rng_state()}
+
+
+def _assert_same_results(actual, expected, *, bound):
+    """`bound` is relative to the largest element of a tensor; 0 asks for equal bits."""
+    assert actual.keys() == expected.keys(), set(actual) ^ set(expected)
+    for name, value in expected.items():
+        assert actual[name].shape == value.shape, name
+        assert actual[name].dtype == value.dtype, name
+        distance = (actual[name].double() - value.double()).abs().max().item() if value.numel() else 0.0
+        allowed = bound * value.double().abs().max().item() if bound and value.is_floating_point() else 0.0
+        assert distance <= allowed, f"{name} differs by {distance}"
+
+
+def _in_all_modes(make, plan, mesh, use, *, modes=("eager", "static"), bound=1e-12, bitwise=True):
+    """Run `use(model)` on the plain module, then on a parallelized one per mode, and compare; return the last model.
+
+    Args:
+        make: makes the module, from a fixed seed.
+        plan: of the parallelized modules.
+        use: the program; returns named tensors. Gradients, buffers and the random stream are compared, too.
+        bound: of a mode against the plain module, relative.
+        bitwise: whether the modes must agree in all bits.
+    """
+    before, model = {}, None
+    for mode in ("plain", *modes):
+        torch.manual_seed(0)
+        model = make()
+        if mode != "plain":
+            parallelize_module(model, mesh, plan, mode=mode)
+        found = _results(model, use)
+        for earlier, expected in before.items():
+            _assert_same_results(found, expected, bound=bound if earlier == "plain" or not bitwise else 0)
+        before[mode] = found
+    return model
+
+
+@pytest.fixture(scope="session")
+def in_all_modes():
+    """`in_all_modes(make, plan, mesh, use)`: one program on the plain module and in every mode, compared."""
+    return _in_all_modes
+
+
+class TinyAttention(nn.Module):
+    """Attention of heads of 4, as many as its projections give. (The gradient of a bias of keys would be rounding.)"""
+
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=n != 1) for n in range(4))
+        self.dropout = dropout
+
+    def forward(self, x):
+        q, k, v = (p(x).view(*x.shape[:-1], -1, 4).transpose(1, 2) for p in (self.q, self.k, self.v))
+        weights = (q @ k.transpose(2, 3) / 2).softmax(-1)
+        weights = nn.functional.dropout(weights, self.dropout, self.training)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class TinyBlock(nn.Module):
+    """One layer, norms first."""
+
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = TinyAttention(width, dropout)
+        self.up, self.down, self.dropout = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.down(self.up(self.norm2(x)).relu()))
+
+
+class TinyTransformer(nn.Module):
+    """A language model with 6 heads, for 2 or 3 ranks; its loss has no gradient for itself but the sum of squares."""
+
+    def __init__(self, layers=2, width=24, vocabulary=19, dropout=0.0, tied=False, dtype=torch.float64):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(TinyBlock(width, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.to(dtype)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+    @staticmethod
+    def plan(sequence_parallel=False):
+        """Column and row parallel layers; between them pieces of the sequence, if wanted."""
+        column, row, whole = {"tp": Shard(0)}, {"tp": Shard(1)}, [{"tp": Replicate()}]
+        between = [{"tp": Shard(1)}] if sequence_parallel else whole
+        return {
+            "parameter": {
+                r"(embed|head)\.weight": column,
+                r".*\.(q|k|v|up)\.(weight|bias)": column,
+                r".*\.(out|down)\.weight": row,
+            },
+            "forward": {
+                r"embed\.output": between,
+                r"layers\.\d+\.(attention|up)\.input": whole,
+                r"layers\.\d+\.(attention|down)\.output": between,
+                r"head\.input": whole,
+                r"head\.output": whole,
+            },
+        }
+
+    @staticmethod
+    def ids(batch=2, length=8, seed=1):
+        """Tokens, the same everywhere."""
+        return torch.randint(0, 19, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A small transformer: `tiny(dropout=...)`, `tiny.plan(sequence_parallel)`, `tiny.ids(batch, length)`."""
+    return TinyTransformer

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale.dmodule import parallelize_module
-from vescale.dmodule._experts import _region
+from vescale.dmodule import _experts, parallelize_module
 from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
 from vescale_testing import ranks
 
@@ -58,10 +57,11 @@ def made(**options):
     return Moe(**options).double()
 
 
-def parallel(model):
+def parallel(model, *, skips_absent=None):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
     forward = {"input": [{"tp": Replicate()}], "output": [{"tp": Replicate()}]}
-    return parallelize_module(model, mesh, {"expert": {"experts": {"tp": Shard(0)}}, "forward": forward})
+    entry = _experts.Experts({"tp": Shard(0)}, skips_absent=skips_absent)
+    return parallelize_module(model, mesh, {"expert": {"experts": entry}, "forward": forward})
 
 
 def assert_trains_alike(model, reference):
@@ -87,14 +87,14 @@ PREFERENCES = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_values_and_gradients(world):
+@pytest.mark.parametrize(("world", "skips_absent"), [(2, True), (4, False)])
+def test_values_and_gradients(world, skips_absent):
     @ranks(world)
     def on_every_rank():
         for preference in PREFERENCES.values():
             for top_k in (1, 2):
                 reference = made(preference=preference, top_k=top_k)
-                model = parallel(made(preference=preference, top_k=top_k))
+                model = parallel(made(preference=preference, top_k=top_k), skips_absent=skips_absent)
                 assert_trains_alike(model, reference)
                 local = NUM_EXPERTS // world
                 assert model.experts.seen == (local, (local, 8, HIDDEN), torch.Tensor)
@@ -148,6 +148,6 @@ def test_a_frozen_expert_tensor():
 @ranks(2)
 def test_a_dropped_reduction_would_be_noticed(monkeypatch):
     model, reference = parallel(made()), made()
-    monkeypatch.setattr(_region, "sum_ranks", lambda partial, _group: partial)
+    monkeypatch.setattr(_experts._region, "sum_ranks", lambda partial, _group: partial)
     with pytest.raises(AssertionError):
         assert_trains_alike(model, reference)

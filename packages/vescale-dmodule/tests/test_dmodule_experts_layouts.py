@@ -81,17 +81,18 @@ def layouts():
                 yield roles, tokens
 
 
-def plan(roles):
+def plan(roles, skips_absent):
     placements = {axis: Shard(0) for axis, role in zip(AXES, roles, strict=True) if role == "experts"}
     inner = [axis for axis, role in zip(AXES, roles, strict=True) if role == "inner"]
     parameters = {leaf: dict.fromkeys(inner, placement) for leaf, placement in INNER_DIMS.items()} if inner else {}
-    return Experts(placements, parameters=parameters, once=["down_bias"] if inner else [])
+    once = ["down_bias"] if inner else []
+    return Experts(placements, parameters=parameters, once=once, skips_absent=skips_absent)
 
 
-def on_dtensors(roles, tokens, routing, mesh):
+def on_dtensors(roles, tokens, routing, mesh, *, skips_absent=None):
     """Install on DTensor parameters and give the module DTensors."""
     module = made()
-    layout = plan_experts("experts", module, plan(roles), mesh)
+    layout = plan_experts("experts", module, plan(roles, skips_absent), mesh)
     for name, parameter in list(module.named_parameters()):
         module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, layout.parameters[name])))
     region = install_experts(module, layout, mesh)
@@ -103,10 +104,10 @@ def on_dtensors(roles, tokens, routing, mesh):
     return [result.full_tensor() for result in results], {name: grad.full_tensor() for name, grad in grads.items()}
 
 
-def on_local_tensors(roles, tokens, routing, mesh):
+def on_local_tensors(roles, tokens, routing, mesh, *, skips_absent=None):
     """Install on plain local parameters and give the module plain local tensors: no DTensor is involved."""
     module = made()
-    layout = plan_experts("experts", module, plan(roles), mesh)
+    layout = plan_experts("experts", module, plan(roles, skips_absent), mesh)
     shapes = {name: (p.shape, p.stride()) for name, p in module.named_parameters()}
     for name, parameter in list(module.named_parameters()):
         local = distribute_tensor(parameter.detach(), mesh, layout.parameters[name]).to_local()
@@ -132,16 +133,20 @@ def assert_alike(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("call", "routings"), [(on_dtensors, ["one without tokens"]), (on_local_tensors, list(ROUTINGS))]
+    ("call", "routings"),
+    [
+        (on_dtensors, {"one without tokens": None}),
+        (on_local_tensors, {"each to others": None, "all to three": True, "one without tokens": False, "ties": True}),
+    ],
 )
 def test_every_layout(call, routings):
     @ranks(4)
     def on_every_rank():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
-        for routing in routings:
+        for routing, skips_absent in routings.items():
             expected = reference(routing)
             for roles, tokens in layouts():
-                actual = call(roles, tokens, routing, mesh)
+                actual = call(roles, tokens, routing, mesh, skips_absent=skips_absent)
                 try:
                     assert_alike(actual, expected)
                 except AssertionError as error:

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from vescale.dmodule import PlanError, parallelize_module
+from vescale.dmodule import ImplicitRedistributionError, PlanError, parallelize_module
 from vescale.dmodule._experts import AllToAll, Exchange, Experts, LoadBalancingAllocator, experts_region, plan_experts
-from vescale.dtensor import InterleavedShard, init_device_mesh
+from vescale.dtensor import InterleavedShard, debug, init_device_mesh
 from vescale_testing import keep_float64, ranks
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -55,9 +55,8 @@ LAYOUTS = {
 }
 
 
-def planned(model, mesh, entry, layout):
-    whole = {"dp": R, "tp": R}
-    forward = {"before.input": [layout], "output": [whole]}
+def planned(model, mesh, entry, layout, **forward):
+    forward = {"before.input": [layout], "output": [{"dp": R, "tp": R}], **forward}
     return parallelize_module(model, mesh, {"expert": {r"mlp\.experts": entry}, "forward": forward})
 
 
@@ -85,14 +84,38 @@ def test_every_layout_of_a_plan():
         model = planned(made(), mesh, entry, layout)
         try:
             assert_trains_alike(model, reference)
-            model.recompute = True
-            assert_trains_alike(model, reference)
-            with torch.no_grad():
-                x = torch.ones(2, 6, HIDDEN, dtype=torch.float64)
-                torch.testing.assert_close(model(x), reference(x), rtol=1e-6, atol=1e-6)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
         assert [not p.is_replicate() for p in experts_region(model.mlp.experts).last_tokens] == own_tokens
+
+
+@ranks(2)
+def test_recomputation_and_no_grad():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    reference = made()
+    for layout in ({"tp": S1}, {"tp": R}):
+        model = planned(made(), mesh, {"tp": S0}, layout)
+        model.recompute = True
+        assert_trains_alike(model, reference)
+        with torch.no_grad(), keep_float64():
+            x = torch.ones(2, 6, HIDDEN, dtype=torch.float64)
+            torch.testing.assert_close(model(x), reference(x), rtol=1e-10, atol=1e-12)
+
+
+@ranks(4)
+def test_an_output_that_the_next_boundary_sums():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    entry = Experts({"dp": S0, "tp": S0}, partial_output=True)
+    between = {"mlp.input": [{"dp": S0}], "mlp.output": [{"dp": S0, "tp": S1}]}
+    model = planned(made(), mesh, entry, {"dp": S0, "tp": S1}, **between)
+    assert_trains_alike(model, made())
+    with debug.comm_log(model) as log, torch.no_grad():
+        model(torch.ones(2, 6, HIDDEN, dtype=torch.float64))
+    summed = [record for record in log if record.module.startswith("mlp") and record.operator != "all_to_all"]
+    assert [(record.operator, record.axis) for record in summed] == [("all_gather", "tp"), ("reduce_scatter", "tp")]
+    model = planned(made(), mesh, entry, {"dp": S0})
+    with pytest.raises(ImplicitRedistributionError):  # a partial sum that the model would add to something
+        assert_trains_alike(model, made())
 
 
 class Loop(nn.Module):

@@ -95,7 +95,7 @@ class Bucket:
     """
 
     def __init__(self, number: int, dims: tuple[int, ...], mesh: DeviceMesh, dtype: torch.dtype):
-        self.order = number, dims, str(dtype)
+        self.order = number, tuple(mesh.mesh_dim_names or ()), dims, str(dtype)
         self.groups = [mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1]
 
 

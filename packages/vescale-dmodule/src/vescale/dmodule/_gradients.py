@@ -63,7 +63,7 @@ class _Slot:
         self.number = bucket
         self.keys: set[int] = set()
         self.set_aside: object = NOTHING
-        self._last: tuple[object, torch.dtype | None, Bucket | None] = None, None, None
+        self._last: tuple[object, torch.dtype | None, bool, Bucket | None] = None, None, False, None
 
     @property
     def parameter(self) -> DTensor | None:
@@ -71,13 +71,19 @@ class _Slot:
 
     def bucket(self, placements: Sequence[Placement], dtype: torch.dtype) -> Bucket | None:
         """Return the bucket for a gradient, None if it is not to be summed in one."""
-        last, last_dtype, bucket = self._last
+        return self.route(placements, dtype)[1]
+
+    def route(self, placements: Sequence[Placement], dtype: torch.dtype) -> tuple[bool, Bucket | None]:
+        """Return whether a gradient has the placements of the parameter, and the bucket to sum it in, if any."""
+        last, last_dtype, fits, bucket = self._last
         if placements is not last or dtype is not last_dtype:  # most often it is the very same tuple
             parameter = self._parameter()
             dims = partial_dims(placements, parameter.placements)
-            bucket = self._find_bucket(self.number, dims, parameter.device_mesh, dtype) if dims else None
-            self._last = placements, dtype, bucket
-        return bucket
+            fits, bucket = dims == (), None
+            if dims:
+                bucket = self._find_bucket(self.number, dims, parameter.device_mesh, dtype)
+            self._last = placements, dtype, fits, bucket
+        return fits, bucket
 
 
 def has_other_hooks(parameter: DTensor, ours: Iterable[int] = ()) -> bool:
@@ -238,15 +244,18 @@ class GradientSync:
 
         Args:
             parameter: a DTensor that requires a gradient.
-            local: the part on this rank, of the parameter's dtype; it is never written to.
+            local: the part on this rank, of the parameter's dtype; given away, it may become a part of ``.grad``.
             placements: what ``local`` is to the whole gradient, one placement per mesh dim of ``parameter``.
         """
         slot, placements = self._slot(parameter), tuple(placements)
-        bucket = slot.bucket(placements, local.dtype)
-        if bucket is None or local.requires_grad:
+        fits, bucket = slot.route(placements, local.dtype)
+        if local.requires_grad or (bucket is None and not fits):
             gradient = as_gradient(parameter, local, placements)
             self._make_room(slot)
             accumulate(parameter, self._reduce_alone(parameter, gradient))
+        elif fits:
+            self._make_room(slot)
+            accumulate(parameter, _torch.wrap_like(local, parameter))
         elif not self.synchronises:
             self._keep(slot, local, placements)
         elif (number := _torch.backward_number()) != -1:

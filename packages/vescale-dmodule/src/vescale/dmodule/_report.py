@@ -5,8 +5,8 @@ collectives is kept. What is logged while a boundary converts is its traffic; wh
 parameters are reduced is theirs; the rest (operators that communicate, the program around the module) is listed by
 module. So the rows add up to all bytes of this rank.
 
-Inside a graph of ``torch.compile`` nothing can be measured. There the rows are those that the layouts found by the
-static mode predict (see ``_traffic``), marked, without a time.
+Inside a graph of ``torch.compile`` nothing can be measured, so compiled blocks run in static mode meanwhile. They move
+the same bytes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,30 @@ from torch.distributed.tensor import Placement, Replicate
 
 from vescale.dtensor.debug import CommLog, CommRecord, comm_log
 
+from ._execution import execution_of
 from ._profile import Meter, clock, placements_of
-from ._static._conversions import Conversion
 from ._table import bytes_text, table
-from ._traffic import Collective, predict
 
-__all__ = ["EXECUTION", "BoundaryTraffic", "Report", "report"]
-
-EXECUTION = "_vescale_execution"
-"""Attribute of a parallelized module that holds its execution."""
+__all__ = ["BoundaryTraffic", "Collective", "Report", "report"]
 
 Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The collectives of one kind, together.
+
+    Attributes:
+        operator: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``.
+        axis: name of the mesh axis, or the ranks of a group that is none.
+        num_bytes: of what goes in or comes out on this rank, whichever is more.
+        count: number of calls.
+    """
+
+    operator: str
+    axis: str
+    num_bytes: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ class BoundaryTraffic:
         count: number of calls.
         forward: the collectives of the value.
         backward: the collectives of the gradient.
-        forward_seconds: spent in the conversions, None if they were not measured.
+        forward_seconds: spent in the conversions, one by one.
         backward_seconds: the same of the gradients.
     """
 
@@ -64,8 +77,8 @@ class BoundaryTraffic:
     count: int = 0
     forward: tuple[Collective, ...] = ()
     backward: tuple[Collective, ...] = ()
-    forward_seconds: float | None = 0.0
-    backward_seconds: float | None = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -88,9 +101,6 @@ class Measurable(Protocol):
 
     def crossing(self, where: str, local_shape: tuple[int, ...]) -> Any:
         """Return what static mode found for a local tensor at a boundary, or None."""
-
-    def compiled_crossings(self) -> Iterable[Any]:
-        """Return what static mode found at the boundaries that run inside compiled graphs."""
 
 
 @dataclass
@@ -160,7 +170,7 @@ class Report:
         others: collectives that no boundary and no reduction of gradients issued.
     """
 
-    def __init__(self, module: nn.Module, execution: Measurable, *, num_steps: int = 1):
+    def __init__(self, module: nn.Module, execution: Measurable | None, *, num_steps: int = 1):
         if num_steps < 1:
             raise ValueError(f"num_steps is {num_steps}; a report is of one step or more")
         self.num_steps = num_steps
@@ -171,6 +181,8 @@ class Report:
         self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> Report:
+        if self._execution is None:  # one rank: there are no boundaries
+            return self
         if self._execution.phase.meter is not None:
             raise RuntimeError("a report of this module is open already")
         log = self._contexts.enter_context(comm_log(self._module, mesh=self._execution.mesh))
@@ -195,7 +207,6 @@ class Report:
             replace(row.traffic, forward=_collectives(row.forward), backward=_collectives(row.backward))
             for row in meter.rows.values()
         ]
-        self.boundaries += _predicted(self._execution)
         self.gradients = _collectives(meter.gradient_records)
         self.others = CommLog(r for i, r in enumerate(meter.log) if i not in meter.taken)
 
@@ -225,7 +236,7 @@ class Report:
             back,
             self._text(boundary.forward),
             self._text(boundary.backward),
-            f"{boundary.count / self.num_steps:g}" if boundary.count else "compiled",
+            f"{boundary.count / self.num_steps:g}",
             self._bytes(boundary.num_bytes),
             self._milliseconds(boundary.forward_seconds),
             self._milliseconds(boundary.backward_seconds),
@@ -248,8 +259,8 @@ class Report:
     def _bytes(self, total: int) -> str:
         return bytes_text(total / self.num_steps)
 
-    def _milliseconds(self, total: float | None) -> str:
-        return "" if total is None else f"{1e3 * total / self.num_steps:.3f}"
+    def _milliseconds(self, total: float) -> str:
+        return f"{1e3 * total / self.num_steps:.3f}"
 
 
 def _layout_text(placements: Placements) -> str:
@@ -273,31 +284,13 @@ def _by_module(records: Iterable[CommRecord]) -> dict[tuple[str, str], list[Comm
     return found
 
 
-def _predicted(execution: Measurable) -> Iterator[BoundaryTraffic]:
-    """Yield what one call of each boundary inside a compiled graph moves."""
-    for crossing in execution.compiled_crossings():
-        shape, source, target, gradient = crossing.shape, crossing.source, crossing.target, crossing.gradient
-        backward = Conversion(shape, source, target, gradient).backward
-        yield BoundaryTraffic(
-            crossing.where,
-            source,
-            target,
-            gradient,
-            shape,
-            crossing.dtype,
-            forward=predict(shape, crossing.dtype, [(source, target)], execution.mesh) or (),
-            backward=predict(shape, crossing.dtype, backward, execution.mesh) or (),
-            forward_seconds=None,
-            backward_seconds=None,
-        )
-
-
 def report(module: nn.Module, *, num_steps: int = 1) -> Report:
     """Measure what each boundary of a parallelized module moves, in what runs inside of the context.
 
     Every rank sees its own traffic. Measured conversions are awaited one by one, so their times do not overlap with
-    anything; the step as a whole takes longer than without a report. Numbers and gradients do not change. Static mode
-    should have met the call before, or its rehearsal is listed among the other collectives.
+    anything; the step as a whole takes longer than without a report. Values and gradients do not change, except that
+    compiled blocks run in static mode meanwhile. Static mode should have met the call before, or its rehearsal is
+    listed among the other collectives.
 
     Args:
         module: the whole module that :func:`parallelize_module` returned.
@@ -308,7 +301,7 @@ def report(module: nn.Module, *, num_steps: int = 1) -> Report:
         and of its gradient, collectives, bytes and milliseconds.
 
     Raises:
-        ValueError: ``module`` is not parallelized, or over one rank only; or ``num_steps`` is not positive.
+        ValueError: ``module`` is not parallelized, or a part of one that is; or ``num_steps`` is not positive.
         RuntimeError: (on entry) a report of the module is open already.
 
     Example:
@@ -316,10 +309,4 @@ def report(module: nn.Module, *, num_steps: int = 1) -> Report:
         ...     model(batch).loss.backward()
         >>> print(traffic)                                              # doctest: +SKIP
     """
-    execution = vars(module).get(EXECUTION)
-    if execution is None:
-        raise ValueError(
-            f"this {type(module).__name__} has no boundaries to report: it was not parallelized, or over a mesh of one "
-            "rank; give the module that parallelize_module returned, not a part of it"
-        )
-    return Report(module, execution, num_steps=num_steps)
+    return Report(module, execution_of(module), num_steps=num_steps)

@@ -13,6 +13,7 @@ from torch._C import _distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
@@ -21,12 +22,16 @@ __all__ = [
     "backward_number",
     "explicit_redistribution",
     "flat_group",
+    "has_dispatch_mode",
     "hook_keys",
     "hook_tables",
     "in_backward",
+    "is_compiler_error",
+    "is_full_cache",
     "is_implicit_redistribution",
     "is_profiling",
     "local_of",
+    "module_hook_tables",
     "module_table",
     "no_function_modes",
     "on_backward_end",
@@ -233,3 +238,23 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 def is_profiling() -> bool:
     """Tell whether a profiler of torch is running, which may be one that emits NVTX or ITT ranges."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+def module_hook_tables(module: nn.Module) -> list[dict]:
+    """Return the tables of a module's own forward and backward hooks."""
+    return [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
+
+
+def is_full_cache(error: Exception) -> bool:
+    """Tell whether a compiler gives up because it has compiled a function too often."""
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+def is_compiler_error(error: Exception) -> bool:
+    """Tell whether an error comes from a compiler, which has not run anything yet, and not from what it compiled."""
+    return any(cls.__name__ == "TorchDynamoException" for cls in type(error).__mro__)
+
+
+def has_dispatch_mode() -> bool:
+    """Tell whether somebody watches operators with a ``TorchDispatchMode``; a compiler refuses to run then."""
+    return _get_current_dispatch_mode() is not None

@@ -51,8 +51,12 @@ class Experts:
             projection, and must be added once. Other parameters that the axis does not cut would be refused.
         arguments: names of the forward's arguments for hidden states, indices and weights, if they are others than
             ``hidden_states, top_k_index, top_k_weights``.
-        skips_absent: whether the forward skips the index ``num_experts``. True for models of Hugging Face with the
-            arguments above; False computes only the tokens that a rank needs, at the cost of a wait of the host.
+        skips_absent: whether the forward gets all tokens, with the index ``num_experts``, which it skips, for experts
+            that are not there; else it gets the tokens that it needs, at the cost of a wait of the host. By default
+            where that is a cost, if the arguments are those above: models that name them so skip it.
+        partial_output: leave the sum over ranks that see the same tokens to the next boundary: the output is a partial
+            sum, and what the model does with it until there must keep it one, as a reshape does. A boundary that shards
+            the output then takes a reduce-scatter in place of an all-reduce.
         allocator: which rank holds which expert; changes take effect in :func:`rebalance_experts`.
         dispatcher: how tokens travel.
 
@@ -66,6 +70,7 @@ class Experts:
     once: Sequence[str] = ()
     arguments: tuple[str, str, str] | None = None
     skips_absent: bool | None = None
+    partial_output: bool = False
     allocator: ExpertAllocator = field(default_factory=StaticAllocator)
     dispatcher: TokenDispatcher = field(default_factory=AllToAll)
 
@@ -83,6 +88,7 @@ class ExpertLayout:
         once: names of the parameters that only the first rank of the inner axes adds.
         arguments: names of the forward's arguments; empty for "list".
         skips_absent: see :class:`Experts`.
+        partial_output: see :class:`Experts`.
         allocator: strategy.
         dispatcher: strategy.
     """
@@ -94,14 +100,16 @@ class ExpertLayout:
     parameters: dict[str, Placements]
     once: frozenset[str] = frozenset()
     arguments: tuple[str, ...] = ARGUMENTS
-    skips_absent: bool = True
+    skips_absent: bool | None = None
+    partial_output: bool = False
     allocator: ExpertAllocator = field(default_factory=StaticAllocator)
     dispatcher: TokenDispatcher = field(default_factory=AllToAll)
 
     def __str__(self) -> str:
         strategies = [type(self.allocator).__name__, type(self.dispatcher).__name__]
         cut = f"experts on axes {self.expert_axes}, inner dims on {self.inner_axes}, once {sorted(self.once)}"
-        return f"{self.kind} of {self.num_experts}, {cut}, {', '.join(strategies)}, {self.parameters}"
+        options = f"skips absent {self.skips_absent}, partial output {self.partial_output}"
+        return f"{self.kind} of {self.num_experts}, {cut}, {options}, {', '.join(strategies)}, {self.parameters}"
 
 
 def plan_experts(name: str, module: nn.Module, entry: object, mesh: MeshAxes) -> ExpertLayout:
@@ -140,7 +148,8 @@ def plan_experts(name: str, module: nn.Module, entry: object, mesh: MeshAxes) ->
         parameters=parameters,
         once=_once(where, entry, parameters, inner_axes),
         arguments=arguments,
-        skips_absent=arguments == ARGUMENTS if entry.skips_absent is None else entry.skips_absent,
+        skips_absent=False if entry.skips_absent is None and arguments != ARGUMENTS else entry.skips_absent,
+        partial_output=entry.partial_output,
         allocator=entry.allocator,
         dispatcher=entry.dispatcher,
     )

@@ -112,7 +112,8 @@ class _OneExpert:
         output = _FromOwner.apply(output, len(call.hidden), self.here, self.source, self.group)
         if not isinstance(call.hidden, DTensor):
             return output
-        return from_local(call.hidden, (Replicate(),) * self.mesh.ndim, self.mesh)(output)
+        whole = (Replicate(),) * self.mesh.ndim
+        return from_local(call.hidden, whole, whole, self.mesh)(output)
 
     @property
     def source(self) -> int:

@@ -2,10 +2,12 @@
 
 Which experts a rank computes for which tokens follows from how the tokens lie (``_axes``):
 
-    tokens replicated over the expert axes    masked: every rank sees all tokens; experts of other ranks become the
-                                              index ``num_local``, which the forward skips, with weight zero. The sum
-                                              over the ranks is the output. One all-reduce, no wait of the host.
-    tokens sharded over them                  exchanged: see ``_exchange``. One wait of the host, for the split sizes.
+    tokens sharded over the expert axes     exchanged: see ``_exchange``. One wait of the host, for the split sizes.
+    tokens replicated over them             each rank computes those for its experts; the sum over the ranks is the
+                                            output: one all-reduce. Which tokens, the forward finds out: experts of
+                                            other ranks become the index ``num_local``, which it skips, with weight
+                                            zero. On the CPU, where the host does not wait, they are picked as for an
+                                            exchange, which spares the forward the others.
 
 Both give one device's values and gradients at every number of ranks: gradients of hidden states, weights and parameters
 are sums over the tokens, never means, and nothing is scaled by a number of ranks.
@@ -29,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from vescale.dtensor import random
 
@@ -39,7 +41,7 @@ from ._allocate import Allocation, initial_allocation
 from ._axes import Axes, axes_of, lane_table
 from ._collectives import Group, add_rows, join, share, sum_ranks, take_rows
 from ._entry import ExpertLayout
-from ._exchange import Exchange, exchange_counts, route
+from ._exchange import AllToAll, Exchange, exchange_counts, route
 from ._state import expert_of, gradient_placements, local_state
 from ._wrap import from_local, layout_of_tokens, to_local
 
@@ -94,8 +96,9 @@ class ExpertRegion:
     def on_local_tensors(self, tokens: Sequence[Placement]) -> Iterator[None]:
         """Take plain tensors as this rank's part of tensors in the layout ``tokens``, and return such a part.
 
-        Gradients of the output are expected in that layout; those of hidden states and weights come in it, reduced.
-        Those of parameters come in :meth:`gradient_placements`.
+        It is one in :meth:`output_placements`, which differ from ``tokens`` only if the plan wants a partial output.
+        Gradients of the output are expected in ``tokens``; those of hidden states and weights come so, reduced. Those
+        of parameters come in :meth:`gradient_placements`.
 
         Args:
             tokens: one placement per mesh axis: ``Replicate()``, or anything sharded: each rank has its own tokens.
@@ -124,6 +127,11 @@ class ExpertRegion:
     def gradient_placements(self, tokens: Sequence[Placement]) -> dict[str, Placements]:
         """Return the placements of the parameters' gradients, by name inside the module, for tokens that lie so."""
         return gradient_placements(self.layout, self.axes(tokens))
+
+    def output_placements(self, tokens: Sequence[Placement]) -> Placements:
+        """Return the placements of the output, for tokens that lie so: theirs, unless the plan wants a partial sum."""
+        summed = self.axes(tokens).summed if self.layout.partial_output else ()
+        return tuple(Partial() if axis in summed else placement for axis, placement in enumerate(tokens))
 
     def axes(self, tokens: Sequence[Placement]) -> Axes:
         """Return what each mesh axis does for tokens that lie so."""
@@ -154,7 +162,7 @@ class ExpertRegion:
         tokens = self._declared
         if tokens is None or any(isinstance(operand, DTensor) for operand in operands):
             tokens = layout_of_tokens(operands[0], self.mesh)
-            wrap = from_local(operands[0], tokens, self.mesh)
+            wrap = from_local(operands[0], self.output_placements(tokens), tokens, self.mesh)
             operands = tuple(to_local(operand, tokens, self.mesh) for operand in operands)
         self.last_tokens = tokens
         hidden, index, weights = operands
@@ -165,7 +173,7 @@ class ExpertRegion:
         self._count_loads(module, index)
         summed = self.group(axes.summed)
         hidden, weights = share(hidden, summed), share(weights, summed)
-        masked = not axes.group and self.layout.skips_absent
+        masked = not axes.group and self._masks(index)
         start = self._masked if masked else self._exchanged
         *operands, finish = start(module, hidden, index, weights, axes)
         bound.arguments.update(zip(self.layout.arguments, operands, strict=True))
@@ -175,7 +183,8 @@ class ExpertRegion:
         undo.enter_context(random.forbidden(RANDOM))
         self._called.clear()
         seen = operands[0], operands[2]
-        self._running.append(_Call(undo, seen, parameters, lambda out: wrap(sum_ranks(finish(out), summed))))
+        sum_group = None if self.layout.partial_output else summed
+        self._running.append(_Call(undo, seen, parameters, lambda out: wrap(sum_ranks(finish(out), sum_group))))
         return bound.args, bound.kwargs
 
     def leave(self, module: nn.Module, _args: tuple, output: Tensor | None) -> Tensor | None:
@@ -211,6 +220,12 @@ class ExpertRegion:
 
     # --------------------------------------------------------------------------------------------- two paths
 
+    def _masks(self, index: Tensor) -> bool:
+        """Tell whether the forward is to skip what is not for its experts, rather than not to see it."""
+        if self.layout.skips_absent is not None:
+            return self.layout.skips_absent
+        return index.device.type != "cpu" or type(index) is not Tensor or torch.compiler.is_compiling()
+
     def _masked(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:
         """Let every rank see all tokens, with the index ``num_local`` in place of experts that are not its own."""
         table = self._table(module, axes, index.device)
@@ -220,8 +235,9 @@ class ExpertRegion:
 
     def _exchanged(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:
         """Send tokens to their experts. The output's way back is the last value."""
-        shape, top_k, dispatcher = hidden.shape, index.shape[-1], self.layout.dispatcher
-        table, group = self._table(module, axes, index.device), self.group(axes.group)
+        shape, top_k, group = hidden.shape, index.shape[-1], self.group(axes.group)
+        table = self._table(module, axes, index.device)
+        dispatcher = AllToAll() if group is None else self.layout.dispatcher
         copies = table.shape[1]
         index, by_expert = index.reshape(-1, top_k).sort(dim=-1, stable=True)
         weights = weights.reshape(-1, top_k).gather(-1, by_expert).reshape(-1)

@@ -49,23 +49,28 @@ class _ToLocal(torch.autograd.Function):
         return _dtensor(grad, *ctx.layout)
 
 
-def from_local(hidden: Tensor, tokens: Placements, mesh: DeviceMesh) -> Callable[[Tensor], DTensor]:
+def from_local(
+    hidden: Tensor, placements: Placements, grad_placements: Placements, mesh: DeviceMesh
+) -> Callable[[Tensor], DTensor]:
     """Return a function that makes a DTensor of an output, whose tokens are those of ``hidden``."""
-    return lambda output: _FromLocal.apply(output, mesh, tokens, (*hidden.shape[:-1], output.shape[-1]))
+    layouts = placements, grad_placements
+    return lambda output: _FromLocal.apply(output, mesh, *layouts, (*hidden.shape[:-1], output.shape[-1]))
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, output: Tensor, mesh: DeviceMesh, tokens: Placements, shape: tuple[int, ...]) -> DTensor:
-        ctx.tokens = tokens
+    def forward(
+        ctx, output: Tensor, mesh: DeviceMesh, placements: Placements, grads: Placements, shape: tuple[int, ...]
+    ) -> DTensor:
+        ctx.placements = grads
         stride = torch.empty(shape, device="meta").stride()
-        return _dtensor(output, mesh, tokens, shape, stride)
+        return _dtensor(output, mesh, placements, shape, stride)
 
     @staticmethod
     def backward(ctx, grad: DTensor) -> tuple[Tensor | None, ...]:
-        if tuple(grad.placements) != ctx.tokens:
-            grad = grad.redistribute(placements=ctx.tokens)
-        return grad.to_local(), None, None, None
+        if tuple(grad.placements) != ctx.placements:
+            grad = grad.redistribute(placements=ctx.placements)
+        return grad.to_local(), None, None, None, None
 
 
 def _layout(tensor: DTensor) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ Files, from data to execution::
     _edges.py          DTensor to local tensor and back
     _values.py         tensors inside of arguments and results
     _record.py         crossings: what a rehearsal finds
+    _findings.py       all that rehearsals have found
     _rehearsal.py      a run that leaves nothing behind; the comparison of two
     _leaves.py         parameters as local tensors, and their gradients
     _swaps.py          attributes with local values

@@ -26,11 +26,10 @@ def wrapped(
     placements: Placements,
     *,
     shape: Sequence[int],
-    stride: Sequence[int],
     gradient: Placements | None = None,
 ) -> DTensor:
     """Return a local tensor as the shard of a DTensor; the gradient is brought to ``gradient`` first if that is given."""
-    return _Wrap.apply(local, mesh, placements, torch.Size(shape), tuple(stride), gradient)
+    return _Wrap.apply(local, mesh, placements, torch.Size(shape), gradient)
 
 
 def unwrapped(whole: DTensor, gradient: Placements | None) -> Tensor:
@@ -44,9 +43,9 @@ def unwrapped(whole: DTensor, gradient: Placements | None) -> Tensor:
 
 class _Wrap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, local, mesh, placements, shape, stride, gradient):
+    def forward(ctx, local, mesh, placements, shape, gradient):
         ctx.gradient = gradient
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return _from_local(local, mesh, placements, shape)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -54,13 +53,13 @@ class _Wrap(torch.autograd.Function):
             if ctx.gradient is not None and tuple(grad.placements) != ctx.gradient:
                 grad = grad.redistribute(placements=ctx.gradient)
             grad = _torch.local_of(grad)
-        return grad, None, None, None, None, None
+        return grad, None, None, None, None
 
 
 class _Unwrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, whole: DTensor, gradient: Placements | None) -> Tensor:
-        ctx.mesh, ctx.shape, ctx.stride, ctx.gradient = whole.device_mesh, whole.shape, whole.stride(), gradient
+        ctx.mesh, ctx.shape, ctx.gradient = whole.device_mesh, whole.shape, gradient
         local = _torch.local_of(whole)
         return local.view_as(local)
 
@@ -71,7 +70,18 @@ class _Unwrap(torch.autograd.Function):
                 f"a gradient came back to a value of shape {tuple(ctx.shape)}, which had none when the static program "
                 "was recorded; run the module in mode 'eager'"
             )
-        whole = DTensor.from_local(
-            grad, ctx.mesh, ctx.gradient, run_check=False, shape=ctx.shape, stride=ctx.stride
-        )
-        return whole, None
+        return _from_local(grad, ctx.mesh, ctx.gradient, ctx.shape), None
+
+
+def _from_local(local: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
+    stride = _whole_stride(local, shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _whole_stride(local: Tensor, shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a dense tensor of ``shape`` whose dims lie in memory in the order of the shard's."""
+    stride, size = [0] * len(shape), 1
+    # of equal strides (a dim of one element) the last is the innermost
+    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):
+        stride[dim], size = size, size * max(shape[dim], 1)
+    return tuple(stride)

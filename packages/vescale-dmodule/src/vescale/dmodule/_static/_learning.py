@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +15,8 @@ from .._eager import hook_scope
 from ..errors import NotLocalFriendlyError
 from ._conversions import Conversion, compile_conversion
 from ._names import is_inside, join
-from ._random import Listening
-from ._record import Crossing, Observer, replicated
+from ._random import Draw, Listening
+from ._record import Crossing, Crossings, Observer, replicated
 from ._rehearsal import Names, Run, check_same, differentiate, nothing_happens, raise_together
 from ._values import copied, map_leaves
 
@@ -84,6 +85,7 @@ def _rehearse_locally(program: StaticProgram, args: tuple, kwargs: dict) -> Run:
     run = _new_run(program)
     program.observer, program.checked, program.model.scope.attaches = run.observer, run, False
     program.refresh_twins()
+    program.tell_twins()
     try:
         with nothing_happens(program.module), run.names.watching(program.modules):
             output = _call_locally(program, run, copied(args), copied(kwargs))
@@ -92,7 +94,7 @@ def _rehearse_locally(program: StaticProgram, args: tuple, kwargs: dict) -> Run:
             run.gradients.update(_gradients(program))
     finally:
         program.observer, program.checked, program.model.scope.attaches = None, None, True
-        program.refresh_twins()
+        program.tell_twins()
     return run
 
 
@@ -137,35 +139,60 @@ def _gradients(program: StaticProgram) -> dict[str, tuple[Tensor, tuple | None]]
 
 def _adopt(program: StaticProgram, eager: Run, listening: Listening) -> None:
     """Make the program from what the eager run found."""
-    for crossing in eager.observer.crossings():
-        _check_conflict(program, crossing)
+    crossings = list(eager.observer.crossings())
+    _check_one_layout(crossings)
+    draws = {name: draws for name, draws in listening.draws.items() if not program.is_in_region(name)}
+    draws = {name: found for name, found in draws.items() if any(draw.is_sharded for draw in found)}
+    _check_one_draw(draws)
+    tokens = {n: region.last_tokens for n, region in program.experts.items() if region.last_tokens is not None}
+    fitting = (findings for findings in program.all_findings if findings.fits(crossings, draws, tokens))
+    program.use(next(fitting, None) or program.new_findings())
+    for crossing in crossings:
         program.crossings.add(crossing)
         _add_step(program, program.crossings.known[crossing.key])
     for name, (_, layout) in eager.gradients.items():
         program.gradients[name] = layout
-    for name, draws in listening.draws.items():
-        if any(draw.is_sharded for draw in draws) and not program.is_in_region(name):
-            program.add_draws(name, draws)
-    for name, region in program.experts.items():
-        if region.last_tokens is not None:
-            program.tokens[name] = region.last_tokens
+    for name, found in draws.items():
+        program.add_draws(name, found)
+    program.tokens.update(tokens)
     for name in eager.names.recomputed:
         program.add_recomputed(name)
 
 
-def _check_conflict(program: StaticProgram, crossing: Crossing) -> None:
-    """Refuse two layouts that look the same on local tensors.
+def _check_one_layout(crossings: list[Crossing]) -> None:
+    """Refuse two layouts in one call that look the same on local tensors.
 
     Raises:
         NotLocalFriendlyError: naming the place and the layouts.
     """
-    other = program.crossings.conflict(crossing)
-    if other is not None:
-        raise NotLocalFriendlyError(
-            f"{crossing.where}: values of local shape {crossing.arriving} come in two layouts, {other.source} and "
-            f"{crossing.source} (their gradients in {other.gradient} and {crossing.gradient}); bring them to one by a "
-            "boundary, or keep the module in eager mode"
-        )
+    seen = Crossings()
+    for crossing in crossings:
+        other = seen.conflict(crossing)
+        if other is not None:
+            raise NotLocalFriendlyError(
+                f"{crossing.where}: in one call values of local shape {crossing.arriving} come in two layouts, "
+                f"{other.source} of shape {other.shape} and {crossing.source} of shape {crossing.shape} (their "
+                f"gradients in {other.gradient} and {crossing.gradient}); bring them to one by a boundary, or keep the "
+                "module in eager mode"
+            )
+        seen.add(crossing)
+
+
+def _check_one_draw(draws: dict[str, list[Draw]]) -> None:
+    """Refuse two draws of one module in one call that look the same on local tensors.
+
+    Raises:
+        NotLocalFriendlyError: naming the module and the draws.
+    """
+    for name, found in draws.items():
+        known: dict[tuple, Draw] = {}
+        for draw in found:
+            other = known.setdefault(draw.key, draw)
+            if not draw.agrees(other):
+                raise NotLocalFriendlyError(
+                    f"module {name!r} draws random numbers for two layouts that look the same on local tensors: {other}, "
+                    f'and {draw}; keep it on DTensors: "eager": [r"{re.escape(name)}"]'
+                )
 
 
 def _add_step(program: StaticProgram, crossing: Crossing) -> None:

@@ -195,5 +195,3 @@ class _ThroughAutograd(torch.autograd.Function):
             grad, whole.device_mesh, gradient, run_check=False, shape=shape, stride=whole.stride()
         )
         return partial.redistribute(placements=whole.placements), None
-
-

@@ -37,12 +37,13 @@ from ._compile import CompiledBlocks
 from ._conversions import Conversion, compile_conversion
 from ._edges import unwrapped, wrapped
 from ._experts import ExpertsHere
+from ._findings import Findings, Recomputations
 from ._learning import learn, watch_arguments
 from ._leaves import LocalParameters, Twin
 from ._modules import local_forward, silent_axes
 from ._names import is_inside, join
 from ._random import Draw, DrawHooks
-from ._record import Crossing, Crossings, Observer
+from ._record import Crossing, Observer
 from ._region import EagerRegion
 from ._rehearsal import Run
 from ._swaps import Swaps
@@ -93,18 +94,18 @@ class StaticProgram:
         self.regions = [r for r in inside if not any(r != other and is_inside(r, other) for other in inside)]
         self.experts = {n: r for n, m in self.modules.items() if (r := experts_region(m)) and not self.is_in_region(n)}
         # what rehearsals have found
-        self.known: set[Hashable] = set()
-        self.crossings = Crossings()
-        self.steps: dict[str, dict[tuple[int, ...], Callable[[Tensor], Tensor]]] = {}
+        self.known: dict[Hashable, Findings] = {}
+        self.is_compiled = compiled
+        self.all_findings: list[Findings] = []
+        self.use(self.new_findings())
         self.gradients: dict[str, tuple[Placement, ...]] = {}
-        self.draws: dict[str, list[Draw]] = {}
+        self.drawing: set[str] = set()
         self.recomputed: set[str] = set()
-        self.tokens: dict[str, tuple[Placement, ...]] = {}  # how they lie, by experts
+        self.recomputations = Recomputations()
         # the state of a call
         self.depth = 0
         self.parameters: LocalParameters | None = None
         self.swaps = Swaps()
-        self.blocks = CompiledBlocks() if compiled else None
         self.compiled = Swaps()
         self.seen: set[Hashable] = set()  # calls without gradients
         self.once: list[RemovableHandle] | None = None  # hooks of a call that runs in eager mode
@@ -136,6 +137,7 @@ class StaticProgram:
             handle.remove()
         self.handles.clear()
         self.recomputed.clear()
+        self.drawing.clear()
 
     def add_recomputed(self, name: str) -> None:
         """Open the program for a part that autograd calls in backward."""
@@ -144,8 +146,10 @@ class StaticProgram:
         self.recomputed.add(name)
         opened: list[bool] = []
 
-        def enter(_module: nn.Module, _args: tuple, _kwargs: dict) -> None:
+        def enter(_module: nn.Module, args: tuple, kwargs: dict) -> None:
             opened.append(self.depth == 0 and not self.rehearsing and self.once is None and _torch.in_backward())
+            if len(self.all_findings) > 1:
+                self._choose(name, args, kwargs, again=opened[-1])
             if opened[-1]:
                 self._open()
 
@@ -157,11 +161,36 @@ class StaticProgram:
 
     def add_draws(self, name: str, draws: list[Draw]) -> None:
         """Let the random operators of a part draw as they did in a rehearsal."""
-        if name not in self.draws:
-            self.draws[name] = []
-            hooks = DrawHooks(name, self.draws[name], self.model.mesh, lambda: self.depth > 0)
+        self.findings.add_draws(name, draws)
+        if name not in self.drawing:
+            self.drawing.add(name)
+            hooks = DrawHooks(name, lambda: self.draws.get(name, []) if self.depth else [], self.model.mesh)
             self.handles += hook_calls(self.modules[name], hooks.enter, hooks.leave)
-        self.draws[name].extend(draws)
+
+    def new_findings(self) -> Findings:
+        """Return empty findings, for calls that contradict all others."""
+        self.all_findings.append(Findings(blocks=CompiledBlocks() if self.is_compiled else None))
+        return self.all_findings[-1]
+
+    def use(self, findings: Findings) -> None:
+        """Run by these findings from now on."""
+        self.findings, self.blocks = findings, findings.blocks
+        self.crossings, self.steps, self.draws, self.tokens = (
+            findings.crossings,
+            findings.steps,
+            findings.draws,
+            findings.tokens,
+        )
+
+    def _choose(self, name: str, args: tuple, kwargs: dict, *, again: bool) -> None:
+        """Note by which findings a part runs; take the same when it runs ``again``."""
+        if not again:
+            self.recomputations.note(name, args, kwargs, self.findings)
+            return
+        findings = self.recomputations.find(name, args, kwargs) or self.all_findings[0]
+        if findings is not self.findings:
+            self.use(findings)
+            self._recompile()
 
     @property
     def opaque(self) -> list[str]:
@@ -179,12 +208,17 @@ class StaticProgram:
         if self.rehearsing:
             return watch_arguments(self, args, kwargs)
         if self.observer is None:
+            self.refresh_twins()
             signature = self._signature(args, kwargs)
-            if signature not in self.known and not self._learn(signature, args, kwargs):
+            findings = self.known.get(signature)
+            if findings is None and not self._learn(signature, args, kwargs):
                 self.once = hook_scope(module, self.name, self.model.scope)
                 self.model.scope.enter(module, self.name)  # too late for the hook of the module itself
                 return None
-        self._open()
+            if findings is not None and findings is not self.findings:
+                self.use(findings)
+                self._recompile()
+        self._open(is_fresh=True)
         return self._localize(args), self._localize(kwargs)
 
     def leave(self, _module: nn.Module, _args: tuple, output: object) -> object:
@@ -213,7 +247,7 @@ class StaticProgram:
             self.seen.add(signature)
             return False
         learn(self, args, kwargs)
-        self.known.add(signature)
+        self.known[signature] = self.findings
         self._recompile()
         if len(self.known) == MANY:
             logger.warning(
@@ -230,11 +264,10 @@ class StaticProgram:
 
     # --------------------------------------------------------------------------------------------- open and close
 
-    def _open(self) -> None:
+    def _open(self, *, is_fresh: bool = False) -> None:
         if self.depth == 0:
-            if self.parameters is None or self.parameters.stale():
+            if not is_fresh:
                 self.refresh_twins()
-                self._recompile()
             self.parameters.put()
             self.swaps.put()
             if self.observer is None:
@@ -256,15 +289,21 @@ class StaticProgram:
             self.compiled = self.blocks.swaps(self)
 
     def refresh_twins(self) -> None:
-        """Make local tensors for the parameters where there are none or they are stale; tell them their layouts."""
-        if self.parameters is None or self.parameters.stale():
-            own = {name: module for name, module in self.modules.items() if not self.is_in_region(name)}
-            self.model.sync.attach(self.module)
-            before, is_hooked = self.parameters, self.model.sync.has_other_hooks
-            self.parameters = LocalParameters.of(own.items(), self._arrived, is_hooked, silent_axes)
-            if before is not None and before.trained != self.parameters.trained:
-                self.known.clear()
-            self.swaps = Swaps.of(own, self.model.local_attributes, local_forward)
+        """Make local tensors for the parameters where there are none or they are stale."""
+        if self.parameters is not None and not self.parameters.stale():
+            return
+        own = {name: module for name, module in self.modules.items() if not self.is_in_region(name)}
+        self.model.sync.attach(self.module)
+        before, is_hooked = self.parameters, self.model.sync.has_other_hooks
+        self.parameters = LocalParameters.of(own.items(), self._arrived, is_hooked, silent_axes)
+        if before is not None and before.trained != self.parameters.trained:
+            self.known.clear()
+        self.swaps = Swaps.of(own, self.model.local_attributes, local_forward)
+        self.tell_twins()
+        self._recompile()
+
+    def tell_twins(self) -> None:
+        """Tell the twins in what layouts their gradients come, and whether to keep them for a comparison."""
         for twin in self.parameters:
             twin.expect(self.gradients.get(twin.name), fits=self.checked is None)
 
@@ -353,5 +392,4 @@ class StaticProgram:
             # backward raises: nothing is known of this gradient
             local = compile_conversion(Conversion(crossing.shape, crossing.source, crossing.source), mesh)(local)
         gradient = None if region else crossing.gradient
-        shape, stride = crossing.shape, crossing.stride
-        return wrapped(local, mesh, crossing.source, shape=shape, stride=stride, gradient=gradient)
+        return wrapped(local, mesh, crossing.source, shape=crossing.shape, gradient=gradient)

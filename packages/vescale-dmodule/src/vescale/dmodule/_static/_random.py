@@ -36,7 +36,6 @@ class Operand(NamedTuple):
 
     local_shape: torch.Size
     shape: torch.Size
-    stride: tuple[int, ...]
     placements: Placements
 
 
@@ -53,6 +52,15 @@ class Draw:
     function: Callable
     operands: list[Operand]
     gradients: list[Placements | None] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple:
+        """What a draw on local tensors is recognised by."""
+        return self.function, tuple(operand.local_shape for operand in self.operands)
+
+    def agrees(self, other: Draw) -> bool:
+        """Tell whether two draws can be told apart on local tensors, or are the same."""
+        return self.key != other.key or self.operands == other.operands
 
     @property
     def is_sharded(self) -> bool:
@@ -97,8 +105,8 @@ class Listening(TorchFunctionMode):
 
 def _describe(tensor: Tensor, mesh: DeviceMesh) -> Operand:
     if isinstance(tensor, DTensor):
-        return Operand(_torch.local_of(tensor).shape, tensor.shape, tuple(tensor.stride()), tuple(tensor.placements))
-    return Operand(tensor.shape, tensor.shape, tuple(tensor.stride()), replicated(mesh))
+        return Operand(_torch.local_of(tensor).shape, tensor.shape, tuple(tensor.placements))
+    return Operand(tensor.shape, tensor.shape, replicated(mesh))
 
 
 def _watched(result: DTensor, draw: Draw) -> DTensor:
@@ -123,7 +131,7 @@ class Draws(TorchFunctionMode):
         self.draws: dict[tuple, Draw] = {}
         self.functions = {draw.function for draw in draws}
         for draw in draws:
-            self.draws[draw.function, tuple(operand.local_shape for operand in draw.operands)] = draw
+            self.draws[draw.key] = draw
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -137,11 +145,13 @@ class Draws(TorchFunctionMode):
         if not draw.is_sharded:
             return func(*args, **kwargs)  # equal on all ranks
         whole = {
-            id(leaf): wrapped(leaf, self.mesh, operand.placements, shape=operand.shape, stride=operand.stride)
+            id(leaf): wrapped(leaf, self.mesh, operand.placements, shape=operand.shape)
             for leaf, operand in zip(leaves, draw.operands, strict=True)
         }
         args, kwargs = _torch.tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
-        return self._local(func(*args, **kwargs), leaves, whole, draw)
+        with _torch.plain_operands_replicated():  # for tensors that torch itself makes inside a composite operator
+            result = func(*args, **kwargs)
+        return self._local(result, leaves, whole, draw)
 
     def _check_draws_nothing(self, func: Callable, args: tuple, kwargs: dict, leaves: list[Tensor]) -> None:
         """Refuse a draw that the rehearsal has not seen.
@@ -157,7 +167,7 @@ class Draws(TorchFunctionMode):
             raise NotLocalFriendlyError(
                 f"in module {self.name!r}: {resolve_name(func)} on local shapes {[tuple(t.shape) for t in leaves]} draws "
                 "random numbers, but the recorded call did not, so nothing says which part of one device's draw they "
-                f"are; keep the module on DTensors: \"eager\": [r\"{re.escape(self.name)}\"]"
+                f'are; keep the module on DTensors: "eager": [r"{re.escape(self.name)}"]'
             )
 
     def _local(self, result: object, leaves: list[Tensor], whole: dict[int, DTensor], draw: Draw) -> object:
@@ -180,15 +190,22 @@ def _copied(leaf: object) -> object:
 
 
 class DrawHooks:
-    """Hooks of a module that draws: while it runs on local tensors, its draws are those of the rehearsal."""
+    """Hooks of a module that draws: while it runs on local tensors, its draws are those of the rehearsal.
 
-    def __init__(self, name: str, draws: list[Draw], mesh: DeviceMesh, is_local: Callable[[], bool]):
-        self.name, self.draws, self.mesh, self.is_local = name, draws, mesh, is_local
+    Args:
+        name: of the module.
+        draws: gives what applies to the call that begins; nothing where the module runs on DTensors.
+        mesh: of the layouts.
+    """
+
+    def __init__(self, name: str, draws: Callable[[], list[Draw]], mesh: DeviceMesh):
+        self.name, self.draws, self.mesh = name, draws, mesh
         self.entered: list[Draws | None] = []
 
     def enter(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
         """Take over the random functions of the module."""
-        mode = Draws(self.name, self.draws, self.mesh) if self.is_local() else None
+        draws = self.draws()
+        mode = Draws(self.name, draws, self.mesh) if draws else None
         if mode is not None:
             mode.__enter__()
         self.entered.append(mode)

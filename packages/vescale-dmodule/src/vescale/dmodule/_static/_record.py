@@ -31,7 +31,6 @@ class Crossing:
         where: the place, such as ``model.layers.0.mlp.input 'x'``.
         arriving: local shape of the value that arrives.
         shape: global shape.
-        stride: global stride.
         source: layout of the value that arrives; None for one that is a plain tensor in eager mode, too.
         target: layout of the value that leaves.
         gradient: layout of the gradient that comes back to it; None where none came.
@@ -41,7 +40,6 @@ class Crossing:
     where: str
     arriving: tuple[int, ...]
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
     source: Placements | None
     target: Placements | None
     gradient: Placements | None
@@ -123,8 +121,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _crossing(where: str, tensor: Tensor, source: Placements | None, target: Placements | None) -> Crossing:
     arriving = tuple(_local(tensor).shape)
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return Crossing(where, arriving, shape, stride, source, target, None, tensor.dtype)
+    return Crossing(where, arriving, tuple(tensor.shape), source, target, None, tensor.dtype)
 
 
 @dataclass

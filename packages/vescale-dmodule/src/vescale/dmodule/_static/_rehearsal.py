@@ -238,8 +238,8 @@ def _difference(what: str, eager: Run, last: str | None, where: str) -> NotLocal
     return NotLocalFriendlyError(
         f"on local tensors a part of the model gives something else than on DTensors{since}: in eager mode {what}. "
         f"Code between these boundaries is written for global shapes (a hard-coded number of heads, a size, a mean over "
-        f"a sharded dim) or communicates; change the attribute that it reads (\"local_attribute\": {{r\"{name}.NAME\": "
-        f"Divided(\"tp\")}}), put a boundary before it, or keep that module on DTensors (\"eager\": [r\"{name}\"])"
+        f'a sharded dim) or communicates; change the attribute that it reads ("local_attribute": {{r"{name}.NAME": '
+        f'Divided("tp")}}), put a boundary before it, or keep that module on DTensors ("eager": [r"{name}"])'
     )
 
 
@@ -261,4 +261,3 @@ def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
         raise error
     if anywhere.item():
         raise NotLocalFriendlyError("another rank of the mesh found this model unfit for local tensors; see its error")
-

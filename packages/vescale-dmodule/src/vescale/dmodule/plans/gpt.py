@@ -47,7 +47,7 @@ def gpt2(
     else:
         projection = merge(
             column(rf"{layer}\.attn\.c_attn", axis=axis, parts=3, transposed=True),
-            {"local_attribute": {rf"{layer}\.attn\.split_size": Divided(axis)}},
+            {"local_attribute": {rf"{layer}\.attn\.(split_size|c_attn\.nf)": Divided(axis)}},
         )
     return merge(
         vocab(r"transformer\.wte", "lm_head", axis=axis),
@@ -55,6 +55,7 @@ def gpt2(
         block(rf"{layer}\.(attn|mlp)", axis=axis),
         projection,
         column(rf"{layer}\.mlp\.c_fc", axis=axis, transposed=True),
+        {"local_attribute": {rf"{layer}\.mlp\.c_fc\.nf": Divided(axis)}},
         row(rf"{layer}\.(attn|mlp)\.c_proj", axis=axis, transposed=True, output=options.between),
     )
 

@@ -1,0 +1,190 @@
+"""Compile mode: every block is one graph with its collectives, blocks share it, and a pass is that of one process."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._dynamo  # before ranks are forked: it takes seconds
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vescale.dmodule import parallelize_module, plans, set_mode
+from vescale.dmodule._static import _compile
+from vescale.dtensor import Partial, Replicate, Shard, init_device_mesh
+from vescale_testing import ranks
+
+
+class Graphs:
+    """A backend that runs what it gets as it is, and keeps it."""
+
+    def __init__(self):
+        self.forward, self.backward = [], []
+
+    def __call__(self, module, inputs):
+        def keep(graphs):
+            def compiler(graph, _inputs):
+                graphs.append(graph)
+                return torch._dynamo.backends.common.make_boxed_func(graph.forward)
+
+            return compiler
+
+        aot = torch._dynamo.backends.common.aot_autograd
+        return aot(fw_compiler=keep(self.forward), bw_compiler=keep(self.backward))(module, inputs)
+
+
+def collectives(graph):
+    """Names of the collectives in a graph."""
+    names = [str(node.target) for node in graph.graph.nodes]
+    return sorted(name.split(".")[1] for name in names if name.startswith("_c10d_functional") and "wait" not in name)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    monkeypatch.setattr(_compile, "BACKEND", kept := Graphs())
+    return kept
+
+
+@ranks(2)
+def test_a_language_model_with_dropout(graphs, build, train, assert_same_pass):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    reference = train(build("llama", dropout=0.1, num_hidden_layers=3), passes=2, use_cache=False)
+    model = build("llama", dropout=0.1, num_hidden_layers=3)
+    plan = plans.plan_for(model, degree=2, sequence_parallel=True)
+    parallelize_module(model, mesh, plan, mode="compile")
+    assert_same_pass(train(model, passes=2, use_cache=False), reference)
+    # three layers share one graph; sequence parallel goes in and out of attention and of the feed-forward part
+    assert len(graphs.forward) == len(graphs.backward) == 1
+    both = ["all_gather_into_tensor"] * 2 + ["reduce_scatter_tensor"] * 2
+    assert collectives(graphs.forward[0]) == collectives(graphs.backward[0]) == both
+    assert "dropout_factors" in str(graphs.forward[0].graph)
+    # a dropout that does not know which part of the draw is its own is seen
+    wrong = build("llama", dropout=0.1, num_hidden_layers=3)
+    parallelize_module(wrong, mesh, plan, mode="compile")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compile, "_mode", lambda _draws, _program: None)
+        with pytest.raises(AssertionError):
+            assert_same_pass(train(wrong, passes=2, use_cache=False), reference)
+
+
+class Block(nn.Module):
+    def __init__(self, index):
+        super().__init__()
+        self.norm, self.index = nn.LayerNorm(6, dtype=torch.float64), index
+        self.up, self.down = (nn.Linear(*sizes, dtype=torch.float64) for sizes in ((6, 8), (8, 6)))
+
+    def forward(self, x: Tensor, numbered: bool = False, positive: bool = False) -> Tensor:
+        y = self.norm(x)
+        if positive and x.sum() > 0:  # depends on data
+            y = -y
+        y = x + self.down(torch.tanh(self.up(y)))
+        return y * (1 + self.index) if numbered else y
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks=3, recomputed=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks, self.recomputed = nn.ModuleList(map(Block, range(num_blocks))), recomputed
+
+    def forward(self, x: Tensor, **options) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False, **options) if self.recomputed else block(x, **options)
+        return x
+
+
+PLAN = {
+    "parameter": {
+        r".*up\.(weight|bias)": {"tp": Shard(0)},
+        r".*down\.weight": {"tp": Shard(1)},
+    },
+    "forward": {
+        r"blocks\.0\.input": [{"tp": Shard(1)}],
+        r".*up\.input": [{"tp": Replicate()}],
+        r".*down\.output": [{"tp": Shard(1)}],
+        r"output": [{"tp": Replicate()}],
+    },
+}
+
+
+def run(model, size=5, **options):
+    """Output and gradients of a pass."""
+    x = torch.randn(2, size, 6, generator=torch.Generator().manual_seed(size), dtype=torch.float64).requires_grad_()
+    y = model(x, **options)
+    y.square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return [y.detach(), x.grad, *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads.values())]
+
+
+def close(actual, expected):
+    pairs = zip(actual, expected, strict=True)
+    return all((new - old).abs().max() <= 1e-10 * old.abs().max() for new, old in pairs)
+
+
+def parallel(**options):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return parallelize_module(Model(**options), mesh, PLAN, mode="compile")
+
+
+@ranks(2)
+def test_blocks_of_any_kind(graphs):
+    model, single = parallel(), Model()
+    assert close(run(model), run(single))
+    assert len(graphs.forward) == 1
+
+    # other shapes and no gradients
+    assert close(run(model, size=8), run(single, size=8))
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(torch.ones(2, 4, 6).double()), single(torch.ones(2, 4, 6).double()))
+
+    # modes at run time
+    for mode in ("static", "eager", "compile"):
+        set_mode(model, mode)
+        assert close(run(model), run(single)), mode
+
+    # hooks that come later inside of a block
+    without = run(single)
+    for module in (model, single):
+        module.blocks[1].down.register_forward_hook(lambda _module, _args, output: 2 * output)
+    assert close(run(model), run(single))
+    assert not close(run(model), without)
+
+
+@ranks(2)
+def test_more_blocks_than_one_cache_holds(graphs):
+    many = {"num_blocks": 11}
+    assert close(run(parallel(**many), numbered=True), run(Model(**many), numbered=True))
+    assert len(graphs.forward) == 11  # each reads its own number
+    assert close(run(parallel(**many)), run(Model(**many)))
+    assert len(graphs.forward) == 12
+
+
+@ranks(2)
+def test_recomputed_blocks(graphs):
+    assert close(run(parallel(recomputed=True)), run(Model(recomputed=True)))
+    assert graphs.forward
+
+
+@ranks(2)
+def test_what_a_compiler_refuses_stays_static(graphs, caplog):
+    with caplog.at_level(logging.WARNING, logger="vescale.dmodule"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = {**PLAN, "forward": {k: v for k, v in PLAN["forward"].items() if k != r"blocks\.0\.input"}}
+        plan["forward"] |= {r".*down\.output": [{"tp": Replicate()}]}
+        model = parallelize_module(Model(), mesh, plan, mode="compile")
+        assert close(run(model, positive=True), run(Model(), positive=True))
+    assert not graphs.forward
+    assert "block 'blocks.0' is not compiled and stays in static mode: " in caplog.text
+
+
+def test_dropout_of_two_layouts_is_an_obstacle():
+    def draw(function, *placements):
+        operand = SimpleNamespace(local_shape=torch.Size((2, 3)), shape=torch.Size((4, 3)), placements=placements)
+        return SimpleNamespace(function=function, operands=[operand])
+
+    dropout, obstacle = nn.functional.dropout, _compile.draws_obstacle
+    assert obstacle([draw(dropout, Shard(0)), draw(dropout, Shard(0))]) is None
+    assert "has two layouts" in obstacle([draw(dropout, Shard(0)), draw(dropout, Partial())])
+    assert "only dropout can be compiled" in obstacle([draw(torch.bernoulli, Shard(0))])
