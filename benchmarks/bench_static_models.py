@@ -20,7 +20,7 @@ from cases import MODES, Case, check_repeats, check_same, describe_traffic, refu
 from handwritten import reduce_shared
 from measure import Result
 from targets import Target, Targets, processor_time_in_turns
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -108,41 +108,53 @@ def _with_optimizer(case: Case) -> Callable[[], None]:
     return step
 
 
-def _cases(family: str, mesh: DeviceMesh, notes: list[str], *, balanced: bool) -> dict[str, Callable[[], Case]]:
-    """Return what makes each case; a mode that this version does not have is left out, with a note."""
+def model_cases(
+    build: Callable[[], nn.Module], tokens: Tensor, mesh: DeviceMesh, notes: list[str]
+) -> dict[str, Callable[[], Case]]:
+    """Return what makes each case; a mode that this version does not have is left out, with a note.
+
+    Args:
+        build: makes the model of `huggingface.build`, the same on every call.
+        tokens: (batch, seq) of a step.
+        mesh: of one axis, `tp`.
+        notes: gets a line for what is left out.
+    """
     group = mesh.get_group()
 
-    def build() -> nn.Module:
-        return huggingface.build(family, balanced=balanced, **SIZES)
+    def case(model: nn.Module, after: Callable[[], None] = lambda: None) -> Case:
+        return Case(model, lambda: model(input_ids=tokens, labels=tokens).loss, after=after)
 
     def hand(*, sum_at_experts: bool = False) -> Case:
         model, shared = huggingface.by_hand(build(), group, sum_at_experts=sum_at_experts)
-        return _case(model, lambda: reduce_shared(shared, group))
+        return case(model, lambda: reduce_shared(shared, group))
 
     def stock() -> Case:
         model = huggingface.parallelize_as_stock(build(), mesh)
         routers = [layer.mlp.gate.weight for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-        return _case(model, (lambda: reduce_shared(routers, group)) if routers else lambda: None)
+        return case(model, (lambda: reduce_shared(routers, group)) if routers else lambda: None)
+
+    def ours(mode: str) -> Case:
+        model = build()
+        plan = plans.plan_for(model, degree=mesh.size(), sequence_parallel=True)
+        return case(parallelize_module(model, mesh, plan, mode=mode))
 
     cases: dict[str, Callable[[], Case]] = {HAND: hand, STOCK: stock}
-    if family == "Mixtral":
+    if hasattr(build().model.layers[0].mlp, "experts"):
         cases[HAND_EARLY] = lambda: hand(sum_at_experts=True)
     for mode in MODES:
         if reason := refusal(mode, mesh):
             notes.append(f"vescale {mode} left out: {reason}")
         else:
-            cases[f"vescale {mode}"] = lambda mode=mode: _vescale(build(), mesh, mode)
+            cases[f"vescale {mode}"] = lambda mode=mode: ours(mode)
     return cases
 
 
-def _vescale(model: nn.Module, mesh: DeviceMesh, mode: str) -> Case:
-    plan = plans.plan_for(model, degree=mesh.size(), sequence_parallel=True)
-    return _case(parallelize_module(model, mesh, plan, mode=mode))
+def _cases(family: str, mesh: DeviceMesh, notes: list[str], *, balanced: bool) -> dict[str, Callable[[], Case]]:
+    return model_cases(lambda: huggingface.build(family, balanced=balanced, **SIZES), _tokens(), mesh, notes)
 
 
-def _case(model: nn.Module, after: Callable[[], None] = lambda: None) -> Case:
-    tokens = torch.randint(VOCABULARY, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
-    return Case(model, lambda: model(input_ids=tokens, labels=tokens).loss, after=after)
+def _tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
 
 
 def _check_values() -> list[str]:
@@ -152,7 +164,8 @@ def _check_values() -> list[str]:
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
     names: list[str] = []
     for family in huggingface.FAMILIES:
-        reference = _case(huggingface.build(family, **SIZES))
+        alone = huggingface.build(family, **SIZES)
+        reference = Case(alone, lambda alone=alone: alone(input_ids=_tokens(), labels=_tokens()).loss)
         for name, make in _cases(family, mesh, [], balanced=False).items():
             if name not in COMPILED:
                 with keep_float64():  # Hugging Face's norms, router and loss ask for float32

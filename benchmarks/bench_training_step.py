@@ -1,4 +1,4 @@
-"""A whole training step of a tiny LLaMA: tensor parallel over two processes, against stock torch and one process.
+"""A whole training step of a tiny LLaMA: tensor parallel over two processes, in all modes, against stock torch.
 
 The model is small on purpose: its kernels take little, so the ratio shows what an abstraction costs per operator. All
 cases start from the same weights and train on the same tokens; the run stops if their losses differ.
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from cases import MODES, refusal
 from measure import Result, time_in_turns
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -30,7 +31,7 @@ CONFIG = LlamaConfig(
     max_position_embeddings=64,
 )
 BATCH, SEQ = 4, 64
-ONE, STOCK, EAGER = "one process", "stock torch, tp 2", "vescale eager, tp 2"
+ONE, STOCK = "one process", "stock torch, tp 2"
 
 
 def run(num_rounds: int) -> Result:
@@ -46,8 +47,10 @@ def _on_each_rank(num_rounds: int) -> dict[str, list[float]]:
     steps = {
         ONE: one if dist.get_rank() == 0 else lambda: None,
         STOCK: _step(_parallelize_as_stock(_model(), mesh)),
-        EAGER: _step(parallelize_module(_model(), mesh, plans.llama())),
     }
+    for mode in MODES:
+        if refusal(mode, mesh) is None:
+            steps[f"vescale {mode}, tp 2"] = _step(parallelize_module(_model(), mesh, plans.llama(), mode=mode))
     _check_same_loss({name: step() for name, step in {**steps, ONE: one}.items()})
     return time_in_turns(steps, num_rounds=num_rounds)
 

@@ -12,6 +12,8 @@ LAYOUTS = [
     Plan(dp=4, zero=1),
     Plan(tp=4),
     Plan(dp=2, tp=2, zero=1, axis_order=("tp", "pp", "dp")),
+    Plan(dp=2, tp=2, zero=2, sequence_parallel=True, mode="static"),
+    Plan(dp=2, tp=2, zero=0, mode="static"),
 ]
 
 

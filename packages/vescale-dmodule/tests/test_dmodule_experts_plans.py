@@ -114,8 +114,10 @@ def test_an_output_that_the_next_boundary_sums():
     summed = [record for record in log if record.module.startswith("mlp") and record.operator != "all_to_all"]
     assert [(record.operator, record.axis) for record in summed] == [("all_gather", "tp"), ("reduce_scatter", "tp")]
     model = planned(made(), mesh, entry, {"dp": S0})
-    with pytest.raises(ImplicitRedistributionError):  # a partial sum that the model would add to something
-        assert_trains_alike(model, made())
+    assert_trains_alike(model, made())  # summed at the root, after the residual
+    model.mlp.experts.register_forward_hook(lambda _module, _args, output: torch.tanh(output))
+    with pytest.raises(ImplicitRedistributionError, match="tanh"):
+        model(torch.ones(2, 6, HIDDEN, dtype=torch.float64))
 
 
 class Loop(nn.Module):

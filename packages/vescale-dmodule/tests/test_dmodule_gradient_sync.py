@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
-from vescale.dmodule import parallelize_module
+from vescale.dmodule import no_sync, parallelize_module
+from vescale.dmodule._execution import execution_of
 from vescale.dmodule._flat import pack, partial_dims
 from vescale.dmodule._gradients import GradientSync
 from vescale.dtensor import Replicate, Shard, debug, init_device_mesh
@@ -63,8 +64,8 @@ def build(**options):
     return Tower(3, **options).double()
 
 
-def parallel(mesh, **options):
-    return parallelize_module(build(**options), mesh, PLAN)
+def parallel(mesh, mode="eager", **options):
+    return parallelize_module(build(**options), mesh, PLAN, mode=mode)
 
 
 def batch(seed):
@@ -99,6 +100,14 @@ def test_a_model_on_two_axes():
     assert position_of_first(logs[0]) == len(logs[0]) - NUM_REDUCED_TOGETHER  # nothing is known: all at the end
     assert traffic(logs[1]) == traffic(logs[2])
 
+    static = parallel(mesh, mode="static")
+    static_logs = [backward(static, seed) for seed in (1, 2, 3)]
+    assert [traffic(log.only(operator="all_reduce")) for log in static_logs] == [
+        traffic(log.only(operator="all_reduce")) for log in logs
+    ]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(static.get_parameter(name).grad.to_local(), parameter.grad.to_local()), name
+
 
 def position_of_first(log):
     return [record.operator for record in log].index("all_reduce")
@@ -127,53 +136,49 @@ def traffic(log):
 @ranks(4)
 def test_accumulation_without_communication():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plain, model = build(), parallel(mesh)
-    sync = sync_of(model)
-    for seed in (1, 2, 3, 4):
-        plain(batch(seed)).square().sum().backward()
-    backward(model, 1)  # reduced; what follows adds to it
-    with sync.no_sync():
-        for seed in (2, 3):
-            assert not backward(model, seed).only(operator="all_reduce")
-    kept = model.get_parameter("head.weight").grad
-    assert all(p.is_partial() for p in kept.placements)  # a label that says what it is
-    with pytest.raises(AssertionError, match=r"head\.weight"):
-        assert_same_gradients_of_head(model, plain)
-    twin = copy.deepcopy(model)
-    assert len(backward(model, 4).only(operator="all_reduce")) == NUM_REDUCED_TOGETHER
-    assert_same_gradients(model, plain)
-    backward(twin, 4)
-    assert_same_gradients(twin, plain)
+    for mode in ("eager", "static"):
+        plain, model = build(), parallel(mesh, mode)
+        for seed in (1, 2, 3, 4):
+            plain(batch(seed)).square().sum().backward()
+        backward(model, 1)  # reduced; what follows adds to it
+        with no_sync(model):
+            for seed in (2, 3):
+                assert not backward(model, seed).only(operator="all_reduce")
+        kept = model.get_parameter("head.weight").grad
+        assert all(p.is_partial() for p in kept.placements)  # a label that says what it is
+        with pytest.raises(AssertionError, match=r"head\.weight"):
+            assert_same_gradients_of_head(model, plain)
+        twins = [copy.deepcopy(model)] if mode == "eager" else []
+        for other in (model, *twins):
+            assert len(backward(other, 4).only(operator="all_reduce")) == NUM_REDUCED_TOGETHER
+            assert_same_gradients(other, plain)
+    forgotten_and_reduced_later(model, execution_of(model).sync)
 
-    with sync.no_sync():
+
+def forgotten_and_reduced_later(model, sync):
+    with no_sync(model):
         backward(model, 5)
         with pytest.raises(RuntimeError, match=r"reduce\(\) was called inside no_sync\(\)"):
             sync.reduce()
     model.zero_grad()  # forgets what was kept
     sync.reduce()
     assert all(parameter.grad is None for parameter in model.parameters())
-    with sync.no_sync():
+    with no_sync(model):
         backward(model, 6)
     sync.reduce()
-    plain.zero_grad()
+    plain = build()
     plain(batch(6)).square().sum().backward()
     assert_same_gradients(model, plain)
-    model.head.weight.register_hook(lambda _gradient: sync.no_sync().__enter__())
+    x = batch(7)
+    x.register_hook(lambda _gradient: no_sync(model).__enter__())
     with pytest.raises(RuntimeError, match="put the whole backward"):
-        backward(model, 7)
+        model(x).sum().backward()
 
 
 def assert_same_gradients_of_head(model, plain):
     gradient, parameter = model.head.weight.grad, plain.head.weight
     assert gradient.placements == model.head.weight.placements, "head.weight"
     torch.testing.assert_close(gradient.full_tensor(), parameter.grad)
-
-
-def sync_of(model):
-    """The engine that takes care of a parallelized model, from the hook on one of its parameters."""
-    model(batch(0))
-    hook = next(iter(model.head.weight._backward_hooks.values()))
-    return hook.function.__self__
 
 
 # ------------------------------------------------------------------------------------------------- single parameters

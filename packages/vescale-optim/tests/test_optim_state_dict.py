@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
+from vescale.dtensor import InterleavedShard, distribute_tensor
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim._pieces import Piece, StatePiece
 from vescale_testing import assert_same_training, gather_state, ranks, run_ranks
@@ -249,19 +250,36 @@ def test_state_with_an_unknown_initial_value():
     assert "mu_product" in optimizer.state_dict()["state"]["0.weight"]
 
 
-def test_a_dtensor_with_strided_shards_has_no_boxes():
-    def body():
-        from torch.distributed.tensor.placement_types import _StridedShard
+def test_state_of_a_merged_projection_is_where_its_parameter_is():
+    """Of an interleaved shard a rank holds several rectangles, of which ZeRO cuts a flat range."""
+    weight = torch.arange(60.0).view(5, 12)
 
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        placements = (_StridedShard(0, split_factor=2), Shard(0))
+    def body(zero):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         module = nn.Module()
-        module.w = nn.Parameter(DTensor.from_local(torch.zeros(1, 3), mesh, placements, run_check=False))
-        optimizer = DistributedOptimizer(torch.optim.AdamW, model=module)
-        with pytest.raises(ValueError, match=r"'w' has placements .*a strided shard is not a rectangle"):
-            optimizer.state_dict()
+        module.w = nn.Parameter(distribute_tensor(weight, mesh["tp"], [InterleavedShard(1, 3)]))
+        model = DDP(module, mesh["dp"], zero=zero)
+        optimizer = DistributedOptimizer(torch.optim.AdamW, model=model)
+        state = optimizer.state_dict()["state"]["w"]["exp_avg"]
+        piece = state.piece
+        with torch.no_grad():  # write the elements' own numbers: the box says which they should be
+            state.tensor.view(-1).copy_(piece.param.to_local().reshape(-1)[piece.start : piece.stop])
+        boxes = [(offsets, view.clone()) for offsets, view in state.__boxes__()]
+        wrong = [(tuple(o + 1 for o in offsets), view) for offsets, view in boxes]
+        return boxes, [torch.equal(whole(offsets, view), view) for offsets, view in wrong]
 
-    run_ranks(body, 4)
+    def whole(offsets, view):
+        return weight[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))]
+
+    for zero in (0, 1, 2):
+        found = run_ranks(body, 4, zero)
+        seen = torch.zeros(5, 12)
+        for boxes, shifted in found:
+            for offsets, view in boxes:
+                assert torch.equal(whole(offsets, view), view)
+                seen[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))] += 1
+            assert not any(shifted)
+        assert (seen == (2 if zero == 0 else 1)).all()
 
 
 def test_state_after_training_is_that_of_one_process(problem):

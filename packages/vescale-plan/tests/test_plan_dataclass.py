@@ -21,7 +21,12 @@ from vescale.plan import Plan
         ({"zero": True}, "Plan: zero must be one of 0, 1, 2, got True"),
         ({"schedule": "zbv"}, "Plan: schedule must be one of '1f1b', 'gpipe', got 'zbv'"),
         ({"device": "tpu"}, "Plan: device must be one of 'cpu', 'cuda', got 'tpu'"),
-        ({"mode": "static"}, "Plan: mode must be one of 'eager', got 'static'"),
+        ({"mode": "dynamic"}, "Plan: mode must be one of 'eager', 'static', 'compile', got 'dynamic'"),
+        (
+            {"mode": "static", "pp": 2, "num_microbatches": 4},
+            "Plan: mode 'static' does not run in a pipeline yet (pp = 2, num_microbatches = 4); use mode='eager', or "
+            "pp=1 and num_microbatches=1",
+        ),
         ({"sequence_parallel": 1}, "Plan: sequence_parallel must be True or False, got 1"),
         ({"sequence_parallel": True}, "splits activations over tp, but tp is 1; set tp > 1 or leave it off"),
         ({"module_plan": ""}, "module_plan must be the name of a ready plan or None, got ''"),

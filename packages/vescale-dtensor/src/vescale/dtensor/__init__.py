@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from . import debug, random
 from ._boxes import flat_range_boxes
 from ._deferred import deferred_init, is_deferred, materialize
+from ._layout import local_views
 from ._placements import InterleavedShard, RaggedShard, UnsupportedPlacement
 from ._placements._distribute import distribute_tensor
 from ._register import disabled, register
@@ -37,6 +38,7 @@ __all__ = [
     "flat_range_boxes",
     "init_device_mesh",
     "is_deferred",
+    "local_views",
     "materialize",
     "random",
     "strict",

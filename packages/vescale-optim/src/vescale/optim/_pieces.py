@@ -14,18 +14,22 @@ Outside, state is indexed like the parameter: a `StatePiece` says which rectangl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor import flat_range_boxes
+from vescale.dtensor import flat_range_boxes, local_views
 
 from . import _torch
 from ._grads import local_gradient
 from .ddp import DDP
 
 __all__ = ["Piece", "StatePiece", "cut_pieces"]
+
+Rectangle = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Offsets in the global tensor, offsets in the local tensor, and sizes."""
 
 
 class Piece:
@@ -100,11 +104,6 @@ class StatePiece:
     """
 
     def __init__(self, piece: Piece, tensor: Tensor):
-        if isinstance(piece.param, DTensor) and _torch.has_strided_shard(piece.param):
-            raise ValueError(
-                f"{piece.fqn!r} has placements {piece.param.placements}: a strided shard is not a rectangle of the "
-                "global tensor, so its optimizer state has no global layout; use plain Shard placements"
-            )
         self.piece = piece
         self.tensor = tensor
 
@@ -114,16 +113,14 @@ class StatePiece:
 
     def __boxes__(self) -> list[tuple[tuple[int, ...], Tensor]]:
         """Return ``(offsets in the global tensor, view of the state)`` for each rectangle; perhaps none."""
-        param = self.piece.param
-        shape = _torch.local_tensor(param).shape
-        origin = _torch.shard_offsets(param) if isinstance(param, DTensor) else (0,) * len(shape)
+        shape, held = _torch.local_tensor(self.piece.param).shape, _rectangles(self.piece.param)
         if self.tensor.shape == shape and self.tensor.numel():  # whole, in whatever memory format
-            return [(origin, self.tensor)]
+            return [(there, self.tensor[_slices(here, sizes)]) for there, here, sizes in held]
         flat, position, boxes = self.tensor.view(-1), 0, []
-        for offsets, sizes in flat_range_boxes(shape, self.piece.start, self.piece.stop):
+        for start, sizes in flat_range_boxes(shape, self.piece.start, self.piece.stop):
             numel = math.prod(sizes)
             view = flat[position : position + numel].view(sizes)
-            boxes.append((tuple(a + b for a, b in zip(origin, offsets, strict=True)), view))
+            boxes += [(offsets, view[inside]) for offsets, inside in _overlaps(start, sizes, held)]
             position += numel
         return boxes
 
@@ -152,6 +149,39 @@ class StatePiece:
     def __repr__(self) -> str:
         boxes = [f"{offsets} + {tuple(view.shape)}" for offsets, view in self.__boxes__()]
         return f"StatePiece({self.piece.fqn!r}, shape={self.__global_shape__}, boxes=[{', '.join(boxes)}])"
+
+
+def _rectangles(param: Tensor) -> list[Rectangle]:
+    """Return the rectangles of the global tensor that a parameter's local tensor is made of."""
+    local = _torch.local_tensor(param)
+    nowhere = (0,) * local.ndim
+    if not isinstance(param, DTensor):
+        return [(nowhere, nowhere, tuple(local.shape))]
+    if not _torch.has_strided_shard(param):
+        return [(_torch.shard_offsets(param), nowhere, tuple(local.shape))]
+    index = torch.empty(local.shape, device="meta")  # contiguous, so that a view's offset is its place
+    views = local_views(index, param.shape, param.device_mesh, param.placements)
+    return [(there, _unravel(view.storage_offset(), index.stride()), sizes) for (there, sizes), view in views]
+
+
+def _unravel(position: int, stride: Iterable[int]) -> tuple[int, ...]:
+    index = []
+    for step in stride:
+        index.append(position // step)
+        position %= step
+    return tuple(index)
+
+
+def _overlaps(
+    start: tuple[int, ...], sizes: tuple[int, ...], held: Iterable[Rectangle]
+) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """Yield what rectangles share with a box of the local tensor: global offsets, and where it is in the box."""
+    for there, here, lengths in held:
+        first = [max(a, b) for a, b in zip(start, here, strict=True)]
+        last = [min(a + n, b + m) for a, n, b, m in zip(start, sizes, here, lengths, strict=True)]
+        if all(a < b for a, b in zip(first, last, strict=True)):
+            offsets = tuple(g + a - b for g, a, b in zip(there, first, here, strict=True))
+            yield offsets, tuple(slice(a - s, b - s) for a, b, s in zip(first, last, start, strict=True))
 
 
 def _slices(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:

@@ -21,7 +21,7 @@ from ._table import Candidate, render
 from ._units import format_bytes, format_percent
 
 FORMAT = 1
-MODES = ("eager",)
+MODES = ("eager", "static", "compile")
 AXES = ("pp", "dp", "tp")
 
 
@@ -41,7 +41,8 @@ class Plan:
             FQNs per stage.
         module_plan: name of a ready plan of ``vescale.dmodule``, such as ``"mixtral"``; ``None`` or ``"auto"`` looks at
             the model.
-        mode: how the parallel modules run; ``"eager"``.
+        mode: how the parallel modules run: ``"eager"``, ``"static"`` or ``"compile"``, see ``vescale.dmodule``. Pipelines
+            and micro-batches run in eager mode.
         device: ``"cpu"`` or ``"cuda"``.
         bucket_bytes: size of a gradient bucket of data parallelism.
         axis_order: the mesh's axes, slowest first.
@@ -85,6 +86,11 @@ class Plan:
         check_choice("Plan", "device", self.device, DEVICES)
         check_choice("Plan", "mode", self.mode, MODES)
         check_bool("Plan", "sequence_parallel", self.sequence_parallel)
+        if self.mode != "eager" and (self.pp > 1 or self.num_microbatches > 1):
+            raise ValueError(
+                f"Plan: mode {self.mode!r} does not run in a pipeline yet (pp = {self.pp}, num_microbatches = "
+                f"{self.num_microbatches}); use mode='eager', or pp=1 and num_microbatches=1"
+            )
         self._check_axis_order()
         self._check_split()
         if self.module_plan is not None and (not isinstance(self.module_plan, str) or not self.module_plan):

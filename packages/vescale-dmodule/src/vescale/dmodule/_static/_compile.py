@@ -9,8 +9,8 @@ open, the forward of each block is a function of ``torch.compile``; what is arou
 
 Collectives are functional operators in the graph, so a compiler sees them. Blocks that are alike share their compiled
 code (see ``_compiled_hooks``). Blocks that are not alike (another class, other hooks) never meet in one cache: each
-kind gets a code object of its own, because a compiler does not guard the absence of hooks. A new signature makes new
-ones, so that the many shapes of a program do not exceed what one cache holds.
+kind gets a code object of its own, because a compiler does not guard the absence of hooks. New shapes make new ones,
+and so does a full cache (blocks that read their own number).
 
 A block that a compiler refuses (control flow that depends on data, random operators other than dropout on sharded
 tensors) stays in static mode, and a warning says why.
@@ -59,10 +59,17 @@ class CompiledBlocks:
     def __init__(self):
         self.functions: dict[Hashable, Callable] = {}
         self.refused: set[str] = set()
+        self._made: tuple[tuple[int, int], Swaps] | None = None
 
     def swaps(self, program: StaticProgram) -> Swaps:
         """Return what changes while the program is open. Compiles nothing yet; the first call of a block does."""
-        swaps = _CompiledSwaps(lambda: self.swaps(program))
+        state = sum(map(len, program.steps.values())), sum(map(len, program.draws.values()))
+        if self._made is None or self._made[0] != state:
+            self._made = state, self._make(program, state)
+        return self._made[1]
+
+    def _make(self, program: StaticProgram, state: tuple[int, int]) -> _CompiledSwaps:
+        swaps = _CompiledSwaps(lambda: self._make(program, state))
         shared: dict[Hashable, Callable] = {}
         for name, block in find_blocks(program):
             draws = [draw for owner, drawn in program.draws.items() if is_inside(owner, name) for draw in drawn]
@@ -70,7 +77,7 @@ class CompiledBlocks:
                 self.refuse(name, reason)
             if name in self.refused:
                 continue
-            kind: list[Hashable] = [type(block), len(program.known)]
+            kind: list[Hashable] = [type(block), state]
             for inner, part in block.named_modules():
                 if part is not block:
                     hooks = compiled_hooks(program, part, shared)
@@ -139,7 +146,7 @@ def _compiled(forward: Callable, block: nn.Module) -> Callable:
 class _CompiledSwaps(Swaps):
     """Swaps that are made anew when hooks have come or gone inside of blocks."""
 
-    def __init__(self, renew: Callable[[], Swaps]):
+    def __init__(self, renew: Callable[[], _CompiledSwaps]):
         super().__init__()
         self.renew = renew
         self.tables: list[dict] = []
@@ -157,6 +164,12 @@ class _CompiledSwaps(Swaps):
             new = self.renew()
             self.places, self.tables, self.num_hooks = new.places, new.tables, new.num_hooks
         super().put()
+
+    def take_back(self) -> None:
+        """Set the values of the outside, if they are not there (a rehearsal does not put anything)."""
+        if self.outside:
+            super().take_back()
+            self.outside = []
 
 
 # ------------------------------------------------------------------------------------------------- blocks

@@ -47,7 +47,7 @@ def learn(program: StaticProgram, args: tuple, kwargs: dict) -> None:
 
 
 def _rehearse_eagerly(program: StaticProgram, args: tuple, kwargs: dict) -> tuple[Run, Listening]:
-    run, model = _new_run(program), program.model
+    run, model, layouts = _new_run(program), program.model, _layouts(program)
     listening = Listening(lambda: run.names.running, model.mesh)
     handles = hook_scope(program.module, program.name, model.scope)
     program.rehearsing, program.observer, model.phase.convert = True, run.observer, run.observer.convert
@@ -59,6 +59,7 @@ def _rehearse_eagerly(program: StaticProgram, args: tuple, kwargs: dict) -> tupl
                 if torch.is_grad_enabled():
                     differentiate(output)
             run.gradients.update(_gradients(program))
+            run.buffers.update(_buffers(program, layouts))
     finally:
         program.rehearsing, program.observer, model.phase.convert = False, None, None
         model.scope.attaches = True
@@ -82,7 +83,7 @@ def watch_arguments(program: StaticProgram, args: tuple, kwargs: dict) -> tuple[
 
 
 def _rehearse_locally(program: StaticProgram, args: tuple, kwargs: dict) -> Run:
-    run = _new_run(program)
+    run, layouts = _new_run(program), _layouts(program)
     program.observer, program.checked, program.model.scope.attaches = run.observer, run, False
     program.refresh_twins()
     program.tell_twins()
@@ -92,6 +93,7 @@ def _rehearse_locally(program: StaticProgram, args: tuple, kwargs: dict) -> Run:
             if torch.is_grad_enabled():
                 differentiate(output)
             run.gradients.update(_gradients(program))
+            run.buffers.update(_buffers(program, layouts))
     finally:
         program.observer, program.checked, program.model.scope.attaches = None, None, True
         program.tell_twins()
@@ -131,6 +133,26 @@ def _gradients(program: StaticProgram) -> dict[str, tuple[Tensor, tuple | None]]
             if not any(p.is_partial() for p in grad.placements):
                 grad = grad.redistribute(placements=parameter.placements)
             found[join(program.name, name)] = (_torch.local_of(grad), tuple(grad.placements))
+    return found
+
+
+def _layouts(program: StaticProgram) -> dict[str, DTensor]:
+    """Return the buffers that are DTensors."""
+    buffers = program.module.named_buffers()
+    return {join(program.name, name): buffer for name, buffer in buffers if isinstance(buffer, DTensor)}
+
+
+def _buffers(program: StaticProgram, before: dict[str, DTensor]) -> dict[str, Tensor]:
+    """Return the local values of the buffers after a call, in the layouts that they had before it."""
+    found = {}
+    for name, buffer in program.module.named_buffers():
+        old, new = before.get(join(program.name, name)), buffer
+        if old is not None and not isinstance(new, DTensor):
+            new = as_dtensor(new, program.model.mesh)
+        if old is not None and new.shape == old.shape and new.placements != old.placements:
+            new = new.redistribute(placements=old.placements)
+        local = _torch.local_of(new) if isinstance(new, DTensor) else new
+        found[join(program.name, name)] = local.detach().clone()
     return found
 
 

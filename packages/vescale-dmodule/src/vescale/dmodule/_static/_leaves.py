@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch
+from .._boundary import as_dtensor
 
 __all__ = ["LocalParameters", "Twin"]
 
@@ -67,11 +68,13 @@ class LocalParameters:
         arrived: called in backward with a twin and its new local gradient.
         is_hooked: whether a DTensor parameter has hooks that must see its gradient.
         places: table, key and twin of every place where a twin stands in.
+        buffers: those of them that hold buffers.
     """
 
     arrived: Arrived
     is_hooked: Callable[[DTensor], bool]
     places: list[tuple[dict, str, Twin]] = field(default_factory=list)
+    buffers: list[tuple[dict, str, Twin]] = field(default_factory=list)
     twins: list[Twin] = field(default_factory=list)
 
     @classmethod
@@ -101,6 +104,7 @@ class LocalParameters:
                         name = f"{owner}.{key}" if owner else key
                         by_id[id(tensor), silent] = self._add(name, tensor, silent)
                     self.places.append((table, key, by_id[id(tensor), silent]))
+        self.buffers = [place for place in self.places if not isinstance(place[2].whole, nn.Parameter)]
         return self
 
     def _add(self, name: str, whole: DTensor, silent: tuple[int, ...]) -> Twin:
@@ -153,6 +157,9 @@ class LocalParameters:
 
     def take_back(self) -> None:
         """Show the modules their DTensors again."""
+        for table, key, twin in self.buffers:
+            if (new := table[key]) is not twin.local:
+                twin.whole = _in_layout(new, twin.whole)  # the forward has replaced it
         for table, key, twin in self.places:
             table[key] = twin.whole
 
@@ -163,6 +170,18 @@ class LocalParameters:
 
     def __iter__(self) -> Iterator[Twin]:
         return iter(self.twins)
+
+
+def _in_layout(new: object, whole: DTensor) -> object:
+    """Return what a forward has put in place of a buffer, in the buffer's layout."""
+    if not isinstance(new, Tensor) or isinstance(new, DTensor):
+        return new
+    local = _torch.local_of(whole)
+    if new.shape == local.shape:
+        return DTensor.from_local(
+            new, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    return as_dtensor(new, whole.device_mesh)
 
 
 def silenced(whole: DTensor, axes: tuple[int, ...]) -> Tensor:

@@ -88,6 +88,7 @@ def nothing_happens(module: nn.Module) -> Iterator[None]:
     """Undo what a call does to random streams, buffers, attributes of modules and gradients; silence users' hooks."""
     state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in random.get_state().items()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    tables = [(table, dict(table)) for part in module.modules() for table in _torch.tensor_tables(part)]
     attributes = [(part, dict(vars(part))) for part in module.modules()]
     parameters = list(module.parameters())
     grads = [parameter.grad for parameter in parameters]
@@ -101,6 +102,8 @@ def nothing_happens(module: nn.Module) -> Iterator[None]:
             parameter.grad = grad
         for part, before in attributes:
             _restore(vars(part), before)
+        for table, before in tables:
+            _restore(table, before)
         with torch.no_grad():
             for buffer, before in buffers:
                 if not torch.equal(_local(buffer), _local(before)):
@@ -131,11 +134,13 @@ class Run:
         observer: the crossings.
         names: the modules.
         gradients: local gradients of the parameters by name, with their layouts in the eager run.
+        buffers: local values after the call, by name.
     """
 
     observer: Observer
     names: Names
     gradients: dict[str, tuple[Tensor, tuple | None]] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 def differentiate(output: object) -> None:
@@ -186,6 +191,11 @@ def check_same(eager: Run, local: Run) -> None:
     num_eager, num_local = len(eager.observer.seen), len(local.observer.seen)
     if num_eager != num_local:
         raise _difference(f"{num_eager} values crossed boundaries, here {num_local}", eager, last, "")
+    for name, expected in eager.buffers.items():
+        actual = local.buffers.get(name)
+        if actual is None or actual.shape != expected.shape or not _close(actual, expected):
+            what = f"buffer {name!r} after the call {_by_how_much(actual, expected)}"
+            raise _difference(what, eager, None, name.rpartition(".")[0])
     _check_gradients(eager, local)
 
 

@@ -63,7 +63,7 @@ def gemma(
 
     Example:
         >>> gemma()["eager"]
-        ['model\\.embed_tokens']
+        ['model\\\\.embed_tokens']
     """
     plan = llama(
         config,

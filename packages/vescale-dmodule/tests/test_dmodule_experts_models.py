@@ -1,0 +1,52 @@
+"""Whole Mixtral models with their auxiliary loss: experts masked, exchanged, summed at the next boundary."""
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from vescale.dmodule import parallelize_module, plans
+from vescale.dmodule._experts import Experts
+from vescale.dtensor import init_device_mesh
+from vescale_testing import ranks
+
+AXIS = {"tp": Shard(0)}
+EXPERTS, INPUT = r"model\.layers\.\d+\.mlp\.experts", r"model\.layers\.\d+\.mlp\.input"
+CONFIG = {"dropout": 0.1, "router_aux_loss_coef": 0.5}
+# sequence parallelism, changes of the plan's expert entry and of the layout in which tokens come to the router
+CASES = {
+    "picked": (False, AXIS, {"tp": Replicate()}),
+    "masked": (False, Experts(AXIS, skips_absent=True), {"tp": Replicate()}),
+    "summed at the next boundary": (True, Experts(AXIS, partial_output=True), {"tp": Replicate()}),
+    "exchanged": (True, AXIS, {"tp": Shard(1)}),
+}
+
+
+def parallel(model, case, mode):
+    sequence_parallel, entry, tokens = CASES[case]
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    plan = plans.plan_for(model, degree=world, sequence_parallel=sequence_parallel)
+    assert set(plan["expert"]) == {EXPERTS}
+    assert INPUT in plan["forward"]
+    plan = {**plan, "expert": {EXPERTS: entry}, "forward": {**plan["forward"], INPUT: [tokens]}}
+    return parallelize_module(model, mesh, plan, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_auxiliary_loss_and_gradients(mode, build, train, assert_same_pass):
+    expected = train(build("mixtral", **CONFIG), tokens=12, passes=2, output_router_logits=True)
+    without = train(build("mixtral", **CONFIG), tokens=12, passes=2)
+    assert abs(expected.losses[0] - without.losses[0]) > 0.1  # the auxiliary loss counts
+
+    @ranks(2)
+    def on_every_rank():
+        for case in CASES:
+            model = parallel(build("mixtral", **CONFIG), case, mode)
+            try:
+                actual = train(model, tokens=12, passes=2, output_router_logits=True)
+                assert_same_pass(actual, expected)
+            except Exception as error:
+                error.add_note(f"in the case {case!r}")
+                raise
+
+    on_every_rank()
