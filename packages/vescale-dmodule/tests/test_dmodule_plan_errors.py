@@ -238,6 +238,19 @@ def test_plans_that_differ_between_ranks_name_them():
         parallelize_module(network(), mesh, {}, allow_implicit=implicit)
 
 
+@ranks(4)
+def test_one_rank_that_differs_is_an_error_on_every_rank_of_two_axes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    placement = S0 if dist.get_rank() == 3 else R
+    expected = (
+        "the plan differs between ranks: ranks 0, 1, 2 have 'parameter norm.weight: (Replicate(), Replicate())', "
+        "rank 3 has 'parameter norm.weight: (Replicate(), Shard(dim=0))'"
+    )
+    # Ranks 0 and 3 share no group: rank 0 must hear of it from the others, or it would go on and wait for them.
+    with pytest.raises(PlanError, match=re.escape(expected)):
+        parallelize_module(network(), mesh, {"parameter": {r"norm\.weight": placement}})
+
+
 def test_ready_plans_check_the_degree():
     model = nn.Module()
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 4, "num_hidden_layers": 1}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale.dmodule import PlanError, describe
+from vescale.dmodule import PlanError, describe, parallelize_module
 from vescale.dmodule._attributes import Divided
 from vescale.dmodule._placements import Repeat
 from vescale.dmodule._resolve import resolve
@@ -55,6 +55,7 @@ def test_attributes_of_modules_and_of_objects_they_hold():
         "local_attribute": {
             r"layers\.\d\.split_size": Divided("tp"),
             r"layers\.1\.config\.num_heads": Divided("tp"),
+            r"layers\.1\.scale": Divided("dp", 6),
             r"layers\.0\.config\.rope\.theta": 7,
         },
         "attribute": {r".*\.(head_dim|scale)": 2, r"norm\.eps": 1e-3},
@@ -62,7 +63,7 @@ def test_attributes_of_modules_and_of_objects_they_hold():
     resolved = resolve(network(), MESH, plan)
     assert resolved.local_attributes == {
         "layers.0": {"split_size": 8, "config.rope.theta": 7},
-        "layers.1": {"split_size": 8, "config.num_heads": 3},
+        "layers.1": {"split_size": 8, "config.num_heads": 3, "scale": 3},
     }
     two = {"head_dim": 2, "scale": 2}
     assert resolved.attributes == {"layers.0": two, "layers.1": two, "norm": {"eps": 1e-3}}
@@ -129,11 +130,11 @@ REFUSED = [
     ),
     (
         {"local_attribute": {r"layers\.0\.scale": Divided("tp")}},
-        "local_attribute 'layers.0.scale': Divided('tp') needs an integer, the attribute is 0.5",
+        "local_attribute 'layers.0.scale': Divided('tp') needs an integer, got 0.5",
     ),
     (
         {"attribute": {r"layers\.0\.causal": Divided("tp")}},
-        "attribute 'layers.0.causal': Divided('tp') needs an integer, the attribute is True",
+        "attribute 'layers.0.causal': Divided('tp') needs an integer, got True",
     ),
     (
         {"local_attribute": {r"layers\.0\.config\.rope\.theta": Divided("tp")}},
@@ -217,6 +218,29 @@ def test_empty_shards_need_a_word():
                 describe(linear, sizes, plan)
         else:
             describe(linear, sizes, plan)
+
+
+@ranks(4)
+def test_a_rank_without_any_of_a_parameter_trains_with_the_others():
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    plan = {
+        "parameter": {r"0\.(weight|bias)": S0, r"2\.weight": {"tp": Shard(1)}},
+        "forward": {r"2\.output": [R]},
+    }
+
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+
+    plain, x = network(), torch.randn(7, 3, dtype=torch.float64)
+    with pytest.raises(PlanError, match=r"parameter '0\.weight': Shard\(dim=0\) of a tensor of shape \(5, 3\) over"):
+        parallelize_module(network(), mesh, plan)
+    model = parallelize_module(network(), mesh, plan, allow_empty=True)
+    assert model[0].weight.to_local().shape == (0 if mesh.get_local_rank() == 3 else 2 - mesh.get_local_rank() // 2, 3)
+    model(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_layouts_of_special_placements():

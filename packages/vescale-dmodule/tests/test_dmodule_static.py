@@ -2,12 +2,13 @@
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
-from vescale.dmodule import no_sync, parallelize_module
+from vescale.dmodule import PlanError, no_sync
 from vescale.dmodule._static import _program
 from vescale.dtensor import DTensor, Replicate, Shard, init_device_mesh
 from vescale_testing import ranks
@@ -76,7 +77,8 @@ def test_training(size, tiny, in_all_modes):
     def on_every_rank():
         mesh = mesh_of(size)
         for sequence_parallel, dropout, tied in CASES[size]:
-            in_all_modes(lambda: tiny(1, dropout=dropout, tied=tied), tiny.plan(sequence_parallel), mesh, train)
+            make = functools.partial(tiny, 1, dropout=dropout, tied=tied)
+            in_all_modes(make, tiny.plan(sequence_parallel), mesh, train)
         if size == 2:  # other masks are seen
             seeds = iter(range(9))
             with pytest.raises(AssertionError, match="differs by"):
@@ -113,6 +115,7 @@ def test_what_a_program_does_between_steps(tiny, in_all_modes):
             if step == 2:
                 model.load_state_dict(kept)
             optimizer.zero_grad()
+            torch.manual_seed(3)
             loss = loss_of(model, ids)
             loss.backward()
             optimizer.step()
@@ -133,12 +136,11 @@ def test_what_a_program_does_between_steps(tiny, in_all_modes):
     def copy_deeply(model):
         loss_of(model, ids).backward()
         twin = copy.deepcopy(model)
-        before = twin.head.weight.grad.clone()
         with torch.no_grad():
             twin.head.weight.mul_(2)
         loss_of(twin, ids).backward()
         loss_of(model, ids).backward()
-        return {"twin": twin.head.weight.grad, "twin's before": before, "twin's up": twin.layers[0].up.weight.grad}
+        return {"twin": twin.head.weight.grad, "twin's up": twin.layers[0].up.weight.grad}
 
     def accumulate(model):
         parallel = is_parallel(model)
@@ -186,7 +188,7 @@ def test_what_a_program_does_between_steps(tiny, in_all_modes):
     in_all_modes(lambda: tiny(1, dtype=torch.float32), tiny.plan(), mesh, autocast, bound=0.1)
 
 
-# ------------------------------------------------------------------------------------------------- what surrounds a call
+# ------------------------------------------------------------------------------------------------ what surrounds a call
 
 
 class Stateful(nn.Module):
@@ -201,11 +203,11 @@ class Stateful(nn.Module):
         self.double()
 
     def forward(self, x):
-        self.num_calls += 1
-        self.calls += 1
         hidden = self.up(x).relu()
         if self.fails:
             raise KeyError("on purpose")
+        self.num_calls += 1
+        self.calls += 1
         y = self.down(hidden)
         self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
         self.last = y
@@ -244,7 +246,7 @@ def test_an_exception_in_forward_leaves_the_module_as_it_was(in_all_modes):
             assert is_parallel(model) == parallel
             model.fails = False
             model(X).square().sum().backward()
-        with pytest.raises((RuntimeError, TypeError)):
+        with pytest.raises((TypeError, PlanError)):
             model("no tensor")
         model(X).square().sum().backward()
         return {}
@@ -258,10 +260,15 @@ def test_hooks_of_the_program_run_once_with_whole_gradients(in_all_modes):
         parallel, seen = is_parallel(model), []
         model.up.register_forward_hook(lambda _m, _args, output: output * 2)
         model.register_forward_pre_hook(lambda _m, args: (args[0] + 1,))
-        model.down.register_full_backward_hook(lambda _m, _into, out: seen.append("down") and None)
+        model.down.register_full_backward_hook(lambda _m, _into, _out: seen.append("down"))
         model(X).square().sum().backward()
+
+        def after(parameter):
+            seen.append(type(parameter.grad))
+            parameter.grad.mul_(5)
+
         model.down.weight.register_hook(lambda grad: (seen.append(type(grad)), grad * 3)[1])
-        model.up.bias.register_post_accumulate_grad_hook(lambda p: (seen.append(type(p)), p.grad.mul_(5)))
+        model.up.bias.register_post_accumulate_grad_hook(after)
         for _ in range(2):
             seen.clear()
             model(X).square().sum().backward()

@@ -1,11 +1,13 @@
 """Activation checkpointing in static mode recomputes the same values, dropout included."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from vescale.dmodule import plans, set_mode, parallelize_module
+from vescale.dmodule import parallelize_module, plans, set_mode
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale_testing import ranks
 
@@ -71,7 +73,7 @@ def test_layers_modules_and_functions(in_all_modes):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for use_reentrant in (False, True):
         for kind in ("list", "module", "fn"):
-            in_all_modes(lambda kind=kind: Recomputed(kind, use_reentrant), PLAN, mesh, train)
+            in_all_modes(functools.partial(Recomputed, kind, use_reentrant), PLAN, mesh, train)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])

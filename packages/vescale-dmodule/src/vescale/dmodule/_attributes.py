@@ -32,17 +32,19 @@ CONSTANTS = (bool, int, float, str, tuple, type(None))
 
 @dataclass(frozen=True)
 class Divided:
-    """The attribute's own value divided by the size of a mesh axis.
+    """The attribute's own value, or another number, divided by the size of a mesh axis.
 
     Args:
         axis: name of the mesh axis.
+        number: what is divided; by default the attribute's value.
 
     Example:
         >>> {"local_attribute": {r"transformer\\.h\\.\\d+\\.attn\\.split_size": Divided("tp")}}
-        {'local_attribute': {'transformer\\\\.h\\\\.\\\\d+\\\\.attn\\\\.split_size': Divided(axis='tp')}}
+        {'local_attribute': {'transformer\\\\.h\\\\.\\\\d+\\\\.attn\\\\.split_size': Divided(axis='tp', number=None)}}
     """
 
     axis: str
+    number: int | None = None
 
 
 def attribute_names(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, str, object]]:
@@ -86,8 +88,9 @@ def attribute_values(
     values: Attributes = {}
     for full, entry in matched.items():
         name, path, value = known[full]
-        new = _divide(value, entry.axis, mesh, f"{section} {full!r}") if isinstance(entry, Divided) else entry
-        values.setdefault(name, {})[path] = new
+        if isinstance(entry, Divided):
+            entry = _divide(value if entry.number is None else entry.number, entry.axis, mesh, f"{section} {full!r}")
+        values.setdefault(name, {})[path] = entry
     return values
 
 
@@ -96,7 +99,7 @@ def _divide(value: object, axis: str, mesh: MeshAxes, where: str) -> int:
     if axis not in names:
         raise PlanError(f"{where}: axis {axis!r} is not in the mesh; its axes are {names}")
     if not isinstance(value, int) or isinstance(value, bool):
-        raise PlanError(f"{where}: Divided({axis!r}) needs an integer, the attribute is {show_value(value)}")
+        raise PlanError(f"{where}: Divided({axis!r}) needs an integer, got {show_value(value)}")
     size = mesh.size(names.index(axis))
     if value % size:
         raise PlanError(

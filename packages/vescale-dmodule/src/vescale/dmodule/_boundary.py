@@ -259,10 +259,12 @@ class Phase:
 
     Attributes:
         convert: None in eager mode, see :func:`place`. In static mode what converts local tensors.
+        local: whether the model runs on local tensors.
         meter: hears of every conversion while a report is open.
     """
 
     convert: Convert | None = None
+    local: bool = False
     meter: Meter | None = None
 
     def step(self, mesh: DeviceMesh) -> Convert | None:

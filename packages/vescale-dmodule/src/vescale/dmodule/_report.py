@@ -125,7 +125,7 @@ class _Meter(Meter):
 
     def _end(self, begun: tuple[float, int]) -> tuple[float, list[CommRecord]]:
         start, position = begun
-        numbers = range(position, len(self.log))
+        numbers = [i for i in range(position, len(self.log)) if i not in self.taken]
         self.taken.update(numbers)
         return clock(self.execution.mesh.device_type) - start, [self.log[i] for i in numbers]
 

@@ -14,6 +14,7 @@ from ._agree import check_agreement
 from ._boundary import install_inputs, install_outputs
 from ._execution import ATTRIBUTE, MODES, Execution
 from ._experts import install_experts
+from ._local import install_local
 from ._params import distribute
 from ._resolve import resolve
 from ._static import set_attributes
@@ -100,6 +101,9 @@ def parallelize_module(
     )
     for name, inputs in resolved.inputs.items():
         install_inputs(modules[name], inputs, mesh, execution.phase)
+    for name, region in resolved.local.items():
+        attributes = resolved.local_attributes.get(name, {})
+        install_local(modules[name], name, region, mesh, execution.phase, attributes)
     for name, entry in resolved.outputs.items():
         install_outputs(modules[name], name, entry, mesh, execution.phase)
     execution.attach(module)

@@ -9,11 +9,13 @@
 """
 
 from ._allocate import Allocation, ExpertAllocator, LoadBalancingAllocator, StaticAllocator
+from ._collectives import join
 from ._entry import ExpertLayout, Experts, check_experts, plan_experts
 from ._exchange import AllToAll, Exchange, TokenDispatcher
 from ._install import install_experts
 from ._migrate import rebalance_experts, restore_experts
 from ._region import ExpertRegion, experts_region
+from ._state import local_shard
 
 __all__ = [
     "AllToAll",
@@ -29,6 +31,8 @@ __all__ = [
     "check_experts",
     "experts_region",
     "install_experts",
+    "join",
+    "local_shard",
     "plan_experts",
     "rebalance_experts",
     "restore_experts",

@@ -85,6 +85,9 @@ class ExpertRegion:
         self._declared: Placements | None = None
         self._running: list[_Call] = []
         self._called: set[str] = set()
+        # What does not change between calls, by what it depends on.
+        self._axes: dict[Placements, Axes] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
         self._tables: dict[object, Tensor] = {}
 
     def __deepcopy__(self, memo: dict) -> ExpertRegion:  # process groups have no copies
@@ -135,7 +138,10 @@ class ExpertRegion:
 
     def axes(self, tokens: Sequence[Placement]) -> Axes:
         """Return what each mesh axis does for tokens that lie so."""
-        return axes_of(self.layout.expert_axes, self.layout.inner_axes, tokens)
+        tokens = tuple(tokens)
+        if tokens not in self._axes:
+            self._axes[tokens] = axes_of(self.layout.expert_axes, self.layout.inner_axes, tokens)
+        return self._axes[tokens]
 
     @property
     def num_ranks(self) -> int:
@@ -149,8 +155,11 @@ class ExpertRegion:
 
     def group(self, axes: Sequence[int]) -> Group:
         """Return the ranks that differ from this one along ``axes`` only; None if there is no other."""
-        axes = [axis for axis in axes if self.mesh.size(axis) > 1]
-        return _torch.flat_group(self.mesh, axes) if axes else None
+        axes = tuple(axes)
+        if axes not in self._groups:
+            several = [axis for axis in axes if self.mesh.size(axis) > 1]
+            self._groups[axes] = _torch.flat_group(self.mesh, several) if several else None
+        return self._groups[axes]
 
     # --------------------------------------------------------------------------------------------- hooks
 

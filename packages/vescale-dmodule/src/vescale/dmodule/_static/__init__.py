@@ -22,7 +22,8 @@ Files, from data to execution::
     _program.py        a module that runs on local tensors
 """
 
+from ._edges import unwrapped, wrapped
 from ._program import StaticProgram
 from ._swaps import set_attributes
 
-__all__ = ["StaticProgram", "set_attributes"]
+__all__ = ["StaticProgram", "set_attributes", "unwrapped", "wrapped"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from .._boundary import as_dtensor
 from .._eager import hook_scope
 from ..errors import NotLocalFriendlyError
 from ._conversions import Conversion, compile_conversion
-from ._names import is_inside, join
+from ._names import describe, join, ways_out
 from ._random import Draw, Listening
 from ._record import Crossing, Crossings, Observer, replicated
 from ._rehearsal import Names, Run, check_same, differentiate, nothing_happens, raise_together
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ._program import StaticProgram
 
 __all__ = ["learn", "watch_arguments"]
+
+
+logger = logging.getLogger("vescale.dmodule")
 
 
 def learn(program: StaticProgram, args: tuple, kwargs: dict) -> None:
@@ -41,6 +44,7 @@ def learn(program: StaticProgram, args: tuple, kwargs: dict) -> None:
         check_same(eager, _rehearse_locally(program, args, kwargs))
     except Exception as found:
         error = found
+        logger.warning("static mode: the rehearsal failed on this rank: %s", found)  # should others not get that far
     finally:
         program.model.phase.meter = meter
     raise_together(error, program.model.mesh)
@@ -108,10 +112,8 @@ def _call_locally(program: StaticProgram, run: Run, args: tuple, kwargs: dict) -
     except Exception as error:
         name = run.names.failed or program.name
         raise NotLocalFriendlyError(
-            f"on local tensors {name or 'the root module'!r} fails, which runs in eager mode: {type(error).__name__}: "
-            f"{error}. Its code is written for global shapes (a hard-coded number of heads, a size); change the attribute "
-            f'that it reads ("local_attribute": {{r"{name}.NAME": Divided("tp")}}), put a boundary before it, or keep it '
-            f'on DTensors ("eager": [r"{name}"])'
+            f"on local tensors {describe(name)} fails, which runs in eager mode: {type(error).__name__}: {error}. Its code "
+            f"is written for global shapes (a hard-coded number of heads, a size); {ways_out(name)}"
         ) from error
 
 
@@ -149,8 +151,9 @@ def _buffers(program: StaticProgram, before: dict[str, DTensor]) -> dict[str, Te
         old, new = before.get(join(program.name, name)), buffer
         if old is not None and not isinstance(new, DTensor):
             new = as_dtensor(new, program.model.mesh)
-        if old is not None and new.shape == old.shape and new.placements != old.placements:
-            new = new.redistribute(placements=old.placements)
+        if isinstance(new, DTensor):
+            same = old is not None and old.shape == new.shape
+            new = new.redistribute(placements=old.placements if same else replicated(program.model.mesh))
         local = _torch.local_of(new) if isinstance(new, DTensor) else new
         found[join(program.name, name)] = local.detach().clone()
     return found
@@ -212,8 +215,8 @@ def _check_one_draw(draws: dict[str, list[Draw]]) -> None:
             other = known.setdefault(draw.key, draw)
             if not draw.agrees(other):
                 raise NotLocalFriendlyError(
-                    f"module {name!r} draws random numbers for two layouts that look the same on local tensors: {other}, "
-                    f'and {draw}; keep it on DTensors: "eager": [r"{re.escape(name)}"]'
+                    f"{describe(name)} draws random numbers for two layouts that look alike on local tensors: {other}, "
+                    f"and {draw}; {ways_out(name, is_draw=True)}"
                 )
 
 

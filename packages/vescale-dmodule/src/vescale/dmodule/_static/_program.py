@@ -17,7 +17,7 @@ rehearsed the second, because a generation loop never repeats a shape.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Protocol
 
 import torch
@@ -165,7 +165,7 @@ class StaticProgram:
         if name not in self.drawing:
             self.drawing.add(name)
             hooks = DrawHooks(name, lambda: self.draws.get(name, []) if self.depth else [], self.model.mesh)
-            self.handles += hook_calls(self.modules[name], hooks.enter, hooks.leave)
+            self.handles += hooks.register(self.modules[name])
 
     def new_findings(self) -> Findings:
         """Return empty findings, for calls that contradict all others."""
@@ -272,13 +272,13 @@ class StaticProgram:
             self.swaps.put()
             if self.observer is None:
                 self.compiled.put()
-            self.model.phase.convert = self.convert
+            self.model.phase.convert, self.model.phase.local = self.convert, True
         self.depth += 1
 
     def _close(self) -> None:
         self.depth -= 1
         if self.depth == 0:
-            self.model.phase.convert = None
+            self.model.phase.convert, self.model.phase.local = None, False
             self.compiled.take_back()
             self.swaps.take_back()
             self.parameters.take_back()

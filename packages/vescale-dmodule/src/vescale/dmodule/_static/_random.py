@@ -8,7 +8,6 @@ draw pay for it. Draws of tensors that are equal on all ranks are left alone: al
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,12 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.hooks import RemovableHandle
 
 from vescale.dtensor import random
 
 from .. import _torch
+from .._hooks import OwnHook
 from ..errors import NotLocalFriendlyError
 from ._edges import unwrapped, wrapped
+from ._names import describe, ways_out
 from ._record import replicated
 
 __all__ = ["Draw", "DrawHooks", "Draws", "Listening"]
@@ -165,9 +167,9 @@ class Draws(TorchFunctionMode):
         random.set_state(before)
         if drew:
             raise NotLocalFriendlyError(
-                f"in module {self.name!r}: {resolve_name(func)} on local shapes {[tuple(t.shape) for t in leaves]} draws "
+                f"in {describe(self.name)}: {resolve_name(func)} on local shapes {[tuple(t.shape) for t in leaves]} draws "
                 "random numbers, but the recorded call did not, so nothing says which part of one device's draw they "
-                f'are; keep the module on DTensors: "eager": [r"{re.escape(self.name)}"]'
+                f"are; {ways_out(self.name, is_draw=True)}"
             )
 
     def _local(self, result: object, leaves: list[Tensor], whole: dict[int, DTensor], draw: Draw) -> object:
@@ -202,7 +204,14 @@ class DrawHooks:
         self.name, self.draws, self.mesh = name, draws, mesh
         self.entered: list[Draws | None] = []
 
-    def enter(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
+    def register(self, module: nn.Module) -> list[RemovableHandle]:
+        """Take over inside of all other hooks, some of which begin and end running on local tensors."""
+        return [
+            module.register_forward_pre_hook(OwnHook(self.enter)),
+            module.register_forward_hook(OwnHook(self.leave), prepend=True, always_call=True),
+        ]
+
+    def enter(self, _module: nn.Module, _args: tuple) -> None:
         """Take over the random functions of the module."""
         draws = self.draws()
         mode = Draws(self.name, draws, self.mesh) if draws else None

@@ -61,8 +61,8 @@ class _Seen:
     gradient: Tensor | None = None
     gradient_layout: Placements | None = None
 
-    def note_gradient(self, grad: Tensor) -> None:
-        if self.gradient is None:
+    def note_gradient(self, grad: Tensor | None) -> None:
+        if self.gradient is None and grad is not None:  # None: nothing on this rank used the value
             whole = isinstance(grad, DTensor)
             self.gradient = (_torch.local_of(grad) if whole else grad).detach().clone()
             self.gradient_layout = tuple(grad.placements) if whole else None

@@ -36,7 +36,7 @@ class EagerRegion:
             watch = program.observer.watch
             args, kwargs = map_leaves(watch, args, where), map_leaves(watch, kwargs, where)
         self.outside.append(program.model.phase.convert)
-        program.model.phase.convert = None
+        program.model.phase.convert, program.model.phase.local = None, False
         return args, kwargs
 
     def leave(self, _module: nn.Module, _args: tuple, output: object) -> object:
@@ -44,7 +44,7 @@ class EagerRegion:
         program = self.program
         if not self.outside:
             return None  # it failed before it was entered
-        program.model.phase.convert = self.outside.pop()
+        program.model.phase.convert, program.model.phase.local = self.outside.pop(), program.depth > 0
         where = f"{self.name} returns"
         if output is None:
             return None

@@ -24,6 +24,7 @@ from vescale.dtensor import random
 
 from .. import _torch
 from ..errors import NotLocalFriendlyError
+from ._names import ways_out
 from ._record import Observer
 from ._values import map_leaves
 
@@ -244,12 +245,10 @@ def _difference(what: str, eager: Run, last: str | None, where: str) -> NotLocal
     seen = eager.observer.seen
     module = next((s.module for s in seen if s.crossing.where == where), "")
     since = f" after {last!r}" if last else ""
-    name = re.escape(_owner(where) or module)
     return NotLocalFriendlyError(
         f"on local tensors a part of the model gives something else than on DTensors{since}: in eager mode {what}. "
-        f"Code between these boundaries is written for global shapes (a hard-coded number of heads, a size, a mean over "
-        f'a sharded dim) or communicates; change the attribute that it reads ("local_attribute": {{r"{name}.NAME": '
-        f'Divided("tp")}}), put a boundary before it, or keep that module on DTensors ("eager": [r"{name}"])'
+        "Code before it is written for global shapes (a hard-coded number of heads, a size, a mean over a sharded dim) or "
+        f"communicates; {ways_out(_owner(where) or module)}"
     )
 
 

@@ -76,10 +76,10 @@ def divide_heads(options: Options) -> Heads:
         Heads(num_query=12, num_key_value=2, copies=2)
     """
     num_query = getattr(options.config, "num_attention_heads", None)
-    if num_query is None or options.degree is None:
+    if num_query is None:
         return Heads()
     num_key_value = getattr(options.config, "num_key_value_heads", None) or num_query
-    if options.replicate_attention:
+    if options.degree is None or options.replicate_attention:
         return Heads(num_query, num_key_value)
     if num_query % options.degree:
         raise PlanError(

@@ -32,7 +32,7 @@ def phi3(
     attends with its heads. Everything else is covered in either case; norms are replicated.
 
     Args:
-        config: the model's config; without it, or without ``degree``, heads are taken to divide and not to be grouped.
+        config: the model's config; without it queries are taken not to be grouped.
         axis: mesh axis of tensor parallelism.
         degree: number of ranks on the axis.
         sequence_parallel: shard activations between the layers over the sequence.
@@ -75,5 +75,5 @@ def _projections(name: str, options: Options, heads: Heads) -> Plan:
     return {
         "forward": {rf"{name}\.qkv_proj\.output": repeat},
         "attribute": {rf"{name}\.num_key_value_heads": heads.num_query, rf"{name}\.num_key_value_groups": 1},
-        "local_attribute": dict.fromkeys(sizes, heads.num_query // options.degree),
+        "local_attribute": dict.fromkeys(sizes, Divided(axis, heads.num_query)),
     }
