@@ -49,18 +49,18 @@ def graphs(monkeypatch):
 @ranks(2)
 def test_a_language_model_with_dropout(graphs, build, train, assert_same_pass):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    reference = train(build("llama", dropout=0.1, num_hidden_layers=3), passes=2, use_cache=False)
-    model = build("llama", dropout=0.1, num_hidden_layers=3)
+    reference = train(build("llama", dropout=0.1, num_hidden_layers=2), passes=2, use_cache=False)
+    model = build("llama", dropout=0.1, num_hidden_layers=2)
     plan = plans.plan_for(model, degree=2, sequence_parallel=True)
     parallelize_module(model, mesh, plan, mode="compile")
     assert_same_pass(train(model, passes=2, use_cache=False), reference)
-    # three layers share one graph; sequence parallel goes in and out of attention and of the feed-forward part
+    # the layers share one graph; sequence parallel goes in and out of attention and of the feed-forward part
     assert len(graphs.forward) == len(graphs.backward) == 1
     both = ["all_gather_into_tensor"] * 2 + ["reduce_scatter_tensor"] * 2
     assert collectives(graphs.forward[0]) == collectives(graphs.backward[0]) == both
     assert "dropout_factors" in str(graphs.forward[0].graph)
     # a dropout that does not know which part of the draw is its own is seen
-    wrong = build("llama", dropout=0.1, num_hidden_layers=3)
+    wrong = build("llama", dropout=0.1, num_hidden_layers=2)
     parallelize_module(wrong, mesh, plan, mode="compile")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_compile, "_mode", lambda _draws, _program: None)
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, num_blocks=3, recomputed=False):
+    def __init__(self, num_blocks=2, recomputed=False):
         super().__init__()
         torch.manual_seed(3)
         self.blocks, self.recomputed = nn.ModuleList(map(Block, range(num_blocks))), recomputed
@@ -155,12 +155,12 @@ def test_blocks_of_any_kind(graphs):
 
 @ranks(2)
 def test_more_blocks_than_one_cache_holds(graphs):
-    with torch._dynamo.config.patch(recompile_limit=2):
-        many = {"num_blocks": 5}
+    with torch._dynamo.config.patch(recompile_limit=1):
+        many = {"num_blocks": 3}
         assert close(run(parallel(**many), numbered=True), run(Model(**many), numbered=True))
-        assert len(graphs.forward) == len(graphs.backward) == 5  # each reads its own number
+        assert len(graphs.forward) == len(graphs.backward) == 3  # each reads its own number
         assert close(run(parallel(**many)), run(Model(**many)))
-        assert len(graphs.forward) == len(graphs.backward) == 6
+        assert len(graphs.forward) == len(graphs.backward) == 4
 
 
 @ranks(2)

@@ -123,6 +123,18 @@ def test_a_plain_list_that_the_model_calls_one_by_one():
                 torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-12)
                 assert_same_gradients(module_or_copy, reference)
 
+        local = copy.deepcopy(module)  # with this rank's shards in the place of the parameters
+        for part in local.experts.modules():
+            for key, parameter in list(part.named_parameters(recurse=False)):
+                part.register_parameter(key, nn.Parameter(parameter.to_local().clone()))
+        output = local(rows())
+        assert torch.equal(output, outputs[0])
+        output.square().sum().backward()
+        for name, parameter in local.experts.named_parameters():
+            assert parameter.grad.shape == parameter.shape
+            if parameter.numel():
+                torch.testing.assert_close(parameter.grad, reference.experts.get_parameter(name).grad)
+
         states = [m.state_dict() for m in (module, reference)]
         assert all(torch.equal(states[0][name].full_tensor(), states[1][name]) for name in states[1] if "exp" in name)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from vescale.dmodule import parallelize_module
 from vescale.dmodule._experts import (
     Experts,
     LoadBalancingAllocator,
@@ -160,6 +161,39 @@ def test_loads_are_counted_once_and_gradients_and_copies_stay_right():
         torch.testing.assert_close(same, before, rtol=1e-12, atol=1e-12)
         rebalance_experts(model, optimizer)
         assert seen[1] == (TOKENS_PER_STEP * TOP_K, 2)  # counted anew, of `model` alone
+
+
+def train_plainly(model, *, rebalanced_after=()):
+    """Train a model that takes the whole batch, and return its losses."""
+    optimizer, losses, moved = torch.optim.AdamW(model.parameters(), lr=0.1), [], 0
+    for number in range(6):
+        batch = torch.randn(TOKENS_PER_STEP, HIDDEN, generator=torch.Generator().manual_seed(number)).double()
+        hot = torch.tensor([3.0, 3.0, 2.0, 2.0, 0, 0, 0, 0]).double()
+        loss = model(batch, hot).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if number in rebalanced_after:
+            moved += len(rebalance_experts(model, optimizer))
+    return torch.tensor(losses), moved
+
+
+@ranks(2)
+def test_a_parallel_model_in_every_mode():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    torch.manual_seed(0)
+    reference = Moe().double()
+    expected, _ = train_plainly(copy.deepcopy(reference))
+    for mode in ("eager", "static"):
+        for tokens in (Shard(0), Replicate()):
+            entry = Experts({"ep": Shard(0)}, allocator=LoadBalancingAllocator(threshold=0.0))
+            forward = {"input": {"x": {"ep": tokens}}, "output": [{"ep": Replicate()}]}
+            plan = {"expert": {"experts": entry}, "forward": forward}
+            model = parallelize_module(copy.deepcopy(reference), mesh, plan, mode=mode)
+            losses, moved = train_plainly(model, rebalanced_after=(1, 3))
+            assert moved > 0
+            torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0, msg=f"{mode} {tokens}")
 
 
 @ranks(2)

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from vescale.dmodule import ImplicitRedistributionError, PlanError, parallelize_module
 from vescale.dmodule._experts import AllToAll, Exchange, Experts, LoadBalancingAllocator, experts_region, plan_experts
-from vescale.dtensor import InterleavedShard, debug, init_device_mesh
+from vescale.dtensor import InterleavedShard, debug, deferred_init, init_device_mesh
 from vescale_testing import keep_float64, ranks
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -144,7 +144,18 @@ def test_a_plain_list_in_a_plan():
     torch.manual_seed(0)
     reference = Loop().double()
     plan = {"expert": {"experts": {"tp": S0}}, "forward": {"input": [{"tp": R}], "output": [{"tp": R}]}}
-    assert_trains_alike(parallelize_module(copy.deepcopy(reference), mesh, plan), reference)
+    model = parallelize_module(copy.deepcopy(reference), mesh, plan)
+    assert_trains_alike(model, reference)
+    for module in (model, reference):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+    assert_trains_alike(model, reference)
+    torch.manual_seed(0)
+    model = parallelize_module(deferred_init(Loop), mesh, plan)
+    torch.manual_seed(0)
+    for name, parameter in Loop().named_parameters():
+        assert torch.equal(model.get_parameter(name).full_tensor(), parameter)
 
 
 class Logged(AllToAll):

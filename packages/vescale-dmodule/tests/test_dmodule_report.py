@@ -92,6 +92,21 @@ def test_rows_are_the_boundaries_and_add_up():
 
 
 @ranks(2)
+def test_compiled_blocks_run_in_static_mode_while_they_are_measured():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    static, model = build(mesh, "static"), build(mesh, "compile")
+    expected = step(static)
+    with report(model):
+        assert all(map(torch.equal, step(model), expected))
+    with report(model) as found:
+        assert all(map(torch.equal, step(model), expected))
+    assert [row.where for row in found.boundaries] == list(BOUNDARIES)
+    with debug.comm_log() as log:
+        step(static)
+    assert found.num_bytes == log.total_bytes
+
+
+@ranks(2)
 def test_what_is_no_boundary_is_listed_too():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = build(mesh, "eager")

@@ -63,7 +63,7 @@ class Fused(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.down = nn.ModuleList(nn.Linear(6, 8) for _ in range(3)), nn.Linear(8, 6)
+        self.qkv, self.down = nn.ModuleList(nn.Linear(6, 8, bias=n != 1) for n in range(3)), nn.Linear(8, 6)
         self.double()
 
     def forward(self, x):

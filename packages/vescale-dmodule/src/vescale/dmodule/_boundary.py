@@ -267,6 +267,10 @@ class Phase:
     local: bool = False
     meter: Meter | None = None
 
+    def __deepcopy__(self, memo: dict) -> Phase:
+        del memo  # `copy.deepcopy` remembers the result: one for all boundaries of the copy and its execution
+        return Phase()
+
     def step(self, mesh: DeviceMesh) -> Convert | None:
         """Return what converts a tensor now, see :func:`place`; watched while a profiler runs or a report is open."""
         if not is_watched(self.meter):

@@ -15,6 +15,7 @@ from ._eager import EagerScope, hook_scope
 from ._gradients import GradientSync
 from ._hooks import hook_calls
 from ._static import StaticProgram
+from ._static._modules import local_forward
 from ._static._record import Crossing
 from .errors import PlanError
 
@@ -59,7 +60,7 @@ class Execution:
         new = Execution(self.mesh, allow_implicit=self.scope.allow_implicit, local_attributes=self.local_attributes)
         new.modes = dict(self.modes)
         memo[id(self)] = new
-        memo[id(self.phase)] = new.phase
+        new.phase = copy.deepcopy(self.phase, memo)  # hooks of the root may have been copied before
         return new
 
     def attach(self, root: nn.Module) -> None:
@@ -96,7 +97,7 @@ class Execution:
         self.root = root
         modules = dict(root.named_modules())
         eager = frozenset(name for name in self.modes if name and self.modes[name] == "eager" and name in modules)
-        if self.modes[""] != "eager":
+        if self.modes[""] != "eager" and _can_be_local(root):
             compiled = self.modes[""] == "compile"
             self.program = StaticProgram(self, "", root, eager, is_root=True, compiled=compiled)
             self.program.install()
@@ -112,6 +113,7 @@ class Execution:
     def _static_parts(self, modules: Mapping[str, nn.Module]) -> Iterator[str]:
         """Yield the outermost parts that are static inside of an eager whole."""
         static = [name for name in self.modes if name and self.modes[name] != "eager" and name in modules]
+        static = [name for name in static if _can_be_local(modules[name])]
         for name in static:
             if not any(name.startswith(f"{other}.") for other in static):
                 yield name
@@ -129,10 +131,6 @@ class Execution:
         found = (program.crossings.known.get((where, local_shape)) for program in programs)
         return next((crossing for crossing in found if crossing is not None), None)
 
-    def compiled_crossings(self) -> Iterator[Crossing]:
-        """Yield what static mode found at the boundaries that run inside compiled graphs."""
-        return iter(())
-
     # --------------------------------------------------------------------------------------------- calls
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -149,6 +147,11 @@ class Execution:
             left = self.program.leave(module, args, output)
             output = output if left is None else left
         return None if output is None else map_tensors(to_plain, output)
+
+
+def _can_be_local(module: nn.Module) -> bool:
+    """Tell whether a module by itself may run on local tensors; its own forward cannot change once it is being called."""
+    return local_forward(module) is None
 
 
 ATTRIBUTE = "_vescale_execution"

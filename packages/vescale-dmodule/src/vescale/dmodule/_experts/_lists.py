@@ -46,7 +46,8 @@ def install_list(module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh) -> N
     axis = layout.expert_axes[0]
     per_rank = layout.num_experts // mesh.size(axis)
     for position, (key, expert) in enumerate(module.named_children()):
-        one = _OneExpert(layout, mesh, key, position // per_rank)
+        shapes = {leaf: tuple(parameter.shape) for leaf, parameter in expert.named_parameters()}
+        one = _OneExpert(layout, mesh, key, position // per_rank, shapes)
         expert.register_forward_pre_hook(one.enter, with_kwargs=True)
         expert.register_forward_hook(one.leave, always_call=True)
 
@@ -61,8 +62,11 @@ class _Call:
 class _OneExpert:
     """One expert of a list. Copies of the module share it: one of them runs at a time."""
 
-    def __init__(self, layout: ExpertLayout, mesh: DeviceMesh, key: str, owner: int):
+    def __init__(
+        self, layout: ExpertLayout, mesh: DeviceMesh, key: str, owner: int, shapes: dict[str, tuple[int, ...]]
+    ):
         self.layout, self.mesh, self.key, self.owner = layout, mesh, key, owner
+        self.shapes = shapes  # on one device; a local shard in the place of a parameter does not know it
         self.axis = layout.expert_axes[0]
         self.here = mesh.get_local_rank(self.axis) == owner
         self.group = mesh.get_group(self.axis)
@@ -131,9 +135,9 @@ class _OneExpert:
                 shown = {}
                 for key, parameter in table.items():
                     if parameter is not None:
-                        leaf = ".".join(filter(None, (self.key, owner, key)))
-                        shard = local_shard(parameter, grads[leaf])
-                        shown[key] = shard if self.here else _StandIn.apply(shard, tuple(parameter.shape))
+                        leaf = f"{owner}.{key}" if owner else key
+                        shard = local_shard(parameter, grads[f"{self.key}.{leaf}"])
+                        shown[key] = shard if self.here else _StandIn.apply(shard, self.shapes[leaf])
                 undo.callback(table.update, dict(table))
                 table.update(shown)
                 local += shown.values()

@@ -3,7 +3,7 @@
 A block is what a model repeats: an element of its outermost ``ModuleList`` or ``Sequential``. While the program is
 open, the forward of each block is a function of ``torch.compile``; what is around the blocks runs as in static mode::
 
-    program opens     block.forward           -> compiled function
+    program opens     forward of each block   -> compiled function
                       hooks inside of blocks  -> the conversions of the boundaries, without names
     program closes    everything put back
 
@@ -18,6 +18,7 @@ tensors) stays in static mode, and a warning says why.
 
 from __future__ import annotations
 
+import copy
 import logging
 import types
 from collections.abc import Callable, Hashable, Iterator
@@ -84,8 +85,9 @@ class CompiledBlocks:
                     swaps.places += hooks
                     kind.append((inner, type(part), hook_kinds(part, hooks)))
                     swaps.watch(part)
-            run = self._run(name, block, tuple(kind), _mode(draws, program))
-            swaps.places.append((vars(block), "forward", run))
+            entry = _Entry.of(block)
+            run = self._run(name, entry, tuple(kind), _mode(draws, program))
+            swaps.places.append((vars(entry), "run", run))
         return swaps
 
     def refuse(self, name: str, reason: object) -> None:
@@ -93,30 +95,29 @@ class CompiledBlocks:
         self.refused.add(name)
         logger.warning("block %r is not compiled and stays in static mode: %s", name, reason)
 
-    def _run(self, name: str, block: nn.Module, kind: tuple, mode: CompiledDraws | None) -> Callable:
+    def _run(self, name: str, entry: _Entry, kind: tuple, mode: CompiledDraws | None) -> Callable:
         """Return the forward of a block while the program is open."""
-        own = vars(block).get("forward")
-        forward = type(block).forward if own is None else own
-        first = (block,) if own is None else ()
-        key = (kind, id(forward), None if mode is None else tuple(mode.layouts.items()))
-        compiled = self.functions.setdefault(key, _compiled(forward, block))
+        key = (kind, id(entry.function), None if mode is None else tuple(mode.layouts.items()))
+        if key not in self.functions:
+            self.functions[key] = _compiled(entry)
+        compiled = self.functions[key]
 
         def call(args: tuple, kwargs: dict) -> object:
             if mode is None:
-                return compiled(*first, *args, **kwargs)
+                return compiled(*entry.first, *args, **kwargs)
             with mode:
-                return compiled(*first, *args, **kwargs)
+                return compiled(*entry.first, *args, **kwargs)
 
         def run(*args: object, **kwargs: object) -> object:
             nonlocal compiled
             if name in self.refused:
-                return forward(*first, *args, **kwargs)
+                return entry.function(*entry.first, *args, **kwargs)
             try:
                 return call(args, kwargs)
             except Exception as error:  # nothing has run yet where it comes from the compiler
                 if _torch.is_full_cache(error):
                     if self.functions[key] is compiled:
-                        self.functions[key] = _compiled(forward, block)
+                        self.functions[key] = _compiled(entry)
                     compiled = self.functions[key]
                 elif _torch.is_compiler_error(error):
                     self.refuse(name, str(error).partition("\n")[0])
@@ -127,17 +128,55 @@ class CompiledBlocks:
         return run
 
 
+class _Entry:
+    """The forward of a block in its own attributes: the block's code, or what is put in while a program is open.
+
+    It stays there when the program is closed, because activation checkpointing calls the block itself: only the hooks
+    of that call open the program, when the module has already looked its forward up. A deep copy is the plain forward.
+
+    Attributes:
+        function: the block's code.
+        first: the block, if the code takes it as its first argument.
+        run: what is called instead.
+    """
+
+    def __init__(self, block: nn.Module):
+        own = vars(block).get("forward")
+        self.block, self.own, self.run = block, own, None
+        self.function, self.first = (type(block).forward, (block,)) if own is None else (own, ())
+        self.__wrapped__ = block.forward  # for those who ask for the signature
+
+    @classmethod
+    def of(cls, block: nn.Module) -> _Entry:
+        """Return the entry of a block, made if there is none."""
+        own = vars(block).get("forward")
+        if not isinstance(own, cls):
+            vars(block)["forward"] = own = cls(block)
+        return own
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if self.run is not None:
+            return self.run(*args, **kwargs)
+        return self.function(*self.first, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        if self.own is not None:
+            return copy.deepcopy(self.own, memo)
+        return types.MethodType(self.function, copy.deepcopy(self.block, memo))
+
+
 def _mode(draws: list[Draw], program: StaticProgram) -> CompiledDraws | None:
     return CompiledDraws(draws, program.model.mesh) if any(draw.is_sharded for draw in draws) else None
 
 
-def _compiled(forward: Callable, block: nn.Module) -> Callable:
-    """Return ``forward`` compiled, under a code object of its own, which is what compilers keep their caches by."""
+def _compiled(entry: _Entry) -> Callable:
+    """Return a block's code compiled, under a code object of its own, which is what compilers keep their caches by."""
+    forward = entry.function
 
     def run(*args: object, **kwargs: object) -> object:
         return forward(*args, **kwargs)
 
-    code = run.__code__.replace(co_name=f"{type(block).__name__}_forward")
+    code = run.__code__.replace(co_name=f"{type(entry.block).__name__}_forward")
     alone = types.FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
     options = OPTIONS if BACKEND == "inductor" else None
     return torch.compile(alone, fullgraph=True, dynamic=False, backend=BACKEND, options=options)

@@ -36,9 +36,9 @@ _layouts: list[tuple] = []
 @torch.library.custom_op("vescale_dmodule::dropout_factors", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def dropout_factors(like: Tensor, p: float, layout: int) -> Tensor:
     """Return what dropout multiplies a local tensor with, of the shape and dtype of ``like``."""
-    mesh, placements, shape, stride = _layouts[layout]
+    mesh, placements, shape = _layouts[layout]
     with _torch.no_function_modes(), torch.no_grad():
-        ones = wrapped(torch.ones_like(like), mesh, placements, shape=shape, stride=stride)
+        ones = wrapped(torch.ones_like(like), mesh, placements, shape=shape)
         return _torch.local_of(F.dropout(ones, p))
 
 
@@ -72,7 +72,7 @@ class CompiledDraws(TorchFunctionMode):
     def __init__(self, draws: Sequence[Draw], mesh: DeviceMesh):
         super().__init__()
         operands = [draw.operands[0] for draw in draws if draw.is_sharded]
-        self.layouts = {o.local_shape: _number((mesh, o.placements, o.shape, o.stride)) for o in operands}
+        self.layouts = {o.local_shape: _number((mesh, o.placements, o.shape)) for o in operands}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -14,7 +14,7 @@ from .._boundary import as_dtensor
 from .._eager import hook_scope
 from ..errors import NotLocalFriendlyError
 from ._conversions import Conversion, compile_conversion
-from ._names import describe, join, ways_out
+from ._names import describe, is_inside, join, ways_out
 from ._random import Draw, Listening
 from ._record import Crossing, Crossings, Observer, replicated
 from ._rehearsal import Names, Run, check_same, differentiate, nothing_happens, raise_together
@@ -42,6 +42,7 @@ def learn(program: StaticProgram, args: tuple, kwargs: dict) -> None:
         eager, listening = _rehearse_eagerly(program, args, kwargs)
         _adopt(program, eager, listening)
         check_same(eager, _rehearse_locally(program, args, kwargs))
+        program.is_quiet = eager.is_quiet
     except Exception as found:
         error = found
         logger.warning("static mode: the rehearsal failed on this rank: %s", found)  # should others not get that far
@@ -58,8 +59,10 @@ def _rehearse_eagerly(program: StaticProgram, args: tuple, kwargs: dict) -> tupl
     model.scope.attaches = False
     try:
         with nothing_happens(program.module), run.names.watching(program.modules):
+            before = program.stream()
             with listening:
                 output = program.module(*copied(args), **copied(kwargs))
+                run.is_quiet = torch.equal(before, program.stream())
                 if torch.is_grad_enabled():
                     differentiate(output)
             run.gradients.update(_gradients(program))
@@ -167,7 +170,8 @@ def _adopt(program: StaticProgram, eager: Run, listening: Listening) -> None:
     crossings = list(eager.observer.crossings())
     _check_one_layout(crossings)
     draws = {name: draws for name, draws in listening.draws.items() if not program.is_in_region(name)}
-    draws = {name: found for name, found in draws.items() if any(draw.is_sharded for draw in found)}
+    sharded = [name for name, found in draws.items() if any(draw.is_sharded for draw in found)]
+    draws = {name: found for name, found in draws.items() if any(is_inside(name, owner) for owner in sharded)}
     _check_one_draw(draws)
     tokens = {n: region.last_tokens for n, region in program.experts.items() if region.last_tokens is not None}
     fitting = (findings for findings in program.all_findings if findings.fits(crossings, draws, tokens))

@@ -41,8 +41,8 @@ from ._findings import Findings, Recomputations
 from ._learning import learn, watch_arguments
 from ._leaves import LocalParameters, Twin
 from ._modules import local_forward, silent_axes
-from ._names import is_inside, join
-from ._random import Draw, DrawHooks
+from ._names import describe, is_inside, join
+from ._random import Draw, DrawHooks, stream_of
 from ._record import Crossing, Observer
 from ._region import EagerRegion
 from ._rehearsal import Run
@@ -100,17 +100,21 @@ class StaticProgram:
         self.use(self.new_findings())
         self.gradients: dict[str, tuple[Placement, ...]] = {}
         self.drawing: set[str] = set()
+        self.own_draws: DrawHooks | None = None
         self.recomputed: set[str] = set()
         self.recomputations = Recomputations()
+        self.quiet: set[Hashable] = set()  # calls that draw no random numbers
+        self.stream = stream_of(model.mesh.device_type)
         # the state of a call
         self.depth = 0
+        self.before: Tensor | None = None  # state of the random stream, where it must not change
         self.parameters: LocalParameters | None = None
         self.swaps = Swaps()
         self.compiled = Swaps()
         self.seen: set[Hashable] = set()  # calls without gradients
         self.once: list[RemovableHandle] | None = None  # hooks of a call that runs in eager mode
         # the state of a rehearsal
-        self.rehearsing = False
+        self.rehearsing = self.is_quiet = False
         self.observer: Observer | None = None
         self.checked: Run | None = None
         self.handles: list[RemovableHandle] = []
@@ -138,6 +142,7 @@ class StaticProgram:
         self.handles.clear()
         self.recomputed.clear()
         self.drawing.clear()
+        self.own_draws = None
 
     def add_recomputed(self, name: str) -> None:
         """Open the program for a part that autograd calls in backward."""
@@ -165,7 +170,10 @@ class StaticProgram:
         if name not in self.drawing:
             self.drawing.add(name)
             hooks = DrawHooks(name, lambda: self.draws.get(name, []) if self.depth else [], self.model.mesh)
-            self.handles += hooks.register(self.modules[name])
+            if name == self.name:
+                self.own_draws = hooks  # a hook that comes while the module is called comes too late for that call
+            else:
+                self.handles += hooks.register(self.modules[name])
 
     def new_findings(self) -> Findings:
         """Return empty findings, for calls that contradict all others."""
@@ -218,10 +226,13 @@ class StaticProgram:
             if findings is not None and findings is not self.findings:
                 self.use(findings)
                 self._recompile()
+        self.before = self.stream() if self.observer is None and signature in self.quiet else None
         self._open(is_fresh=True)
+        if self.own_draws is not None:
+            self.own_draws.enter(module, args)
         return self._localize(args), self._localize(kwargs)
 
-    def leave(self, _module: nn.Module, _args: tuple, output: object) -> object:
+    def leave(self, module: nn.Module, args: tuple, output: object) -> object:
         """Close the program; return what eager mode returns, before it makes plain tensors of whole ones."""
         if self.rehearsing:
             return None if output is None else map_leaves(self.observer.watch, output, self.place("returns"))
@@ -233,7 +244,10 @@ class StaticProgram:
             return None
         if self.depth == 0:
             return None  # it failed before it was opened
+        if self.own_draws is not None:
+            self.own_draws.leave(module, args, output)
         self._close()
+        self._check_draws(output)
         return None if output is None else map_leaves(self._globalize, output, self.place("returns"))
 
     def _signature(self, args: tuple, kwargs: dict) -> Hashable:
@@ -248,6 +262,10 @@ class StaticProgram:
             return False
         learn(self, args, kwargs)
         self.known[signature] = self.findings
+        if self.is_quiet:
+            self.quiet.add(signature)
+        else:
+            self.quiet.discard(signature)
         self._recompile()
         if len(self.known) == MANY:
             logger.warning(
@@ -270,7 +288,8 @@ class StaticProgram:
                 self.refresh_twins()
             self.parameters.put()
             self.swaps.put()
-            if self.observer is None:
+            # a compiler refuses to run where somebody watches operators
+            if self.observer is None and not _torch.has_dispatch_mode():
                 self.compiled.put()
             self.model.phase.convert, self.model.phase.local = self.convert, True
         self.depth += 1
@@ -348,6 +367,20 @@ class StaticProgram:
         if crossing is None:
             raise self._unknown(where, local)
         return crossing
+
+    def _check_draws(self, output: object) -> None:
+        """Refuse a call that drew random numbers although its rehearsal did not.
+
+        Raises:
+            NotLocalFriendlyError: it did.
+        """
+        before, self.before = self.before, None
+        if before is not None and output is not None and not torch.equal(before, self.stream()):
+            raise NotLocalFriendlyError(
+                f"{describe(self.name)} drew random numbers, but the recorded call did not, so nothing says which parts of "
+                "one device's draws they are (a rate of dropout that was 0?); call set_mode(model, \"static\") after such "
+                'a change, or run the model on DTensors (mode="eager")'
+            )
 
     def _unknown(self, where: str, local: Tensor) -> NotLocalFriendlyError:
         shapes = [shape for place, shape in self.crossings.known if place == where]

@@ -28,7 +28,7 @@ from ._edges import unwrapped, wrapped
 from ._names import describe, ways_out
 from ._record import replicated
 
-__all__ = ["Draw", "DrawHooks", "Draws", "Listening"]
+__all__ = ["Draw", "DrawHooks", "Draws", "Listening", "stream_of"]
 
 Placements = tuple[Placement, ...]
 
@@ -72,6 +72,11 @@ class Draw:
     def __str__(self) -> str:
         operands = ", ".join(f"{tuple(o.shape)} {o.placements}" for o in self.operands)
         return f"{resolve_name(self.function)} on {operands}"
+
+
+def stream_of(device_type: str) -> Callable[[], Tensor]:
+    """Return the function that gives the state of the random stream of a kind of device."""
+    return torch.get_rng_state if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state
 
 
 def _random_state() -> list[object]:
@@ -124,6 +129,9 @@ def _watched(result: DTensor, draw: Draw) -> DTensor:
     return result
 
 
+_running: list[Draws] = []  # of the modules that run, innermost last: it alone acts
+
+
 class Draws(TorchFunctionMode):
     """Run the draws of one module on local tensors as those of its rehearsal."""
 
@@ -137,9 +145,11 @@ class Draws(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in self.functions:
+        if func not in self.functions or self is not _running[-1]:
             return func(*args, **kwargs)
         leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(leaf, DTensor) for leaf in leaves):
+            return func(*args, **kwargs)  # a part that stays in eager mode
         draw = self.draws.get((func, tuple(leaf.shape for leaf in leaves)))
         if draw is None:
             self._check_draws_nothing(func, args, kwargs, leaves)
@@ -217,10 +227,12 @@ class DrawHooks:
         mode = Draws(self.name, draws, self.mesh) if draws else None
         if mode is not None:
             mode.__enter__()
+            _running.append(mode)
         self.entered.append(mode)
 
     def leave(self, _module: nn.Module, _args: tuple, _output: object) -> None:
         """Give them back."""
         mode = self.entered.pop() if self.entered else None
         if mode is not None:
+            _running.pop()
             mode.__exit__(None, None, None)

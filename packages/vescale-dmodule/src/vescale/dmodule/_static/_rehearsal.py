@@ -136,12 +136,14 @@ class Run:
         names: the modules.
         gradients: local gradients of the parameters by name, with their layouts in the eager run.
         buffers: local values after the call, by name.
+        is_quiet: whether the forward drew no random numbers.
     """
 
     observer: Observer
     names: Names
     gradients: dict[str, tuple[Tensor, tuple | None]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    is_quiet: bool = False
 
 
 def differentiate(output: object) -> None:

@@ -3,7 +3,7 @@
 from ._build import Plan, block, column, experts, merge, row, sequence, vocab
 from ._families import FAMILIES, plan_for
 from .gpt import gpt2, gpt_neox
-from .llama import gemma, llama, olmo2
+from .llama import llama, olmo2
 from .mixture import mixtral, qwen2_moe, qwen3_moe
 from .phi3 import phi3
 
@@ -13,7 +13,6 @@ __all__ = [
     "block",
     "column",
     "experts",
-    "gemma",
     "gpt2",
     "gpt_neox",
     "llama",

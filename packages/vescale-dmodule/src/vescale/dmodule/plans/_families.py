@@ -9,7 +9,7 @@ from torch import nn
 from ..errors import PlanError
 from ._build import Plan
 from .gpt import gpt2, gpt_neox
-from .llama import gemma, llama, olmo2
+from .llama import llama, olmo2
 from .mixture import mixtral, qwen2_moe, qwen3_moe
 from .phi3 import phi3
 
@@ -17,8 +17,8 @@ __all__ = ["FAMILIES", "plan_for"]
 
 # Hugging Face's config.model_type -> plan
 FAMILIES: dict[str, Callable[..., Plan]] = {
-    "gemma2": gemma,
-    "gemma3_text": gemma,
+    "gemma2": llama,
+    "gemma3_text": llama,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
     "llama": llama,

@@ -22,7 +22,8 @@ def gpt2(
     """Return the plan of a GPT-2: heads, feed-forward and the (tied) vocabulary sharded over ``axis``.
 
     Its ``Conv1D`` weights are (in, out). ``c_attn`` merges query, key and value, so each rank has an interleaved shard:
-    a strip of each. Covers every matrix but the position embedding; norms are replicated. Not for cross attention.
+    a strip of each. Covers every matrix but the position embedding; norms are replicated. Not for cross attention. A
+    feed-forward that does not divide keeps its first layer in eager mode inside a static model.
 
     Args:
         config: the model's config; without it, or without ``degree``, heads are taken to divide.
@@ -55,9 +56,18 @@ def gpt2(
         block(rf"{layer}\.(attn|mlp)", axis=axis),
         projection,
         column(rf"{layer}\.mlp\.c_fc", axis=axis, transposed=True),
-        {"local_attribute": {rf"{layer}\.mlp\.c_fc\.nf": Divided(axis)}},
+        _feed_forward_size(rf"{layer}\.mlp\.c_fc", options),
         row(rf"{layer}\.(attn|mlp)\.c_proj", axis=axis, transposed=True, output=options.between),
     )
+
+
+def _feed_forward_size(name: str, options: Options) -> Plan:
+    """The number of features that ``c_fc`` shapes its output to, on local tensors."""
+    hidden = getattr(options.config, "hidden_size", None) or 0
+    size = getattr(options.config, "n_inner", None) or 4 * hidden
+    if options.degree and size % options.degree:  # another number on each rank
+        return {"eager": [name]}
+    return {"local_attribute": {rf"{name}\.nf": Divided(options.axis)}}
 
 
 def gpt_neox(

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ._build import FEATURES, Plan, block, column, merge, row, sequence, vocab
 from ._heads import Options, attention, divide_heads
 
-__all__ = ["LAYER", "around", "feed_forward", "gemma", "llama", "olmo2"]
+__all__ = ["LAYER", "around", "feed_forward", "llama", "olmo2"]
 
 LAYER = r"model\.layers\.\d+"
 
@@ -22,7 +22,8 @@ def llama(
 ) -> Plan:
     """Return the plan of a LLaMA: heads, feed-forward and vocabulary sharded over ``axis``.
 
-    Serves ``LlamaForCausalLM`` and models with the same names: Mistral, Qwen2, Qwen3.
+    Serves ``LlamaForCausalLM`` and models with the same names: Mistral, Qwen2, Qwen3, Gemma-2 and the text model of
+    Gemma-3 (whose soft-capping needs ``config._attn_implementation = "eager"``, as on one device).
 
     Covers every matrix; norms are replicated. Query heads must divide over the axis; fewer key-value heads than ranks
     are repeated, with their projections replicated.
@@ -43,36 +44,6 @@ def llama(
     """
     options = Options(config, axis, degree, sequence_parallel, replicate_attention)
     return merge(around(options), attention(rf"{LAYER}\.self_attn", options), feed_forward(options))
-
-
-def gemma(
-    config: object = None,
-    *,
-    axis: str = "tp",
-    degree: int | None = None,
-    sequence_parallel: bool = False,
-    replicate_attention: bool = False,
-) -> Plan:
-    """Return the plan of a Gemma-2 or of the text model of a Gemma-3: as :func:`llama`.
-
-    Its embedding, which scales what it looks up, stays in eager mode inside a static model. Soft-capping of attention
-    scores needs ``config._attn_implementation = "eager"``, as on one device.
-
-    Raises:
-        PlanError: heads that do not divide.
-
-    Example:
-        >>> gemma()["eager"]
-        ['model\\\\.embed_tokens']
-    """
-    plan = llama(
-        config,
-        axis=axis,
-        degree=degree,
-        sequence_parallel=sequence_parallel,
-        replicate_attention=replicate_attention,
-    )
-    return merge(plan, {"eager": [r"model\.embed_tokens"]})
 
 
 def olmo2(

@@ -1,0 +1,95 @@
+"""Modes at run time, for the whole model and for parts of it: all mixes give the same numbers."""
+
+import pytest
+import torch
+
+from vescale.dmodule import PlanError, parallelize_module, set_mode
+from vescale.dtensor import DTensor, init_device_mesh
+from vescale_testing import ranks
+
+CHANGES = [
+    ("static",),
+    ("eager", r"layers\.0\.attention"),
+    ("eager", r"embed"),
+    ("eager",),
+    ("static", r"layers\.1"),
+    ("static", r".*\.(up|down)", r"norm"),
+    ("static", r".*\.up"),
+    ("static",),
+    ("static", r"layers\.0\.attention", "embed"),
+    ("eager", r"layers\.\d+"),
+    ("eager",),
+]
+
+
+def program(change, ids):
+    def run(model):
+        found = {}
+        for step, (mode, *parts) in enumerate(CHANGES):
+            if change and isinstance(model.norm.weight, DTensor):
+                assert set_mode(model, mode, *parts) is model
+            for again in range(2):
+                y = model(ids)
+                (y.log_softmax(-1).square().sum() / 10).backward()
+                found[f"output {step} {again}"] = y.detach()
+            with torch.no_grad():
+                found[f"without {step}"] = model(ids)
+        return found
+
+    return run
+
+
+@ranks(2)
+def test_modes_change_at_run_time(tiny, in_all_modes):
+    mesh, ids = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), tiny.ids()
+    for dropout, sequence_parallel in ((0.1, True), (0.0, False)):
+        in_all_modes(
+            lambda dropout=dropout: tiny(dropout=dropout), tiny.plan(sequence_parallel), mesh, program(True, ids)
+        )
+
+
+@ranks(2)
+def test_parts_run_as_they_were_told(tiny):
+    mesh, ids, kinds = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), tiny.ids(), {}
+    model = parallelize_module(tiny(), mesh, tiny.plan(), mode="static")
+    for name, part in model.named_modules():
+        if not isinstance(part, torch.nn.ModuleList):
+            part.register_forward_pre_hook(lambda _m, args, name=name: kinds.update({name: type(args[0])}) or None)
+
+    def is_on_dtensors():
+        model(ids)
+        return {name for name, kind in kinds.items() if kind is DTensor}
+
+    set_mode(model, "eager")
+    everything = is_on_dtensors()
+    first = {name for name in everything if name.startswith("layers.0")}
+    second = {name for name in everything if name.startswith("layers.1")}
+    assert {"layers.0", "layers.1.attention.q", "head"} < everything
+    set_mode(model, "static")
+    assert is_on_dtensors() == set()
+    set_mode(model, "eager", r"layers\.0")
+    assert is_on_dtensors() == first
+    set_mode(model, "static", r"layers\.0")
+    assert is_on_dtensors() == set()
+    set_mode(model, "eager")  # parts keep theirs
+    assert is_on_dtensors() == everything - first
+    set_mode(model, "eager", r"layers\.0")
+    set_mode(model, "static", r"layers\.1", "embed")
+    assert is_on_dtensors() == everything - second
+
+
+@ranks(2)
+def test_wrong_modes():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="this Sequential is not parallelized; call parallelize_module first"):
+        set_mode(plain, "static")
+    with pytest.raises(ValueError, match="mode is 'statik'; this version has 'eager', 'static', 'compile'"):
+        parallelize_module(plain, mesh, {}, mode="statik")
+    model = parallelize_module(plain, mesh, {})
+    with pytest.raises(ValueError, match="mode is 'statik'; this version has 'eager', 'static', 'compile'"):
+        set_mode(model, "statik")
+    with pytest.raises(PlanError, match=r"no module matches 'layers\\\\.0'; modules are 0"):
+        set_mode(model, "static", r"layers\.0")
+    with pytest.raises(ValueError, match="this Linear is not parallelized"):
+        set_mode(model[0], "static")
