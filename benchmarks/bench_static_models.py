@@ -54,7 +54,8 @@ def run(num_rounds: int) -> Result:
     notes = [
         "values compared with one device on gloo ranks in float64: " + ", ".join(names),
         "stock has no style for experts: in its Mixtral they are the hand-written ones",
-        "AdamW is fused, but in stock foreach: fused it would gather parameters, as gradients of norms are partial there",
+        "AdamW is fused, but in stock foreach: fused it would gather parameters, as gradients of norms are "
+        "partial there",
     ]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     try:

@@ -290,6 +290,19 @@ REFUSED = [
 ]
 
 
+def test_the_text_that_ranks_compare():
+    layouts = [
+        plan_experts(
+            "moe", made().mlp.experts, Experts({"ep": S0}, allocator=LoadBalancingAllocator(threshold)), Axes()
+        )
+        for threshold in (0.1, 0.1, 0.2)
+    ]
+    assert str(layouts[0]) == str(layouts[1]) != str(layouts[2])
+    other = plan_experts("moe", made().mlp.experts, Experts({"ep": S0}, dispatcher=Logged()), Axes())
+    assert "Logged" in str(other)
+    assert " at 0x" not in str(other)
+
+
 @pytest.mark.parametrize(("make", "entry", "text"), REFUSED, ids=range(len(REFUSED)))
 def test_what_a_plan_cannot_say(make, entry, text):
     with pytest.raises(PlanError) as error:

@@ -75,7 +75,10 @@ def test_a_hard_coded_number_of_heads(in_all_modes):
         ):
             assert text in str(info.value), str(info.value)
     ways = [
-        {**NANO, "local_attribute": {r".*\.attn\.n_head": Divided("tp")}},  # not enough: the width is divided by it, too
+        {
+            **NANO,
+            "local_attribute": {r".*\.attn\.n_head": Divided("tp")},
+        },  # not enough: the width is divided by it, too
         {**NANO, "eager": [r"h\.\d+\.attn"]},
         {**NANO, "forward": {**NANO["forward"], r".*\.(q|k|v)\.output": [R], r".*\.c_proj\.input": [{"tp": Shard(2)}]}},
     ]
@@ -153,7 +156,9 @@ PIECE = {"parameter": {r"up\..*": S0, r"down\.weight": S1}, "forward": {r"up\.in
 @ranks(2)
 def test_values_that_are_merely_wrong(in_all_modes):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    value = r"gives something else than on DTensors after \"up\.input 'input'\": in eager mode 'down\.output' differs by"
+    value = (
+        r"gives something else than on DTensors after \"up\.input 'input'\": in eager mode 'down\.output' differs by"
+    )
     gradient = r"in eager mode the gradient of .* differs by"
     cases = {mean: value, halved: value, by_size: value, norm: value, only_gradient: gradient}
     for between, text in cases.items():
@@ -165,10 +170,10 @@ def test_values_that_are_merely_wrong(in_all_modes):
         assert all(parameter.grad is None for parameter in model.parameters())
         whole = {"forward": {**PIECE["forward"], r"up\.output": [R], r"down\.input": [{"tp": Shard(2)}]}}
         in_all_modes(make, {**PIECE, **whole}, mesh, step)
-    in_all_modes(
-        functools.partial(Piece, in_heads), {**PIECE, "local_attribute": {"heads": Divided("tp")}}, mesh, step
-    )
-    with pytest.raises(NotLocalFriendlyError, match=r"the root module fails.*change the attribute .*\{r\"NAME\": Divided"):
+    in_all_modes(functools.partial(Piece, in_heads), {**PIECE, "local_attribute": {"heads": Divided("tp")}}, mesh, step)
+    with pytest.raises(
+        NotLocalFriendlyError, match=r"the root module fails.*change the attribute .*\{r\"NAME\": Divided"
+    ):
         step(parallelize_module(Piece(in_heads), mesh, PIECE, mode="static"))
 
 

@@ -14,7 +14,7 @@ from ._experts import (
     restore_experts,
 )
 from ._placements import Repeat
-from ._report import BoundaryTraffic, Report, report
+from ._report import BoundaryTraffic, Collective, Report, report
 from .control import no_sync, set_mode
 from .errors import ImplicitRedistributionError, NotLocalFriendlyError, PlanError
 from .parallelize import parallelize_module
@@ -22,6 +22,7 @@ from .parallelize import parallelize_module
 __all__ = [
     "AllToAll",
     "BoundaryTraffic",
+    "Collective",
     "Divided",
     "ExpertAllocator",
     "Experts",

@@ -27,7 +27,8 @@ MODES = ("eager", "static", "compile")
 class Execution:
     """What the hooks of one parallelized module share.
 
-    A deep copy of the module gets an execution of its own with the same modes; it installs its hooks when it is first called.
+    A deep copy of the module gets an execution of its own with the same modes; it installs its hooks when it is first
+    called.
 
     Attributes:
         mesh: the mesh of the plan.
@@ -165,7 +166,8 @@ def execution_of(module: nn.Module) -> Execution | None:
     """
     if ATTRIBUTE not in vars(module):
         raise ValueError(
-            f"this {type(module).__name__} is not parallelized; call parallelize_module first, pass the module that it returned"
+            f"this {type(module).__name__} is not parallelized; call parallelize_module first, pass the module "
+            f"that it returned"
         )
     return vars(module)[ATTRIBUTE]
 

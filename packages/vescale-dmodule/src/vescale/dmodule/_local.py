@@ -115,9 +115,7 @@ class LocalRegion:
         output = map_tensors(lambda t: join(t, *operands) if t.is_floating_point() else t, output)
         if self.phase.local:
             return output
-        return place(
-            output, self.output, self.mesh, self.where, lambda t, p, _where: self._wrap(t, p, whole)
-        )
+        return place(output, self.output, self.mesh, self.where, lambda t, p, _where: self._wrap(t, p, whole))
 
     def _gradient(self, placements: Placements) -> Placements:
         """Return the layout of the local gradient of an input or parameter with these placements."""
@@ -132,7 +130,7 @@ class LocalRegion:
             for table in _torch.tensor_tables(part):
                 local = {}
                 for key, tensor in table.items():
-                    if isinstance(tensor, nn.Parameter) or isinstance(tensor, DTensor):
+                    if isinstance(tensor, nn.Parameter | DTensor):
                         gradient = self._gradient(tensor.placements) if isinstance(tensor, DTensor) else ()
                         local[key] = local_shard(tensor, gradient)
                 undo.callback(table.update, dict(table))
@@ -160,7 +158,8 @@ def _cut_axes(output: object, mesh: DeviceMesh, where: str) -> frozenset[int]:
     axes = [frozenset(axis for axis, p in enumerate(placements) if not p.is_replicate()) for placements in found]
     if len(set(axes)) > 1:
         raise PlanError(
-            f"{where}: outputs {found} are replicated and not replicated on one axis, so nothing says what the gradients of "
+            f"{where}: outputs {found} are replicated and not replicated on one axis, so nothing says what the "
+            f"gradients of "
             "replicated inputs are; return the replicated one from a module of its own"
         )
     return axes[0] if axes else frozenset()

@@ -41,8 +41,8 @@ class Plan:
             FQNs per stage.
         module_plan: name of a ready plan of ``vescale.dmodule``, such as ``"mixtral"``; ``None`` or ``"auto"`` looks at
             the model.
-        mode: how the parallel modules run: ``"eager"``, ``"static"`` or ``"compile"``, see ``vescale.dmodule``. Pipelines
-            and micro-batches run in eager mode.
+        mode: how the parallel modules run: ``"eager"``, ``"static"`` or ``"compile"``, see ``vescale.dmodule``. A
+            pipeline and micro-batches run in eager mode.
         device: ``"cpu"`` or ``"cuda"``.
         bucket_bytes: size of a gradient bucket of data parallelism.
         axis_order: the mesh's axes, slowest first.

@@ -93,7 +93,8 @@ class ExpertAllocator(Protocol):
         """Return the next allocation.
 
         Args:
-            loads: pairs that each expert got since the last change, on all ranks together.
+            loads: pairs that each expert got since it was last asked, on all ranks together. A forward that is run
+                again, for recomputation or for a rehearsal, counts again.
             current: the allocation now.
             num_ranks: ranks that the experts are spread over; it divides their number.
         """

@@ -17,7 +17,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -106,7 +106,11 @@ class ExpertLayout:
     dispatcher: TokenDispatcher = field(default_factory=AllToAll)
 
     def __str__(self) -> str:
-        strategies = [type(self.allocator).__name__, type(self.dispatcher).__name__]
+        # The text is compared between ranks: a repr that is not made of values holds an address.
+        strategies = [
+            repr(strategy) if is_dataclass(strategy) else type(strategy).__name__
+            for strategy in (self.allocator, self.dispatcher)
+        ]
         cut = f"experts on axes {self.expert_axes}, inner dims on {self.inner_axes}, once {sorted(self.once)}"
         options = f"skips absent {self.skips_absent}, partial output {self.partial_output}"
         return f"{self.kind} of {self.num_experts}, {cut}, {options}, {', '.join(strategies)}, {self.parameters}"

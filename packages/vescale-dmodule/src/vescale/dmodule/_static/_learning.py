@@ -115,7 +115,8 @@ def _call_locally(program: StaticProgram, run: Run, args: tuple, kwargs: dict) -
     except Exception as error:
         name = run.names.failed or program.name
         raise NotLocalFriendlyError(
-            f"on local tensors {describe(name)} fails, which runs in eager mode: {type(error).__name__}: {error}. Its code "
+            f"on local tensors {describe(name)} fails, which runs in eager mode: {type(error).__name__}: {error}. "
+            f"Its code "
             f"is written for global shapes (a hard-coded number of heads, a size); {ways_out(name)}"
         ) from error
 

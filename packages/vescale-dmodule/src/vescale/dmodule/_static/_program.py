@@ -1,7 +1,7 @@
 """A module that runs on local tensors.
 
-``StaticProgram`` belongs to one module, the whole model or a part of one that otherwise runs in eager mode. It is opened before
-the module's forward and closed after it::
+``StaticProgram`` belongs to one module, the whole model or a part of one that otherwise runs in eager mode. It is
+opened before the module's forward and closed after it::
 
     open     parameters -> local twins, sizes -> local sizes, arguments -> local tensors
              boundaries run the conversion that the rehearsal found, by place and local shape
@@ -9,8 +9,8 @@ the module's forward and closed after it::
 
 Between boundaries runs the module's own code on plain tensors, at the speed of plain PyTorch.
 
-A call with a new signature (shapes, dtypes and layouts of its tensors, values of its Python arguments, train or eval mode,
-autocast, grad mode) is rehearsed first. Calls that record no gradient run in eager mode the first time and are
+A call with a new signature (shapes, dtypes and layouts of its tensors, values of its Python arguments, train or eval
+mode, autocast, grad mode) is rehearsed first. Calls that record no gradient run in eager mode the first time and are
 rehearsed the second, because a generation loop never repeats a shape.
 """
 
@@ -334,7 +334,8 @@ class StaticProgram:
         whole = twin.whole
         if twin.gradient is None:
             raise NotLocalFriendlyError(
-                f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: a branch "
+                f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: "
+                f"a branch "
                 "that depends on data? Run the model in mode 'eager', or keep the module that branches on DTensors: "
                 f'"eager": [r"{twin.name.rpartition(".")[0]}"]'
             )
@@ -377,15 +378,18 @@ class StaticProgram:
         before, self.before = self.before, None
         if before is not None and output is not None and not torch.equal(before, self.stream()):
             raise NotLocalFriendlyError(
-                f"{describe(self.name)} drew random numbers, but the recorded call did not, so nothing says which parts of "
-                "one device's draws they are (a rate of dropout that was 0?); call set_mode(model, \"static\") after such "
+                f"{describe(self.name)} drew random numbers, but the recorded call did not, so nothing says which "
+                f"parts of "
+                'one device\'s draws they are (a rate of dropout that was 0?); call set_mode(model, "static") '
+                "after such "
                 'a change, or run the model on DTensors (mode="eager")'
             )
 
     def _unknown(self, where: str, local: Tensor) -> NotLocalFriendlyError:
         shapes = [shape for place, shape in self.crossings.known if place == where]
         return NotLocalFriendlyError(
-            f"{where}: a value of local shape {tuple(local.shape)} came; recorded are {shapes}. Its shape depends on data, or "
+            f"{where}: a value of local shape {tuple(local.shape)} came; recorded are {shapes}. Its shape depends "
+            f"on data, or "
             "on state that is not in the arguments; keep the modules around it in eager mode"
         )
 

@@ -1,9 +1,9 @@
 """Random operators on local tensors draw what one device draws.
 
 The rehearsal notes every call of a torch function that advances the random stream and has a sharded operand, with the
-layouts of its operands. On local tensors the same call gets its operands as DTensors of these layouts, so that the rules
-of ``vescale.dtensor`` choose this rank's part of the draw, and its result as a local tensor again. Only modules that
-draw pay for it. Draws of tensors that are equal on all ranks are left alone: all ranks draw the same anyway.
+layouts of its operands. On local tensors the same call gets its operands as DTensors of these layouts, so that the
+rules of ``vescale.dtensor`` choose this rank's part of the draw, and its result as a local tensor again. Only modules
+that draw pay for it. Draws of tensors that are equal on all ranks are left alone: all ranks draw the same anyway.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ class Draws(TorchFunctionMode):
         random.set_state(before)
         if drew:
             raise NotLocalFriendlyError(
-                f"in {describe(self.name)}: {resolve_name(func)} on local shapes {[tuple(t.shape) for t in leaves]} draws "
+                f"in {describe(self.name)}: {resolve_name(func)} on local shapes "
+                f"{[tuple(t.shape) for t in leaves]} draws "
                 "random numbers, but the recorded call did not, so nothing says which part of one device's draw they "
                 f"are; {ways_out(self.name, is_draw=True)}"
             )

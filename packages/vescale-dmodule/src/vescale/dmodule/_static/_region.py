@@ -1,4 +1,4 @@
-"""A part of a static program that stays in eager mode: its arguments become DTensors, its results local tensors again."""
+"""A part of a static program that stays in eager mode: arguments become DTensors, results local tensors again."""
 
 from __future__ import annotations
 

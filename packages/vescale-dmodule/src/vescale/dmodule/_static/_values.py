@@ -1,7 +1,7 @@
 """Tensors inside of arguments and results: found, replaced, described.
 
-Tuples, lists, dicts and dataclasses are rebuilt where a tensor in them changes. Objects of other classes that hold tensors
-(key-value caches) are changed in place, because the caller keeps using the same object.
+Tuples, lists, dicts and dataclasses are rebuilt where a tensor in them changes. Objects of other classes that hold
+tensors (key-value caches) are changed in place, because the caller keeps using the same object.
 """
 
 from __future__ import annotations
