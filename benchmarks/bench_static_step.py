@@ -4,11 +4,13 @@ Real kernels and real communication (gloo), one thread per process: forward, bac
 `torch.distributed.tensor.parallel` with the same matrices sharded and the same boundaries. All cases start from the
 same weights and train on the same tokens; the run stops if losses differ. AdamW is fused. For stock that gathers
 parameters, because it leaves gradients of norms partial: so it has `foreach`, too. Times are of the clock: ranks wait
-for each other, so run this where nothing else runs.
+for each other, so run this where nothing else runs; the last column is the processor time of one rank.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 import warnings
 from collections.abc import Callable
 
@@ -39,7 +41,7 @@ CHECKED_STEPS = 3
 
 def run(num_rounds: int) -> Result:
     """Measure on two forked gloo processes."""
-    seconds, notes = run_ranks(_on_each_rank, WORLD, num_rounds, timeout=900)[0]
+    seconds, processor, notes = run_ranks(_on_each_rank, WORLD, num_rounds, timeout=900)[0]
     shape = (
         f"{SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, {BATCH} x {SEQ} tokens, float32, AdamW"
     )
@@ -48,10 +50,11 @@ def run(num_rounds: int) -> Result:
         Target("vescale compile", "vescale static", at_most=1.0),
     )
     title = f"Training step of a LLaMA on {WORLD} gloo ranks, sequence parallel ({shape})"
-    return Targets(title, STOCK, seconds, dict.fromkeys(seconds, STOCK), targets, notes=tuple(notes))
+    remarks = {"processor, ms": {name: f"{1e3 * statistics.median(times):.1f}" for name, times in processor.items()}}
+    return Targets(title, STOCK, seconds, dict.fromkeys(seconds, STOCK), targets, remarks, tuple(notes))
 
 
-def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], list[str]]:
+def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]], list[str]]:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
     notes: list[str] = []
@@ -67,7 +70,21 @@ def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], list[str]]:
         plan = plans.plan_for(model, degree=WORLD, sequence_parallel=True)
         steps[f"vescale {mode}"] = _step(parallelize_module(model, mesh, plan, mode=mode), fused=True)
     notes.append(_check_same_losses({name: [step() for _ in range(CHECKED_STEPS)] for name, step in steps.items()}))
-    return time_in_turns(steps, num_rounds=num_rounds, num_warmup=1), notes
+    processor: dict[str, list[float]] = {name: [] for name in steps}
+    timed = {name: _timed(step, processor[name]) for name, step in steps.items()}
+    seconds = time_in_turns(timed, num_rounds=num_rounds, num_warmup=1)
+    return seconds, {name: times[1:] for name, times in processor.items()}, notes
+
+
+def _timed(step: Callable[[], object], times: list[float]) -> Callable[[], None]:
+    """Return a step that appends its processor time to `times`."""
+
+    def timed() -> None:
+        start = time.process_time()
+        step()
+        times.append(time.process_time() - start)
+
+    return timed
 
 
 def _model() -> nn.Module:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo  # before ranks are forked: it takes seconds
+import torch._inductor.compile_fx
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -46,7 +47,7 @@ def graphs(monkeypatch):
     return kept
 
 
-@ranks(2)
+@ranks(2, timeout=240)
 def test_a_language_model_with_dropout(graphs, build, train, assert_same_pass):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     reference = train(build("llama", dropout=0.1, num_hidden_layers=2), passes=2, use_cache=False)
@@ -63,6 +64,7 @@ def test_a_language_model_with_dropout(graphs, build, train, assert_same_pass):
     wrong = build("llama", dropout=0.1, num_hidden_layers=2)
     parallelize_module(wrong, mesh, plan, mode="compile")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compile, "BACKEND", "eager")
         patch.setattr(_compile, "_mode", lambda _draws, _program: None)
         with pytest.raises(AssertionError):
             assert_same_pass(train(wrong, passes=2, use_cache=False), reference)
@@ -128,7 +130,7 @@ def parallel(**options):
     return parallelize_module(Model(**options), mesh, PLAN, mode="compile")
 
 
-@ranks(2)
+@ranks(2, timeout=240)
 def test_blocks_of_any_kind(graphs):
     model, single = parallel(), Model()
     assert close(run(model), run(single))
@@ -153,7 +155,7 @@ def test_blocks_of_any_kind(graphs):
     assert not close(run(model), without)
 
 
-@ranks(2)
+@ranks(2, timeout=240)
 def test_more_blocks_than_one_cache_holds(graphs):
     with torch._dynamo.config.patch(recompile_limit=1):
         many = {"num_blocks": 3}
@@ -163,13 +165,19 @@ def test_more_blocks_than_one_cache_holds(graphs):
         assert len(graphs.forward) == len(graphs.backward) == 4
 
 
-@ranks(2)
+@ranks(2, timeout=240)
 def test_recomputed_blocks(graphs):
     assert close(run(parallel(recomputed=True)), run(Model(recomputed=True)))
     assert len(graphs.forward) == len(graphs.backward) == 1
 
 
-@ranks(2)
+@ranks(2, timeout=240)
+def test_generated_kernels():
+    with torch._inductor.config.patch(compile_threads=1):
+        assert close(run(parallel()), run(Model()))
+
+
+@ranks(2, timeout=240)
 def test_what_a_compiler_refuses_stays_static(graphs, caplog):
     with caplog.at_level(logging.WARNING, logger="vescale.dmodule"):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

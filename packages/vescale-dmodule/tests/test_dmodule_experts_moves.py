@@ -222,9 +222,14 @@ def test_what_is_refused(monkeypatch):
     monkeypatch.setattr(_migrate, "_ask_allocator", lambda *_: tuple(range(8)) if rank else (4, 5, 6, 7, 0, 1, 2, 3))
     with pytest.raises(ValueError, match="experts 'experts': LoadBalancingAllocator chose different allocations on"):
         rebalance_experts(model, optimizer)
-    monkeypatch.setattr(_migrate, "_ask_allocator", lambda *_: (1, 0, *range(2, 8)))
-    with pytest.raises(ValueError, match="experts of one rank must lie in ascending order"):
-        rebalance_experts(model, optimizer)
+    for wrong in ((1, 0, *range(2, 8)), (0, 1)):
+        text = (
+            "experts of one rank must lie in ascending order" if len(wrong) == 8 else "is a permutation of their slots"
+        )
+        monkeypatch.setattr(_migrate, "_ask_allocator", lambda *_: wrong if rank else tuple(range(8)))  # noqa: B023
+        text = text if rank else "experts 'experts': LoadBalancingAllocator chose different allocations on different"
+        with pytest.raises(ValueError, match=text):
+            rebalance_experts(model, optimizer)
 
     assert restore_experts(model, optimizer) == {"experts": tuple(range(8))}
     assert restore_experts(model, optimizer) == {}

@@ -151,7 +151,7 @@ class Execution:
 
 
 def _can_be_local(module: nn.Module) -> bool:
-    """Tell whether a module by itself may run on local tensors; its own forward cannot change once it is being called."""
+    """Tell whether a module by itself may run on local tensors: its forward cannot change once it is called."""
     return local_forward(module) is None
 
 

@@ -42,6 +42,7 @@ __all__ = [
     "tree_map",
     "without_hooks",
     "wrap_like",
+    "wrapper_like",
 ]
 
 
@@ -94,6 +95,12 @@ def local_of(tensor: DTensor) -> Tensor:
 def wrap_like(local: Tensor, like: DTensor) -> DTensor:
     """Return ``local`` as a DTensor with the layout and shape of ``like``, without autograd."""
     return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)  # __init__ does nothing, slowly
+
+
+def wrapper_like(like: DTensor) -> Callable[[Tensor], DTensor]:
+    """Return :func:`wrap_like` for one tensor, prepared."""
+    new, spec = DTensor.__new__, like._spec
+    return lambda local: new(DTensor, local, spec, requires_grad=False)
 
 
 def in_backward() -> bool:

@@ -97,8 +97,7 @@ def _reallocate(model: nn.Module, optimizer: torch.optim.Optimizer | None, choos
     tensors = {name: _tensors(name, module, optimizer) for name, (module, _) in regions.items()}
     chosen = {}
     for name, (module, region) in regions.items():
-        new = check_allocation(choose(region, module), region.layout.num_experts, region.num_ranks)
-        _check_same(name, new, region)
+        new = _agreed(name, choose(region, module), region)
         if new != allocation_of(module, region.layout):
             chosen[name] = new
     for name, new in chosen.items():
@@ -122,20 +121,27 @@ def _ask_allocator(region: ExpertRegion, module: nn.Module) -> Allocation:
     return layout.allocator.allocate(loads, allocation_of(module, layout), region.num_ranks)
 
 
-def _check_same(name: str, allocation: Allocation, region: ExpertRegion) -> None:
-    """Check that all ranks chose the same.
+def _agreed(name: str, chosen: Allocation, region: ExpertRegion) -> Allocation:
+    """Return the allocation that all ranks chose.
 
     Raises:
-        ValueError: on all of them.
+        ValueError: on all of them, if one chose none or another.
     """
+    num_experts, error = region.layout.num_experts, None
+    try:
+        chosen = check_allocation(chosen, num_experts, region.num_ranks)
+    except ValueError as found:
+        error, chosen = found, (-1,) * num_experts
     group = region.group(range(region.mesh.ndim))
-    if group is None:
-        return
-    mine = torch.tensor([allocation, [-slot for slot in allocation]], device=region.mesh.device_type)
-    dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
+    kind = type(region.layout.allocator).__name__
+    mine = torch.tensor([chosen, [-slot for slot in chosen]], device=region.mesh.device_type)
+    if group is not None:
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
+    if error is not None:
+        raise ValueError(f"experts {name!r}: {kind} chose no allocation: {error}") from error
     if not torch.equal(mine[0], -mine[1]):
-        kind = type(region.layout.allocator).__name__
-        raise ValueError(f"experts {name!r}: {kind} chose different allocations on different ranks; here {allocation}")
+        raise ValueError(f"experts {name!r}: {kind} chose different allocations on different ranks; here {chosen}")
+    return chosen
 
 
 def _tensors(name: str, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:

@@ -28,7 +28,7 @@ def wrapped(
     shape: Sequence[int],
     gradient: Placements | None = None,
 ) -> DTensor:
-    """Return a local tensor as the shard of a DTensor; its gradient is first brought to ``gradient`` if that is given."""
+    """Return a local tensor as the shard of a DTensor; its gradient is first brought to ``gradient``, if given."""
     return _Wrap.apply(local, mesh, placements, torch.Size(shape), gradient)
 
 

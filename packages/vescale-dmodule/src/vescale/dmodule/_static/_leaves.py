@@ -122,12 +122,12 @@ class LocalParameters:
         return twin
 
     def _watch(self, twin: Twin) -> None:
-        whole, wrap_like = twin.whole, _torch.wrap_like
+        whole, wrap = twin.whole, _torch.wrapper_like(twin.whole)
 
         def hand_on(leaf: Tensor) -> None:
             grad, leaf.grad = leaf.grad, None
             if twin.fits and whole.grad is None and not grad.requires_grad:  # what nearly always is
-                whole.grad = wrap_like(grad, whole)
+                whole.grad = wrap(grad)
             else:
                 self.arrived(twin, grad)
 
@@ -200,7 +200,7 @@ class _ThroughAutograd(torch.autograd.Function):
     """The local tensor of a DTensor parameter; the gradient goes back as a DTensor in the parameter's placements."""
 
     @staticmethod
-    def forward(ctx, whole: DTensor, twin: Twin) -> Tensor:
+    def forward(ctx, _whole: DTensor, twin: Twin) -> Tensor:
         ctx.twin = twin
         return twin.local.detach()
 
