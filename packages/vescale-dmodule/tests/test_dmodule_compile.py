@@ -1,5 +1,6 @@
 """Compile mode: every block is one graph with its collectives, blocks share it, and a pass is that of one process."""
 
+import copy
 import logging
 from types import SimpleNamespace
 
@@ -146,6 +147,14 @@ def test_blocks_of_any_kind(graphs):
     for mode in ("static", "eager", "compile"):
         set_mode(model, mode)
         assert close(run(model), run(single)), mode
+
+    # a copy is a model of its own
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model.blocks[0].down.weight.mul_(2)
+    assert close(run(twin), run(single))
+    assert not close(run(model), run(single))
+    model = twin
 
     # hooks that come later inside of a block
     without = run(single)

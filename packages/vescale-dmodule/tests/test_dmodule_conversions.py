@@ -119,21 +119,22 @@ def every_dtype():
 
 @ranks(2)
 def test_every_pair_of_placements_on_two_ranks():
-    every_pair_on_one_axis((4, 12, 24), (3, 5, 7), (1, 12, 1), (0, 4, 3))
+    every_pair_on_one_axis((4, 6, 8), (3, 5, 7), (1, 12, 1), (0, 4, 3))
     every_dtype()
 
 
 @ranks(3)
 def test_every_pair_of_placements_on_three_ranks():
-    every_pair_on_one_axis((3, 12, 6), (1, 5, 7))
+    every_pair_on_one_axis((3, 5, 7))
 
 
 @ranks(4)
 def test_every_pair_of_placements_on_two_axes():
-    every_pair_on_one_axis((4, 3, 8))
+    every_pair_on_one_axis((4, 3, 9))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for conversion in conversions((3, 5), 2, [Shard(0), Shard(1), Replicate(), Partial()]):
-        check(conversion, mesh)
+        if conversion.gradient[0].is_shard() or conversion.gradient[0].is_partial():
+            check(conversion, mesh)
     check(Conversion((4, 6), (Partial(), Partial("avg")), (Replicate(), Replicate()), (Replicate(), Partial())), mesh)
     cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
     some = [(Partial(), Shard(1), Shard(0)), (Replicate(), Partial(), Shard(1)), (Shard(1), Shard(0), Shard(1))]

@@ -6,8 +6,7 @@ import itertools
 import pytest
 import torch
 
-from vescale.dmodule import parallelize_module, plans
-from vescale.dmodule._placements import Repeat
+from vescale.dmodule import Repeat, parallelize_module, plans
 from vescale.dtensor import Shard, init_device_mesh
 from vescale_testing import ranks
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale.dmodule import PlanError, describe, parallelize_module
-from vescale.dmodule._attributes import Divided
-from vescale.dmodule._placements import Repeat
+from vescale.dmodule import Divided, PlanError, Repeat, describe, parallelize_module
 from vescale.dmodule._resolve import resolve
 from vescale.dtensor import (
     InterleavedShard,

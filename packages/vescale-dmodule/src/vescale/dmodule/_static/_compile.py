@@ -70,7 +70,7 @@ class CompiledBlocks:
         return self._made[1]
 
     def _make(self, program: StaticProgram, state: tuple[int, int]) -> _CompiledSwaps:
-        swaps = _CompiledSwaps(lambda: self._make(program, state))
+        swaps = _CompiledSwaps(lambda: self._make(program, state), self.refused)
         shared: dict[Hashable, Callable] = {}
         for name, block in find_blocks(program):
             draws = [draw for owner, drawn in program.draws.items() if is_inside(owner, name) for draw in drawn]
@@ -102,18 +102,18 @@ class CompiledBlocks:
             self.functions[key] = _compiled(entry)
         compiled = self.functions[key]
 
-        def call(args: tuple, kwargs: dict) -> object:
+        def call(function: Callable, args: tuple, kwargs: dict) -> object:
             if mode is None:
-                return compiled(*entry.first, *args, **kwargs)
+                return function(*entry.first, *args, **kwargs)
             with mode:
-                return compiled(*entry.first, *args, **kwargs)
+                return function(*entry.first, *args, **kwargs)
 
         def run(*args: object, **kwargs: object) -> object:
             nonlocal compiled
-            if name in self.refused:
-                return entry.function(*entry.first, *args, **kwargs)
+            if name in self.refused:  # in this call already; draws are still made by the mode
+                return call(entry.function, args, kwargs)
             try:
-                return call(args, kwargs)
+                return call(compiled, args, kwargs)
             except Exception as error:  # nothing has run yet where it comes from the compiler
                 if _torch.is_full_cache(error):
                     if self.functions[key] is compiled:
@@ -142,6 +142,8 @@ class _Entry:
 
     def __init__(self, block: nn.Module):
         own = vars(block).get("forward")
+        if getattr(own, "__func__", None) is type(block).forward:  # what a deep copy leaves
+            own = None
         self.block, self.own, self.run = block, own, None
         self.function, self.first = (type(block).forward, (block,)) if own is None else (own, ())
         self.__wrapped__ = block.forward  # for those who ask for the signature
@@ -183,25 +185,28 @@ def _compiled(entry: _Entry) -> Callable:
 
 
 class _CompiledSwaps(Swaps):
-    """Swaps that are made anew when hooks have come or gone inside of blocks."""
+    """Swaps that are made anew when hooks have come or gone inside of blocks, or a block has been refused."""
 
-    def __init__(self, renew: Callable[[], _CompiledSwaps]):
+    def __init__(self, renew: Callable[[], _CompiledSwaps], refused: set[str]):
         super().__init__()
-        self.renew = renew
+        self.renew, self.refused = renew, refused
         self.tables: list[dict] = []
-        self.num_hooks = 0
+        self.made_for: int | None = None
 
     def watch(self, part: nn.Module) -> None:
         """Count the hooks of a part."""
-        tables = _torch.module_hook_tables(part)
-        self.tables += tables
-        self.num_hooks += sum(map(len, tables))
+        self.tables += _torch.module_hook_tables(part)
+
+    def _state(self) -> int:
+        return sum(map(len, self.tables)) + len(self.refused)
 
     def put(self) -> None:
         """Set the values of the inside."""
-        if sum(map(len, self.tables)) != self.num_hooks:
+        if self.made_for is None:
+            self.made_for = self._state()
+        elif self.made_for != self._state():
             new = self.renew()
-            self.places, self.tables, self.num_hooks = new.places, new.tables, new.num_hooks
+            self.places, self.tables, self.made_for = new.places, new.tables, new._state()
         super().put()
 
     def take_back(self) -> None:

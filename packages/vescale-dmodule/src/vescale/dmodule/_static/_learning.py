@@ -236,4 +236,8 @@ def _add_step(program: StaticProgram, crossing: Crossing) -> None:
         target = replicated(mesh)
         gradient = None if gradient is None else target
     conversion = Conversion(crossing.shape, crossing.source, target, gradient)
-    program.steps.setdefault(crossing.where, {})[torch.Size(crossing.arriving)] = compile_conversion(conversion, mesh)
+    try:
+        step = compile_conversion(conversion, mesh)
+    except ValueError as error:
+        raise NotLocalFriendlyError(f"{crossing.where}: {error}") from error
+    program.steps.setdefault(crossing.where, {})[torch.Size(crossing.arriving)] = step

@@ -136,13 +136,15 @@ class Crossings:
         return None if old is None or _agree(old, new) else old
 
     def add(self, new: Crossing) -> None:
-        """Add a crossing; of two that differ by a gradient that did not come, the one with the gradient is kept."""
+        """Add a crossing; of two that agree, the one that says more is kept: a DTensor's, and with a gradient."""
         old = self.known.get(new.key)
-        if old is None or old.gradient is None:
+        if old is None or old.source is None or (old.gradient is None and new.source is not None):
             self.known[new.key] = new
 
 
 def _agree(old: Crossing, new: Crossing) -> bool:
+    if old.shape == new.shape and None in (old.source, new.source):  # a plain tensor is equal on all ranks
+        return all(p.is_replicate() for p in (*(old.source or ()), *(new.source or ())))
     layouts = (old.shape, old.source, old.target) == (new.shape, new.source, new.target)
     return layouts and (old.gradient == new.gradient or None in (old.gradient, new.gradient))
 
