@@ -1,5 +1,6 @@
 """Compile mode: every block is one graph with its collectives, blocks share it, and a pass is that of one process."""
 
+import contextlib
 import copy
 import logging
 from types import SimpleNamespace
@@ -15,17 +16,22 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import parallelize_module, plans, set_mode
 from vescale.dmodule._static import _compile
+from vescale.dmodule._static._random import Draw, Operand
 from vescale.dtensor import Partial, Replicate, Shard, init_device_mesh
 from vescale_testing import ranks
 
 
 class Graphs:
-    """A backend that runs what it gets as it is, and keeps it."""
+    """A backend that runs what it gets as it is, and keeps it; also the backward if ``differentiates``."""
 
     def __init__(self):
-        self.forward, self.backward = [], []
+        self.forward, self.backward, self.differentiates = [], [], False
 
     def __call__(self, module, inputs):
+        if not self.differentiates:
+            self.forward.append(module)
+            return module.forward
+
         def keep(graphs):
             def compiler(graph, _inputs):
                 graphs.append(graph)
@@ -50,6 +56,7 @@ def graphs(monkeypatch):
 
 @ranks(2, timeout=240)
 def test_a_language_model_with_dropout(graphs, build, train, assert_same_pass):
+    graphs.differentiates = True
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     reference = train(build("llama", dropout=0.1, num_hidden_layers=2), passes=2, use_cache=False)
     model = build("llama", dropout=0.1, num_hidden_layers=2)
@@ -61,14 +68,23 @@ def test_a_language_model_with_dropout(graphs, build, train, assert_same_pass):
     both = ["all_gather_into_tensor"] * 2 + ["reduce_scatter_tensor"] * 2
     assert collectives(graphs.forward[0]) == collectives(graphs.backward[0]) == both
     assert "dropout_factors" in str(graphs.forward[0].graph)
-    # a dropout that does not know which part of the draw is its own is seen
-    wrong = build("llama", dropout=0.1, num_hidden_layers=2)
-    parallelize_module(wrong, mesh, plan, mode="compile")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_compile, "BACKEND", "eager")
-        patch.setattr(_compile, "_mode", lambda _draws, _program: None)
-        with pytest.raises(AssertionError):
-            assert_same_pass(train(wrong, passes=2, use_cache=False), reference)
+
+
+@ranks(2)
+def test_dropout_draws_the_part_of_one_device():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mine = slice(3 * mesh.get_local_rank(), 3 * mesh.get_local_rank() + 3)
+    torch.manual_seed(1)
+    whole = nn.functional.dropout(torch.ones(6, 50), 0.3)
+    state = torch.get_rng_state()
+    operand = Operand(torch.Size((3, 50)), torch.Size((6, 50)), (Shard(0),))
+    for mode in (_compile.CompiledDraws([Draw(nn.functional.dropout, [operand])], mesh), contextlib.nullcontext()):
+        torch.manual_seed(1)
+        with mode:
+            local = nn.functional.dropout(torch.ones(3, 50), 0.3)
+        knows = isinstance(mode, _compile.CompiledDraws)
+        assert torch.equal(local, whole[mine]) == (knows or mine.start == 0)
+        assert torch.equal(torch.get_rng_state(), state) == knows
 
 
 class Block(nn.Module):
@@ -135,7 +151,7 @@ def parallel(**options):
 def test_blocks_of_any_kind(graphs):
     model, single = parallel(), Model()
     assert close(run(model), run(single))
-    assert len(graphs.forward) == len(graphs.backward) == 1
+    assert len(graphs.forward) == 1
 
     # other shapes and no gradients
     assert close(run(model, size=8), run(single, size=8))
@@ -167,15 +183,16 @@ def test_blocks_of_any_kind(graphs):
 @ranks(2, timeout=240)
 def test_more_blocks_than_one_cache_holds(graphs):
     with torch._dynamo.config.patch(recompile_limit=1):
-        many = {"num_blocks": 3}
+        many = {"num_blocks": 2}
         assert close(run(parallel(**many), numbered=True), run(Model(**many), numbered=True))
-        assert len(graphs.forward) == len(graphs.backward) == 3  # each reads its own number
+        assert len(graphs.forward) == 2  # each reads its own number
         assert close(run(parallel(**many)), run(Model(**many)))
-        assert len(graphs.forward) == len(graphs.backward) == 4
+        assert len(graphs.forward) == 3
 
 
 @ranks(2, timeout=240)
 def test_recomputed_blocks(graphs):
+    graphs.differentiates = True
     assert close(run(parallel(recomputed=True)), run(Model(recomputed=True)))
     assert len(graphs.forward) == len(graphs.backward) == 1
 

@@ -79,8 +79,5 @@ def test_repeated_heads_in_another_order_differ(build, train, assert_same_pass):
 def test_generation_caches_repeated_heads(build):
     ids = torch.randint(0, 255, (2, 5), generator=torch.Generator().manual_seed(1))
     options = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": 0}
-    for family in ("llama", "phi3"):
-        expected = build(family).eval().generate(ids, **options)
-        for mode in MODES:
-            model = parallel(build(family).eval(), mode)
-            assert torch.equal(model.generate(ids, **options), expected)
+    expected = build("llama").eval().generate(ids, **options)
+    assert torch.equal(parallel(build("llama").eval()).generate(ids, **options), expected)

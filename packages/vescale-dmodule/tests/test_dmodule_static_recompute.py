@@ -48,7 +48,7 @@ class Layer(nn.Module):
 
 PLAN = {
     "parameter": {r".*\.up\.(weight|bias)": S0, r".*\.down\.weight": S1},
-    "forward": {r".*\.up\.input": [R], r".*\.down\.output": [S0], r"last\.input": [R]},
+    "forward": {r"first\.input": [S0], r".*\.up\.input": [R], r".*\.down\.output": [S0], r"last\.input": [R]},
 }
 
 

@@ -189,7 +189,8 @@ class ExpertRegion:
 
         undo = contextlib.ExitStack()
         parameters = undo.enter_context(self._local_state(module, axes, absent=masked))
-        undo.enter_context(random.forbidden(RANDOM))
+        if self._declared is None:  # static mode sees to it by itself, at no cost for every operator
+            undo.enter_context(random.forbidden(RANDOM))
         self._called.clear()
         seen = operands[0], operands[2]
         sum_group = None if self.layout.partial_output else summed

@@ -88,6 +88,7 @@ class CompiledBlocks:
             entry = _Entry.of(block)
             run = self._run(name, entry, tuple(kind), _mode(draws, program))
             swaps.places.append((vars(entry), "run", run))
+        swaps.made_for = swaps.state()
         return swaps
 
     def refuse(self, name: str, reason: object) -> None:
@@ -191,22 +192,21 @@ class _CompiledSwaps(Swaps):
         super().__init__()
         self.renew, self.refused = renew, refused
         self.tables: list[dict] = []
-        self.made_for: int | None = None
+        self.made_for = 0
 
     def watch(self, part: nn.Module) -> None:
         """Count the hooks of a part."""
         self.tables += _torch.module_hook_tables(part)
 
-    def _state(self) -> int:
+    def state(self) -> int:
+        """Return a number that changes when something has changed."""
         return sum(map(len, self.tables)) + len(self.refused)
 
     def put(self) -> None:
         """Set the values of the inside."""
-        if self.made_for is None:
-            self.made_for = self._state()
-        elif self.made_for != self._state():
+        if self.made_for != self.state():
             new = self.renew()
-            self.places, self.tables, self.made_for = new.places, new.tables, new._state()
+            self.places, self.tables, self.made_for = new.places, new.tables, new.made_for
         super().put()
 
     def take_back(self) -> None:

@@ -99,12 +99,30 @@ def _rehearse_locally(program: StaticProgram, args: tuple, kwargs: dict) -> Run:
             output = _call_locally(program, run, copied(args), copied(kwargs))
             if torch.is_grad_enabled():
                 differentiate(output)
-            run.gradients.update(_gradients(program))
+            _add_gradients(run, _gradients(program))
             run.buffers.update(_buffers(program, layouts))
     finally:
         program.observer, program.checked, program.model.scope.attaches = None, None, True
         program.tell_twins()
     return run
+
+
+def _add_gradients(run: Run, others: dict[str, tuple[Tensor, tuple | None]]) -> None:
+    """Add gradients that came to DTensors, in parts that stay in eager mode, to those that came to local tensors.
+
+    Raises:
+        NotLocalFriendlyError: a tied parameter has both, and one of them is a sum that is yet to be done.
+    """
+    for name, (gradient, layout) in others.items():
+        if name in run.gradients:
+            local, _ = run.gradients[name]
+            if local.shape != gradient.shape or any(p.is_partial() for p in layout):
+                raise NotLocalFriendlyError(
+                    f"parameter {name!r} is used on local tensors and by a part that stays in eager mode, where its "
+                    f"gradient is {layout}; keep both uses in one mode"
+                )
+            gradient = gradient + local
+        run.gradients[name] = gradient, layout
 
 
 def _call_locally(program: StaticProgram, run: Run, args: tuple, kwargs: dict) -> object:
@@ -116,8 +134,7 @@ def _call_locally(program: StaticProgram, run: Run, args: tuple, kwargs: dict) -
         name = run.names.failed or program.name
         raise NotLocalFriendlyError(
             f"on local tensors {describe(name)} fails, which runs in eager mode: {type(error).__name__}: {error}. "
-            f"Its code "
-            f"is written for global shapes (a hard-coded number of heads, a size); {ways_out(name)}"
+            f"Its code is written for global shapes (a hard-coded number of heads, a size); {ways_out(name)}"
         ) from error
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["local_forward", "silent_axes"]
 
@@ -44,14 +45,26 @@ def _summed_dim(module: nn.Module) -> int | None:
 def local_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return the forward of an embedding whose vocabulary is sharded, for local tensors; None for other modules."""
     weight = getattr(module, "weight", None)
-    if type(module).forward is not nn.Embedding.forward or not isinstance(weight, DTensor):
+    if not isinstance(module, nn.Embedding) or not isinstance(weight, DTensor):
         return None
     rows = [axis for axis, placement in enumerate(weight.placements) if placement == Shard(0)]
     if not rows or any(p.is_shard(0) and p != Shard(0) for p in weight.placements):
         return None
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         return None
-    return _VocabularyShard(module, _first_row(weight, rows))
+    lookup = _VocabularyShard(module, _first_row(weight, rows))
+    return lookup if type(module).forward is nn.Embedding.forward else _in_forward_of(module, lookup)
+
+
+def _in_forward_of(module: nn.Embedding, lookup: _VocabularyShard) -> Callable[..., Tensor]:
+    """Return the forward of a subclass, which scales what it looks up or so, with our lookup inside."""
+    own = module.forward
+
+    def forward(*args: object, **kwargs: object) -> Tensor:
+        with _Lookups(lookup):
+            return own(*args, **kwargs)
+
+    return forward
 
 
 def _first_row(weight: DTensor, axes: list[int]) -> int:
@@ -62,6 +75,21 @@ def _first_row(weight: DTensor, axes: list[int]) -> int:
         start = min(chunk * coord, size)
         first, size = first + start, min(chunk, size - start)
     return first
+
+
+class _Lookups(TorchFunctionMode):
+    """Answer lookups of a module's own weight by those of this rank's rows."""
+
+    def __init__(self, lookup: _VocabularyShard):
+        super().__init__()
+        self.lookup = lookup
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if func is functional.embedding and weight is self.lookup.module.weight:
+            return self.lookup(args[0] if args else kwargs["input"])
+        return func(*args, **kwargs)
 
 
 class _VocabularyShard:
