@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch._dynamo  # before ranks are forked: it takes seconds
 import torch._inductor.compile_fx
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import parallelize_module, plans, set_mode

@@ -10,7 +10,7 @@ from vescale.dmodule import Repeat, parallelize_module, plans
 from vescale.dtensor import Shard, init_device_mesh
 from vescale_testing import ranks
 
-MODES = ("eager",)
+MODES = ("eager", "static")
 FAMILIES = sorted(plans.FAMILIES)
 
 # Four query heads over two key-value heads, which over four ranks are repeated. Where it is another code path, as many

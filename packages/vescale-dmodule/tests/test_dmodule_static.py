@@ -171,7 +171,7 @@ def test_what_a_program_does_between_steps(tiny, in_all_modes):
                 for name, context in (("inference", torch.inference_mode()), ("no grad", torch.no_grad())):
                     with context:
                         found[f"{name} {step}"] = model(ids).clone()
-                assert len(rehearsals) <= step
+                assert len(rehearsals) <= 1  # both kinds of call are alike; the first runs in eager mode
         return found
 
     def retain(model):

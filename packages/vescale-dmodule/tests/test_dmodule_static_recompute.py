@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from vescale.dmodule import parallelize_module, plans, set_mode
+from vescale.dmodule import NotLocalFriendlyError, parallelize_module, plans, set_mode
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale_testing import ranks
 
@@ -72,8 +72,14 @@ def train(model):
 def test_layers_modules_and_functions(in_all_modes):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for use_reentrant in (False, True):
-        for kind in ("list", "module", "fn"):
+        for kind in ("list", "module"):
             in_all_modes(functools.partial(Recomputed, kind, use_reentrant), PLAN, mesh, train)
+        # a function is no module, so nothing tells its draws; before the program's own backward
+        model = parallelize_module(Recomputed("fn", use_reentrant), mesh, PLAN, mode="static")
+        with pytest.raises(NotLocalFriendlyError, match="on local tensors"):
+            train(model)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        in_all_modes(functools.partial(Recomputed, "fn", use_reentrant), PLAN, mesh, train, modes=("eager",))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -86,8 +92,10 @@ def test_hugging_face_checkpointing_switched_on_after_some_steps(use_reentrant, 
         parallelize_module(model, mesh, plans.plan_for(model, degree=2, sequence_parallel=True), mode="static")
         assert_same_pass(train(model, use_cache=False), expected)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        calls = []
-        model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+        model.zero_grad()
+        assert_same_pass(train(model, use_cache=False), expected)
+        calls = []  # counted where nothing is rehearsed
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
         model.zero_grad()
         assert_same_pass(train(model, use_cache=False), expected)
         assert len(calls) == 2  # it has run again

@@ -36,6 +36,7 @@ __all__ = [
     "no_function_modes",
     "on_backward_end",
     "plain_operands_replicated",
+    "run_backward",
     "tensor_hooks",
     "tensor_tables",
     "tree_leaves",
@@ -232,6 +233,12 @@ def accumulates(leaf: Tensor) -> bool:
 def backward_number() -> int:
     """Return the number of the backward pass that is running in this thread, -1 outside."""
     return torch._C._current_graph_task_id()
+
+
+def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Do as ``torch.autograd.backward``, which turns function modes off while it runs."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

@@ -1,9 +1,9 @@
 """What rehearsals have found, for the calls that share it.
 
 On local tensors a value is recognised by its place and its local shape. That is enough as long as one local shape at
-one place always means the same: a sequence of 8 and one of 7 over two ranks both give the first rank 4. So calls
-whose values look alike but lie differently have findings of their own, and the signature of a call chooses. Nearly
-all programs have one for all.
+one place always means the same. A sequence of 8 and one of 7 over two ranks both give the first rank 4. So calls whose
+values look alike but lie differently have findings of their own, and the signature of a call chooses. Nearly all
+programs have one for all.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _rehearse_locally(program: StaticProgram, args: tuple, kwargs: dict) -> Run:
         with nothing_happens(program.module), run.names.watching(program.modules):
             output = _call_locally(program, run, copied(args), copied(kwargs))
             if torch.is_grad_enabled():
-                differentiate(output)
+                _differentiate_locally(output)
             _add_gradients(run, _gradients(program))
             run.buffers.update(_buffers(program, layouts))
     finally:
@@ -135,6 +135,19 @@ def _call_locally(program: StaticProgram, run: Run, args: tuple, kwargs: dict) -
         raise NotLocalFriendlyError(
             f"on local tensors {describe(name)} fails, which runs in eager mode: {type(error).__name__}: {error}. "
             f"Its code is written for global shapes (a hard-coded number of heads, a size); {ways_out(name)}"
+        ) from error
+
+
+def _differentiate_locally(output: object) -> None:
+    try:
+        differentiate(output)
+    except NotLocalFriendlyError:
+        raise
+    except Exception as error:
+        raise NotLocalFriendlyError(
+            f"on local tensors backward fails, which runs in eager mode: {type(error).__name__}: {error}. Activation "
+            "checkpointing of a function may be why, whose own code draws random numbers or reads parameters: checkpoint "
+            'a module instead, or run the model on DTensors (mode="eager")'
         ) from error
 
 

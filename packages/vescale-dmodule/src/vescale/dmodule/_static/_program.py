@@ -53,6 +53,7 @@ __all__ = ["Model", "StaticProgram"]
 
 logger = logging.getLogger("vescale.dmodule")
 
+CHECKPOINTING = "gradient_checkpointing"  # what Hugging Face calls the switch of a layer
 MANY = 32  # rehearsals after which a warning says that shapes keep changing
 
 
@@ -103,6 +104,7 @@ class StaticProgram:
         self.own_draws: DrawHooks | None = None
         self.recomputed: set[str] = set()
         self.recomputations = Recomputations()
+        self.switches = [part for part in self.modules.values() if hasattr(part, CHECKPOINTING)]
         self.quiet: set[Hashable] = set()  # calls that draw no random numbers
         self.stream = stream_of(model.mesh.device_type)
         # the state of a call
@@ -253,7 +255,9 @@ class StaticProgram:
     def _signature(self, args: tuple, kwargs: dict) -> Hashable:
         autocast = torch.is_autocast_enabled(self.model.mesh.device_type)
         dtype = torch.get_autocast_dtype(self.model.mesh.device_type) if autocast else None
-        return torch.is_grad_enabled(), self.module.training, dtype, describe_value(args), describe_value(kwargs)
+        switches = [getattr(part, CHECKPOINTING) for part in self.switches]
+        values = describe_value(args), describe_value(kwargs)
+        return torch.is_grad_enabled(), self.module.training, dtype, *switches, *values
 
     def _learn(self, signature: Hashable, args: tuple, kwargs: dict) -> bool:
         """Rehearse a call, unless it should run in eager mode this time."""

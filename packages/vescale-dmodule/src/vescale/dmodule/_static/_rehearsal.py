@@ -157,7 +157,7 @@ def differentiate(output: object) -> None:
     scalars = [leaf for leaf in leaves if leaf.ndim == 0]
     chosen = scalars or leaves
     if chosen:
-        torch.autograd.backward(chosen, [_weights(leaf) for leaf in chosen])
+        _torch.run_backward(chosen, [_weights(leaf) for leaf in chosen])
 
 
 def _weights(output: Tensor) -> Tensor:
