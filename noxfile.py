@@ -171,6 +171,17 @@ def unit(session: nox.Session, package: str) -> None:
 
 
 @nox.session(default=False)
+@each_project
+def thorough(session: nox.Session, package: str) -> None:
+    """Run the tests of one package that take long, such as those that generate kernels."""
+    start_environment(session, [*family(package), TESTING])
+    install(session, family(package))
+    install(session, [TESTING], *PROJECTS[package].test_requirements)
+    folder = relative(PROJECTS[package].folder / "tests")
+    session.run("pytest", folder, "-m", "thorough", *session.posargs, env=RUN_ENV, success_codes=[0, 5])
+
+
+@nox.session(default=False)
 @each_package
 def floor(session: nox.Session, package: str) -> None:
     """Test one package with the lowest versions that it declares."""

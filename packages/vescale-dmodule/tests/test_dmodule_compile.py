@@ -180,6 +180,7 @@ def test_blocks_of_any_kind(graphs):
     assert not close(run(model), without)
 
 
+@pytest.mark.thorough
 @ranks(2, timeout=240)
 def test_more_blocks_than_one_cache_holds(graphs):
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -197,6 +198,7 @@ def test_recomputed_blocks(graphs):
     assert len(graphs.forward) == len(graphs.backward) == 1
 
 
+@pytest.mark.thorough
 @ranks(2, timeout=240)
 def test_generated_kernels():
     with torch._inductor.config.patch(compile_threads=1):

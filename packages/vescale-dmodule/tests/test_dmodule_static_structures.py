@@ -57,7 +57,7 @@ class Outer(nn.Module):
 PLAN = {
     "parameter": {r".*up\.(weight|bias)": S0, r".*down\.weight": S1},
     "forward": {
-        r"inner\.input": {"given": {"x": [R], "pair": [R]}, "mask": R},
+        r"inner\.input": {"given": {"x": [R], "pair": [R]}, "mask": S0},
         r".*down\.output": [S0],
         r"inner\.output": {"result": {"hidden": S0, "parts": [S0, [S0]]}, "pair": [S0]},
         r"norm\.input": [S0],

@@ -238,7 +238,9 @@ def backward_number() -> int:
 def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Do as ``torch.autograd.backward``, which turns function modes off while it runs."""
     engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine.run_backward(
+        tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

@@ -25,7 +25,6 @@ __all__ = ["parallelize_module"]
 logger = logging.getLogger("vescale.dmodule")
 
 
-
 def parallelize_module(
     module: nn.Module,
     mesh: DeviceMesh,

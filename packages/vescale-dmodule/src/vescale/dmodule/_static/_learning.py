@@ -146,8 +146,8 @@ def _differentiate_locally(output: object) -> None:
     except Exception as error:
         raise NotLocalFriendlyError(
             f"on local tensors backward fails, which runs in eager mode: {type(error).__name__}: {error}. Activation "
-            "checkpointing of a function may be why, whose own code draws random numbers or reads parameters: checkpoint "
-            'a module instead, or run the model on DTensors (mode="eager")'
+            "checkpointing of a function may be why, whose own code draws random numbers or reads parameters: "
+            'checkpoint a module instead, or run the model on DTensors (mode="eager")'
         ) from error
 
 
