@@ -38,7 +38,7 @@ def parallel(model, case, mode):
     ("mode", "auxiliary", "cases"),
     [
         ("eager", True, ["picked", "summed at the next boundary", "exchanged"]),
-        ("static", False, ["masked", "summed at the next boundary"]),
+        ("static", True, ["masked", "summed at the next boundary"]),
     ],
 )
 def test_training_equals_one_process(mode, auxiliary, cases, build, train, assert_same_pass):

@@ -90,6 +90,8 @@ def nothing_happens(module: nn.Module) -> Iterator[None]:
     state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in random.get_state().items()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     tables = [(table, dict(table)) for part in module.modules() for table in _torch.tensor_tables(part)]
+    # Models install hooks in their first call and note that in an attribute: both or neither must stay.
+    tables += [(table, dict(table)) for part in module.modules() for table in _torch.module_hook_tables(part)]
     attributes = [(part, dict(vars(part))) for part in module.modules()]
     parameters = list(module.parameters())
     grads = [parameter.grad for parameter in parameters]
