@@ -133,6 +133,7 @@ class FlatReduction:
             self._launch_next()
 
     def results(self) -> list[Tensor]:
-        """Return the sums, views of one buffer, in the order of the summands."""
-        pieces = self._flat.split([shape.numel() for shape in self._shapes])
+        """Return the sums, in the order of the summands; each owns its memory, so that none keeps the buffer alive."""
+        sizes = [shape.numel() for shape in self._shapes]
+        pieces = [self._flat] if len(sizes) == 1 else torch.split_with_sizes_copy(self._flat, sizes)
         return [p if len(shape) == 1 else p.view(shape) for p, shape in zip(pieces, self._shapes, strict=True)]

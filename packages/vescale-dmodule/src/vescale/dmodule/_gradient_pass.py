@@ -152,14 +152,8 @@ class Pass:
 
 
 def _own(piece: Tensor, like: Tensor) -> Tensor:
-    """Return a slice of a bucket in the memory format of a parameter.
-
-    It is copied, unless it is all of the bucket: a DTensor over a slice could not be copied deeply, and would keep the
-    bucket alive.
-    """
-    if piece.stride() != like.stride():
-        return torch.empty_like(like, dtype=piece.dtype).copy_(piece)
-    return piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()
+    """Return a reduced gradient in the memory format of a parameter."""
+    return piece if piece.stride() == like.stride() else torch.empty_like(like, dtype=piece.dtype).copy_(piece)
 
 
 def as_gradient(parameter: DTensor, local: Tensor, placements: Sequence[Placement]) -> DTensor:

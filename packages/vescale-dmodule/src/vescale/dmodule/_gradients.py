@@ -265,6 +265,21 @@ class GradientSync:
             alone.add(slot, bucket, local)
             alone.end()
 
+    def collector(self, parameter: DTensor, placements: Sequence[Placement]) -> Callable[[Tensor], None]:
+        """Return :meth:`add` for one parameter and the placements of its summands, prepared."""
+        slot, placements, dtype, passes = self._slot(parameter), tuple(placements), parameter.dtype, self._passes
+        bucket = slot.bucket(placements, dtype)
+
+        def collect(local: Tensor) -> None:
+            number = _torch.backward_number()
+            if bucket is None or number == -1 or not self.synchronises or local.requires_grad:
+                self.add(parameter, local, placements)
+            else:
+                running = passes.get(number)
+                (self._pass_of(number) if running is None else running).add(slot, bucket, local)
+
+        return collect
+
     def _pass_of(self, number: int) -> Pass:
         current = self._passes.get(number)
         if current is None:

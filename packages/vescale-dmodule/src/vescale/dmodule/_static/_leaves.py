@@ -39,6 +39,7 @@ class Twin:
         local: the plain tensor that modules see; a leaf.
         gradient: layout of the local gradient; None until a rehearsal has found it.
         trained: whether the parameter takes a gradient.
+        collect: what takes local gradients; None leaves them to ``LocalParameters.arrived``.
         fits: whether the local gradient is the whole gradient's shard, in the parameter's own layout.
         address: of the DTensor's local storage.
         hooks: the tables of gradient hooks of the DTensor.
@@ -55,9 +56,12 @@ class Twin:
     fits: bool = False
     trained: bool = False
 
-    def expect(self, gradient: tuple[Placement, ...] | None, *, fits: bool) -> None:
-        """Tell the twin what its gradients are, and whether they may go to the parameter without a detour."""
-        self.gradient, self.fits = gradient, fits and gradient == tuple(self.whole.placements)
+    collect: Callable[[Tensor], None] | None = None
+
+    def expect(self, gradient: tuple[Placement, ...] | None, collect: Callable[[Tensor], None] | None) -> None:
+        """Tell the twin in what layout its gradients come, and what takes them; None leaves them to ``arrived``."""
+        self.gradient, self.collect = gradient, collect
+        self.fits = collect is not None and gradient == tuple(self.whole.placements)
 
 
 @dataclass
@@ -128,6 +132,8 @@ class LocalParameters:
             grad, leaf.grad = leaf.grad, None
             if twin.fits and whole.grad is None and not grad.requires_grad:  # what nearly always is
                 whole.grad = wrap(grad)
+            elif twin.collect is not None:
+                twin.collect(grad)
             else:
                 self.arrived(twin, grad)
 

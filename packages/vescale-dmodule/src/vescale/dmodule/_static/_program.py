@@ -328,22 +328,19 @@ class StaticProgram:
     def tell_twins(self) -> None:
         """Tell the twins in what layouts their gradients come, and whether to keep them for a comparison."""
         for twin in self.parameters:
-            twin.expect(self.gradients.get(twin.name), fits=self.checked is None)
+            layout = self.gradients.get(twin.name)
+            delivers = layout is not None and self.checked is None
+            twin.expect(layout, self.model.sync.collector(twin.whole, layout) if delivers else None)
 
     def _arrived(self, twin: Twin, grad: Tensor) -> None:
-        """Hand the local gradient of a parameter on."""
-        if self.checked is not None:
-            self.checked.gradients[twin.name] = (grad, None)
-            return
-        whole = twin.whole
-        if twin.gradient is None:
+        """Keep a gradient of a rehearsal; refuse one that a rehearsal has not seen."""
+        if self.checked is None:
             raise NotLocalFriendlyError(
-                f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: "
-                f"a branch "
-                "that depends on data? Run the model in mode 'eager', or keep the module that branches on DTensors: "
-                f'"eager": [r"{twin.name.rpartition(".")[0]}"]'
+                f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: a "
+                "branch that depends on data? Run the model in mode 'eager', or keep the module that branches on "
+                f'DTensors: "eager": [r"{twin.name.rpartition(".")[0]}"]'
             )
-        self.model.sync.add(whole, grad, twin.gradient)
+        self.checked.gradients[twin.name] = (grad, None)
 
     # --------------------------------------------------------------------------------------------- values
 
