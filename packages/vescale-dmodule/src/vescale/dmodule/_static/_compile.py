@@ -209,12 +209,6 @@ class _CompiledSwaps(Swaps):
             self.places, self.tables, self.made_for = new.places, new.tables, new.made_for
         super().put()
 
-    def take_back(self) -> None:
-        """Set the values of the outside, if they are not there (a rehearsal does not put anything)."""
-        if self.outside:
-            super().take_back()
-            self.outside = []
-
 
 # ------------------------------------------------------------------------------------------------- blocks
 

@@ -19,10 +19,11 @@ class Swaps:
 
     Attributes:
         places: a module's own attributes, the name of one, and the value that it has inside.
+        outside: the values outside, while those of the inside are set; else None.
     """
 
     places: list[tuple[dict[str, object], str, object]] = field(default_factory=list)
-    outside: list[object] = field(default_factory=list)
+    outside: list[object] | None = None
 
     @classmethod
     def of(
@@ -53,8 +54,9 @@ class Swaps:
             table[name] = value
 
     def take_back(self) -> None:
-        """Set the values of the outside."""
-        for (table, name, _), value in zip(self.places, self.outside, strict=True):
+        """Set the values of the outside again; nothing if those of the inside are not set."""
+        outside, self.outside = self.outside, None
+        for (table, name, _), value in zip(self.places, outside, strict=True) if outside is not None else ():
             if value is ABSENT:
                 table.pop(name, None)
             else:
