@@ -2,10 +2,14 @@
 
 import itertools
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves
+
+from vescale.dtensor import InterleavedShard, RaggedShard, _layout
 
 
 def _shard_of(tensor, mesh, placements):
@@ -130,3 +134,45 @@ def assert_equals_one_device():
         )
 
     return check
+
+
+@pytest.fixture(scope="session")
+def meshes_of_1_to_8_ranks():
+    """`meshes_of_1_to_8_ranks()`: on 8 ranks, meshes of the first 1 to 8 of them, 1-D to 4-D; others are outside."""
+    shapes = [(1,), (2,), (1, 2), (3,), (2, 2), (5,), (2, 3), (3, 2), (7,), (8,), (2, 4), (2, 2, 2), (2, 1, 2, 2)]
+
+    def make():
+        return [DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).view(shape)) for shape in shapes]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def draw_placements():
+    """`draw_placements(draw, shape, mesh_shape)`: any placements that fit, drawn by hypothesis, one for each axis.
+
+    At most one is ragged, and only with ``ragged=True``; several axes may cut the same dim, in either order.
+    """
+
+    def one(draw, shape, size, ragged):
+        dim = draw(st.integers(0, len(shape) - 1))
+        divisors = [k for k in (2, 3) if shape[dim] % k == 0]
+        kinds = [Replicate(), Shard(dim), Shard(dim), *(InterleavedShard(dim, k) for k in divisors)]
+        kinds.append(_layout.StridedShard(dim, split_factor=draw(st.integers(1, 4))))
+        if ragged:
+            units = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size).filter(sum))
+            kinds.append(RaggedShard(tuple(range(dim + 1)), tuple(units)))
+        return kinds[draw(st.integers(0, len(kinds) - 1))]
+
+    def several(draw, shape, mesh_shape, *, ragged=False):
+        placements = []
+        for size in mesh_shape:
+            placements.append(one(draw, shape, size, ragged))
+            ragged = ragged and not isinstance(placements[-1], RaggedShard)
+        try:
+            _layout.check(tuple(shape), tuple(mesh_shape), tuple(placements))
+        except ValueError:  # parts or units that do not divide what other axes leave
+            placements = [p if type(p) is Shard else Replicate() for p in placements]
+        return placements
+
+    return several

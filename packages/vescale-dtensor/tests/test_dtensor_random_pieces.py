@@ -173,6 +173,19 @@ def test_the_comparison_sees_a_wrong_walk(broken, monkeypatch):
     assert not draws_alike(case, (1,))
 
 
+@pytest.mark.parametrize("op", OPERATORS, ids=str)
+def test_a_draw_of_the_shard_alone_is_another_one(op):
+    """Every rank but the first, drawing for its shard as stock torch does, gets values of another rank's."""
+    args, dtypes = OPERATORS[op]
+    case = {"shape": (26, 7), "stride": (7, 1), "op": op, "args": args, "dtype": dtypes[0], "cached": False}
+    whole, state = reference(case)
+    generator = seeded(case)
+    local = torch.zeros(13, 7, dtype=dtypes[0])
+    op(local, *args, generator=generator)
+    assert not torch.equal(local, whole[13:])
+    assert not torch.equal(generator.get_state(), state)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(cases(), st.integers(1, 4), st.integers(1, 3))
 def test_windows_on_the_batch(case, count, outer):

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from vescale.dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from vescale.dtensor import (
+    DeviceMesh,
+    Partial,
+    Replicate,
+    Shard,
+    UnsupportedOperator,
+    distribute_tensor,
+    init_device_mesh,
+)
 from vescale_testing import ranks
 
 
@@ -59,3 +67,16 @@ def test_equal_is_decided_by_all_ranks_of_the_mesh():
         assert torch.equal(x, distribute_tensor(data, mesh, [Shard(1)]))
         assert not torch.equal(x, different)
         assert not torch.equal(x, x[:4])
+
+
+@ranks(3)
+def test_outside_the_mesh_there_is_no_value():
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+    above = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)], src_data_rank=None) > 4
+    if mesh.get_coordinate() is not None:
+        assert above.any()
+        assert not torch.equal(above, ~above)
+        return
+    for question in (lambda: bool(above.any()), lambda: torch.equal(above, ~above)):
+        with pytest.raises(UnsupportedOperator, match="this rank is not in its mesh, so that it cannot know the value"):
+            question()

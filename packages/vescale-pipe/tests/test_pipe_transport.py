@@ -1,5 +1,7 @@
 """Transfers between two ranks: any dtype, shape and strides, in order; groups made with and without the whole world."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,3 +81,16 @@ def test_groups_of_two_pipelines_side_by_side(everyone):
         total = torch.tensor([dist.get_rank()])
         dist.all_reduce(total, group=group)
         assert total.item() == sum(mine)
+
+
+@ranks(2)
+def test_stages_that_know_different_groups():
+    """Stock would name the pipeline's groups after how many others the stage knows."""
+    dist.new_group([0])
+    transport = make_transport()
+    assert transport.gather_objects(transport.stage) == [0, 1]
+    assert make_transport().gather_objects(transport.stage) == [0, 1]
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with pytest.raises(RuntimeError):
+        dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=1))

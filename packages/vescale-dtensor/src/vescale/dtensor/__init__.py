@@ -13,6 +13,7 @@ from ._boxes import flat_range_boxes
 from ._deferred import deferred_init, is_deferred, materialize
 from ._layout import local_views
 from ._placements import InterleavedShard, RaggedShard, UnsupportedPlacement
+from ._placements._collectives import group_of_ranks
 from ._placements._distribute import distribute_tensor
 from ._register import disabled, register
 from ._strict import ImplicitRedistributionError, strict
@@ -36,6 +37,7 @@ __all__ = [
     "disabled",
     "distribute_tensor",
     "flat_range_boxes",
+    "group_of_ranks",
     "init_device_mesh",
     "is_deferred",
     "local_views",

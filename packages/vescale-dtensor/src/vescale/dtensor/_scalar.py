@@ -4,6 +4,8 @@ Stock DTensor reads the number that this rank happens to hold, which for a parti
 silently take different branches. Here the value is reduced first: an implicit redistribution, refused where those are
 refused. Two tensors are compared shard by shard, and the ranks of their mesh agree on the answer (stock asks all ranks
 of the program, which hangs on a sub-mesh, and cannot compare different shapes).
+
+A rank outside the mesh holds nothing and hears of nothing: there the question is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from . import _torch
 from ._operators._operands import check_operands
+from .errors import UnsupportedOperator
 
 __all__ = ["scalar_handlers"]
 
@@ -24,12 +27,15 @@ def scalar_handlers() -> dict[_torch.Op, _torch.Handler]:
 
 def _item(op: _torch.Op, args: tuple, kwargs: dict) -> float | int | bool | complex:
     (tensor,) = args
+    _refuse_outside(op, tensor)
     return op(_torch.redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim, for_op=op), **kwargs)
 
 
 def _equal(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
-    mesh = next(tensor.device_mesh for tensor in args if isinstance(tensor, DTensor))
+    known = next(tensor for tensor in args if isinstance(tensor, DTensor))
+    mesh = known.device_mesh
     check_operands(op, args, kwargs)
+    _refuse_outside(op, known)
     if args[0].shape != args[1].shape:
         return False
     whole = [Replicate()] * mesh.ndim
@@ -39,3 +45,9 @@ def _equal(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
     same = torch.tensor(int(op(*parts)), device=parts[0].device)
     votes = _torch.wrap(same, mesh, [Partial("min")] * mesh.ndim, same)
     return bool(_torch.redistributed(votes, whole, for_op=None).item())
+
+
+def _refuse_outside(op: _torch.Op, tensor: DTensor) -> None:
+    if tensor.device_mesh.get_coordinate() is None:
+        reason = "this rank is not in its mesh, so that it cannot know the value: ask for it inside only"
+        raise UnsupportedOperator.for_operands(op, (tensor,), reason)

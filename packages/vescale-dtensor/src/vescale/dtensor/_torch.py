@@ -144,9 +144,11 @@ class Decision:
 
     Attributes:
         needed: the specifications that positional DTensor operands must have, where they must be redistributed.
+        output: the specification of the result, where there is just one.
     """
 
     needed: tuple[object, ...] | None
+    output: Spec | None
 
 
 def review_propagation(
@@ -182,7 +184,8 @@ def review_propagation(
         if not isinstance(sharding, OutputSharding):
             return sharding
         schema = sharding.redistribute_schema if sharding.needs_redistribute else None
-        instead = review(op, args, kwargs, Decision(None if schema is None else tuple(schema.args_schema)))
+        output = sharding.output_spec if isinstance(sharding.output_spec, Spec) else None
+        instead = review(op, args, kwargs, Decision(None if schema is None else tuple(schema.args_schema), output))
         return sharding if instead is None else instead()
 
     propagate.stock = stock

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from . import _torch
+from .errors import UnsupportedOperator
 
 __all__ = ["axes_sharded_on", "local_index", "operand", "reduced", "shards_or_whole", "vocab_handlers"]
 
@@ -66,15 +67,12 @@ def operand(op: _torch.Op, tensor: Tensor, mesh: DeviceMesh, placements: Sequenc
     """Return the shard of an operand; a plain tensor is read as replicated where that is allowed.
 
     Raises:
-        RuntimeError: the tensor is plain and ``implicit_replication`` is not active, or a redistribution is needed
-            where those must be explicit.
+        UnsupportedOperator: the tensor is plain and ``implicit_replication`` is not active.
+        RuntimeError: a redistribution is needed where those must be explicit.
     """
     if not isinstance(tensor, DTensor):
         if not _torch.plain_operands_allowed() and "backward" not in op.name():
-            raise RuntimeError(
-                f"{op}: got mixed torch.Tensor and DTensor; distribute the tensor of shape {tuple(tensor.shape)} "
-                "first, or use torch.distributed.tensor.experimental.implicit_replication()"
-            )
+            raise UnsupportedOperator.for_mixed(op, tensor)
         tensor = _torch.wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor)
     return _torch.redistributed(tensor, placements, for_op=op)
 

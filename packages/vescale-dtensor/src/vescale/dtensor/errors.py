@@ -31,6 +31,14 @@ class UnsupportedOperator(NotImplementedError):  # noqa: N818 - it names what is
         operands = ", ".join(map(describe_operand, tensors)) or describe_operand(None)
         return cls(f"{op} on {operands} cannot give what one device gives; {way_out}")
 
+    @classmethod
+    def for_mixed(cls, op: object, plain: Tensor) -> UnsupportedOperator:
+        """Name a plain tensor among DTensors."""
+        return cls(
+            f"{op}: got mixed torch.Tensor and DTensor; distribute the tensor of shape {tuple(plain.shape)} first, or "
+            "use torch.distributed.tensor.experimental.implicit_replication()"
+        )
+
 
 class UnsupportedRandomOperator(UnsupportedOperator):
     """A random operator whose sharded result could differ from the one of a single device."""

@@ -9,6 +9,7 @@ What each stands for:
 - ``tree_flatten`` / ``tree_unflatten``: nested containers, dataclasses registered by libraries included.
 - ``tensor_hooks``: the dictionary of hooks that ``Tensor.register_hook`` fills, or None.
 - ``graph_task_id``: identity of the backward pass in progress.
+- ``new_group``: a process group made by its members alone, under a name that does not depend on their other groups.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C import _disabled_torch_function_impl as no_torch_function
+from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.overrides import (
     TorchFunctionMode,
@@ -34,6 +37,7 @@ __all__ = [
     "graph_task_id",
     "is_random",
     "make_wrapper",
+    "new_group",
     "no_torch_function",
     "pop_mode",
     "push_mode",
@@ -98,6 +102,20 @@ def version_of(tensor: torch.Tensor) -> int:
 def waited(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor behind an unfinished functional collective."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def new_group(ranks: tuple[int, ...], number: int, **kwargs: Any) -> dist.ProcessGroup:
+    """Return a new process group of ``ranks``, made by them alone; ``number`` tells groups of the same ranks apart.
+
+    Torch names such a group after the number of groups that the calling rank knows. Stages may know different numbers
+    of groups, and would then wait for each other under different names, for ever.
+    """
+    stock = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: f"vescale.pipe:{ranks}:{number}"
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True, **kwargs)
+    finally:
+        distributed_c10d._process_group_name = stock
 
 
 def bound_device() -> torch.device | None:

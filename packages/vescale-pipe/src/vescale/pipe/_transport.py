@@ -11,6 +11,7 @@ Sends are asynchronous; their buffers are kept until they are done. Tensors trav
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,9 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._torch import bound_device
+from ._torch import bound_device, new_group
 
 FORWARD, BACKWARD = "forward", "backward"
+
+# of the groups that the same ranks have made in a world
+_numbers: dict[tuple[object, tuple[int, ...]], itertools.count] = {}
 
 
 def new_groups(ranks: Sequence[int], backend: str, count: int, *, everyone: bool, timeout: timedelta | None) -> list:
@@ -37,7 +41,9 @@ def new_groups(ranks: Sequence[int], backend: str, count: int, *, everyone: bool
     """
     kwargs: dict[str, Any] = {"backend": backend, "timeout": timeout}
     if not everyone:
-        return [dist.new_group(list(ranks), use_local_synchronization=True, **kwargs) for _ in range(count)]
+        members = tuple(ranks)
+        numbers = itertools.islice(_numbers.setdefault((dist.group.WORLD, members), itertools.count()), count)
+        return [new_group(members, number, **kwargs) for number in numbers]
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, tuple(ranks))
     mine = []

@@ -9,11 +9,13 @@ shows.
     results    Replicate
     written    a whole copy is written to, then every rank keeps its part in the placements that the tensor has
 
-A view of a gathered tensor is a copy; ``_views`` sees to what is written to it.
+A view of a gathered tensor is a copy; ``_views`` sees to what is written to it. A rank outside the mesh only learns the
+shapes of the results.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -40,6 +42,8 @@ def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
     refuse_ragged(op, args, kwargs)
     mesh = mesh_of(op, args, kwargs)
     check_operands(op, args, kwargs)
+    if mesh.get_coordinate() is None:
+        return _outside(op, mesh, args, kwargs)
     written = {id(tensor) for tensor in written_arguments(op, args, kwargs)}
     whole: dict[int, Tensor] = {}
 
@@ -66,6 +70,28 @@ def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
     if _torch.is_view(op) and _was_cut(args[0]):
         remember_copy(args[0], [Replicate()] * mesh.ndim, whole[id(args[0])])
     return map_tensors(give, results)
+
+
+def _outside(op: _torch.Op, mesh: DeviceMesh, args: tuple, kwargs: dict) -> object:
+    """Return results of the global shapes of which this rank holds nothing.
+
+    Raises:
+        UnsupportedOperator: the shapes depend on values.
+    """
+
+    def shape_of(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    try:
+        results = op(*map_tensors(shape_of, args), **map_tensors(shape_of, kwargs))
+    except NotImplementedError as error:
+        reason = "this rank is not in its mesh, and the result's shape depends on the values: call it inside only"
+        raise UnsupportedOperator.for_operands(op, tuple(dtensors(args, kwargs)), reason) from error
+    given = list(written_arguments(op, args, kwargs))
+    if given:
+        return given[0] if isinstance(results, Tensor) else tuple(given)
+    nothing = functools.partial(torch.empty, 0, device=mesh.device_type)
+    return map_tensors(lambda meta: _wrap(op, nothing(dtype=meta.dtype), mesh, args, kwargs, like=meta), results)
 
 
 def gather_in_layout(op: _torch.Op, args: tuple, kwargs: dict) -> object:
@@ -110,12 +136,14 @@ def _write_back(op: _torch.Op, tensor: DTensor, whole: Tensor) -> None:
     _torch.local_tensor(tensor).copy_(_torch.part_of(whole, tensor))
 
 
-def _wrap(op: _torch.Op, result: Tensor, mesh: DeviceMesh, args: tuple, kwargs: dict) -> DTensor:
+def _wrap(
+    op: _torch.Op, result: Tensor, mesh: DeviceMesh, args: tuple, kwargs: dict, *, like: Tensor | None = None
+) -> DTensor:
     if result.layout is not torch.strided:
         raise UnsupportedOperator.for_operands(
             op, tuple(dtensors(args, kwargs)), f"its result is {result.layout}: call it on full_tensor()"
         )
-    return _torch.wrap(result, mesh, [Replicate()] * mesh.ndim, result)
+    return _torch.wrap(result, mesh, [Replicate()] * mesh.ndim, result if like is None else like)
 
 
 def _was_cut(operand: object) -> bool:

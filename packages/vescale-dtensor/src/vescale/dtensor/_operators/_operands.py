@@ -45,16 +45,13 @@ def check_operands(op: _torch.Op, args: tuple, kwargs: dict) -> None:
     Autograd's formulas make plain tensors themselves (zeros of a gradient's shape), equal on all ranks.
 
     Raises:
-        RuntimeError: a plain tensor of more than one element is among the operands.
+        UnsupportedOperator: a plain tensor of more than one element is among the operands.
     """
     if _torch.plain_operands_allowed() or _torch.in_backward():
         return
     for leaf in _torch.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.numel() != 1:
-            raise RuntimeError(
-                f"{op}: got mixed torch.Tensor and DTensor; distribute the tensor of shape {tuple(leaf.shape)} "
-                "first, or use torch.distributed.tensor.experimental.implicit_replication()"
-            )
+            raise UnsupportedOperator.for_mixed(op, leaf)
 
 
 def written_arguments(op: _torch.Op, args: tuple, kwargs: dict) -> Iterator[Tensor]:

@@ -19,6 +19,8 @@ to reduce for no dims
 converts a partial tensor    summands are rounded, not their sum                        it is reduced first
 to a coarser dtype
 fills a partial tensor       every rank's part is the value, their sum is n times it    the first rank holds the value
+merges dims of uneven,       what ranks hold of the result are no interleaved shards     those axes are gathered first
+interleaved shards
 indexes with an index of     dims are cut at different places for index and source      whole operands
 another shape
 cuts a shape among ranks     as if evenly                                               see ``_slices``
@@ -33,6 +35,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -40,6 +43,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch
+from .._layout import local_shape
 from .._placements._rules import refuse_ragged
 from ._gather import gather, gather_axes, map_tensors, whole_placements
 from ._operands import dtensors, empty_axes, uneven_axes, written_arguments
@@ -127,6 +131,9 @@ def review(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) 
         return functools.partial(_of_whole, op, args, kwargs)
     if _torch.is_view(op) and _is_moved(args[0], decision):
         return functools.partial(_view_of_copy, op, args, kwargs, decision.needed[0].placements)
+    if name in ("view", "_unsafe_view") and not _fits_every_rank(args[0], decision.output):
+        axes = [axis for axis, p in enumerate(_torch.placements_of(args[0])) if _torch.is_strided_shard(p)]
+        return functools.partial(_view_of_copy, op, args, kwargs, whole_placements(args[0], tuple(axes)))
     if name in INDEXING and _has_other_shape(args):
         return whole
     if name in REDUCTIONS and args[0].ndim and len(args) > 1 and args[1] == []:
@@ -147,6 +154,24 @@ def _is_moved(tensor: object, decision: _torch.Decision) -> bool:
     if decision.needed is None or not isinstance(tensor, DTensor):
         return False
     return _torch.placements_of(tensor) != decision.needed[0].placements
+
+
+def _fits_every_rank(tensor: DTensor, output: _torch.Spec | None) -> bool:
+    """Tell whether every rank holds as many elements of a view as of the tensor, where shards are interleaved.
+
+    Example: of (4, 8) in two parts, 3 ranks hold 1 + 1 + 0 rows of each part. Merged to (32,), the parts have 16
+    elements, of which the ranks would have to hold 6 + 6 + 4, not 8 + 8 + 0.
+    """
+    if output is None or not any(map(_torch.is_strided_shard, _torch.placements_of(tensor))):
+        return True
+    mesh = tuple(tensor.device_mesh.shape)
+
+    def counts(shape: torch.Size, placements: tuple[Placement, ...]) -> list[int]:
+        kept = tuple(Replicate() if p.is_partial() else p for p in placements)
+        coords = itertools.product(*map(range, mesh))
+        return [math.prod(local_shape(tuple(shape), mesh, coord, kept)) for coord in coords]
+
+    return counts(tensor.shape, _torch.placements_of(tensor)) == counts(output.shape, output.placements)
 
 
 def _view_of_copy(op: _torch.Op, args: tuple, kwargs: dict, placements: tuple[Placement, ...]) -> object:

@@ -19,7 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import _torch
 from ._plan import peers
 
-__all__ = ["Group", "all_reduce", "exchange", "gather", "group_of", "in_group_order", "reduce_scatter"]
+__all__ = [
+    "Group",
+    "all_reduce",
+    "exchange",
+    "gather",
+    "group_of",
+    "group_of_ranks",
+    "in_group_order",
+    "reduce_scatter",
+]
 
 # by the world, too: another one may be initialised after this one has ended
 _groups: dict[tuple[object, DeviceMesh, tuple[int, ...]], Group] = {}
@@ -81,17 +90,30 @@ def group_of(mesh: DeviceMesh, axes: Sequence[int]) -> Group:
     key = (dist.group.WORLD, mesh, tuple(axes))
     if key not in _groups:
         members = [int(mesh.mesh[coord]) for coord in peers(tuple(mesh.shape), tuple(mesh.get_coordinate()), axes)]
-        process_group = mesh.get_group(axes[0]) if len(axes) == 1 else _process_group(tuple(sorted(members)))
+        process_group = mesh.get_group(axes[0]) if len(axes) == 1 else group_of_ranks(members)
         _groups[key] = Group(process_group, members)
     return _groups[key]
 
 
-def _process_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    if len(ranks) == dist.get_world_size():
+def group_of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return the process group of some ranks, in ascending order, which is made when it is first asked for.
+
+    Only its members take part in making it, whatever other groups they know; all of them must ask for it. It is one
+    object per set of ranks, for the life of the default process group.
+
+    Args:
+        ranks: global ranks, this one among them, in any order.
+
+    Example:
+        >>> group = group_of_ranks([0, 2, 3])                    # doctest: +SKIP
+        >>> dist.all_reduce(norm, group=group)                   # doctest: +SKIP
+    """
+    members = tuple(sorted(ranks))
+    if len(members) == dist.get_world_size():
         return dist.group.WORLD
-    key = (dist.group.WORLD, ranks)
+    key = (dist.group.WORLD, members)
     if key not in _process_groups:
-        _process_groups[key] = dist.new_group(list(ranks), use_local_synchronization=True)
+        _process_groups[key] = _torch.new_group(members, f"vescale.dtensor:{members}")
     return _process_groups[key]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor, Partial, Placement, _api, _dispatch, _redistribute
@@ -28,6 +29,7 @@ __all__ = [
     "hook_to_local_backward",
     "is_tracing",
     "local_of",
+    "new_group",
     "norm_partial",
     "partition",
     "reduce_scatter",
@@ -40,6 +42,20 @@ __all__ = [
 # renamed in torch 2.13, which warns of the old names
 all_gather: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    """Return a new process group of ``ranks``, made by them alone, under this name.
+
+    Torch names such a group after the number of groups that the calling rank knows, which ranks may know different
+    numbers of: the members then wait for each other under different names, for ever.
+    """
+    stock = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: name
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        distributed_c10d._process_group_name = stock
 
 
 def local_of(tensor: DTensor) -> Tensor:
