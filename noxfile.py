@@ -214,8 +214,8 @@ def integration(session: nox.Session, suite: str) -> None:
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
 def docs(session: nox.Session) -> None:
-    """Execute every code block of the documentation."""
-    run_composed(session, "pytest", "tests/docs", *session.posargs)
+    """Execute every code block of the documentation, those of the packages' own pages included."""
+    run_composed(session, "pytest", "tests/docs", "-m", "", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])

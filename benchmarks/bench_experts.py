@@ -6,16 +6,23 @@ process would for its own tokens with all experts. What expert parallelism may a
     baseline = Hugging Face's grouped matmul over all experts in this process, on this rank's tokens
                + bare collectives of the same sizes, forward and backward, measured in the same run
 
-Two layouts of the tokens: sharded over the ranks (exchanged by all-to-all), and replicated (each rank masks what its
-experts do not compute, and the output is all-reduced). Real ranks on gloo, one thread each, forward and backward.
-Before, output and gradients are compared with one process's. Times are of the clock: ranks wait for each other, so run
-this where nothing else runs.
+Both ranks run the baseline at once, too, but neither waits for the other, and each writes the gradients of all experts.
+What no expert parallelism can be faster than is "in lockstep": as many pairs, a rank's experts, and the same bare
+collectives where they must be, before and after forward and backward.
+
+Two layouts of the tokens: sharded over the ranks (exchanged by all-to-all), and replicated (each rank computes what its
+experts get, and the output is all-reduced). Real ranks on gloo, one thread each, forward and backward. Before, output
+and gradients are compared with one process's. Times are of the clock: ranks wait for each other, so run this where
+nothing else runs. Processor time, which knows no waiting, is beside them.
 """
 
 from __future__ import annotations
 
+import functools
+import statistics
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,16 +40,17 @@ from vescale.dtensor import init_device_mesh
 from vescale_testing import run_ranks
 
 WORLD, TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 2, 512, 512, 1024, 8, 2  # tokens of each rank
+WARMUP = 2
 LAYOUTS = {"exchanged": Shard(0), "masked": Replicate()}
-ALONE = "one process"
+ALONE, LOCKSTEP = "one process", "in lockstep"
 
 
 class Layer(nn.Module):
     """Experts as part of a model."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_experts: int = EXPERTS) -> None:
         super().__init__()
-        config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS)
+        config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=num_experts)
         config._experts_implementation = "grouped_mm"
         torch.manual_seed(0)
         self.experts = MixtralExperts(config)
@@ -55,36 +63,46 @@ class Layer(nn.Module):
 
 def run(num_rounds: int) -> Result:
     """Measure on two forked gloo processes."""
-    seconds, notes = run_ranks(_on_each_rank, WORLD, num_rounds, timeout=600)[0]
+    seconds, processor, notes = run_ranks(_on_each_rank, WORLD, num_rounds, timeout=600)[0]
     reference = {name: name for name in seconds}
     targets = []
     for layout in LAYOUTS:
-        baseline = f"{ALONE} + bytes, {layout}"
-        # round by round: a round's cases follow each other
-        both = zip(seconds[ALONE], seconds[f"bytes, {layout}"], strict=True)
-        seconds[baseline] = [computing + sending for computing, sending in both]
+        baseline, sending = f"{ALONE} + bytes, {layout}", f"bytes, {layout}"
+        for times in (seconds, processor):
+            # round by round: a round's cases follow each other
+            times[baseline] = [sum(both) for both in zip(times[ALONE], times[sending], strict=True)]
         ours = [name for name in seconds if name.startswith("vescale") and name.endswith(layout)]
-        reference |= dict.fromkeys([ALONE, f"bytes, {layout}", baseline, *ours], baseline)
+        reference |= dict.fromkeys([ALONE, sending, baseline, f"{LOCKSTEP}, {layout}", *ours], baseline)
         targets += [Target(name, baseline, at_most=1.2) for name in ours]
     shape = f"{EXPERTS} experts {HIDDEN} x {INNER}, top {TOP_K}, {TOKENS} tokens per rank, float32"
     title = f"Forward and backward of an expert layer on {WORLD} gloo ranks ({shape})"
     order = sorted(seconds, key=lambda name: (reference[name] != name, name.startswith("vescale")))
+    work = {name: statistics.median(times) for name, times in processor.items()}
+    remarks = {
+        "processor time, ms": {name: f"{1e3 * total:.1f}" for name, total in work.items()},
+        "ratio": {name: f"{total / work[reference[name]]:.2f}" for name, total in work.items()},
+    }
     return Targets(
         title,
         "its baseline",
         {name: seconds[name] for name in order},
         reference,
         tuple(targets),
-        notes=tuple(notes),
+        remarks,
+        tuple(notes),
     )
 
 
-def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], list[str]]:
+def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]], list[str]]:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
     notes: list[str] = []
-    steps: dict[str, Callable[[], object]] = {ALONE: _step(Layer(), *_tokens(mesh, whole=False))}
-    steps |= {f"bytes, {layout}": _bytes(layout, mesh) for layout in LAYOUTS}
+    hidden, index, weights, gradient = _tokens(mesh, whole=False)
+    steps: dict[str, Callable[[], object]] = {ALONE: _step(Layer(), hidden, index, weights, gradient)}
+    for layout in LAYOUTS:
+        meetings, held = _meetings(layout, mesh), EXPERTS // WORLD
+        steps[f"bytes, {layout}"] = functools.partial(_call_all, meetings)
+        steps[f"{LOCKSTEP}, {layout}"] = _step(Layer(held), hidden, index % held, weights, gradient, meetings)
     for mode in MODES:
         if reason := refusal(mode, mesh):
             notes.append(f"vescale {mode} left out: {reason}")
@@ -94,7 +112,21 @@ def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], list[str]]:
             step = _step(layer, *_distributed(mesh, placement))
             _check_same(f"vescale {mode}, {layout}", step, mesh)
             steps[f"vescale {mode}, {layout}"] = step
-    return time_in_turns(steps, num_rounds=num_rounds, num_warmup=2), notes
+    processor: dict[str, list[float]] = {name: [] for name in steps}
+    watched = {name: _with_processor_time(step, processor[name]) for name, step in steps.items()}
+    seconds = time_in_turns(watched, num_rounds=num_rounds, num_warmup=WARMUP)
+    return seconds, {name: times[WARMUP:] for name, times in processor.items()}, notes
+
+
+def _with_processor_time(step: Callable[[], object], times: list[float]) -> Callable[[], None]:
+    """Return ``step`` so that it adds its processor seconds, those of gloo's threads included, to ``times``."""
+
+    def run() -> None:
+        start = time.process_time()
+        step()
+        times.append(time.process_time() - start)
+
+    return run
 
 
 # ------------------------------------------------------------------------------------------------------------- inputs
@@ -119,18 +151,26 @@ def _distributed(mesh: DeviceMesh, placement: Shard | Replicate) -> tuple[Tensor
 
 
 def _step(
-    layer: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, gradient: Tensor
+    layer: nn.Module,
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gradient: Tensor,
+    meetings: Sequence[Callable[[], None]] | None = None,
 ) -> Callable[[], dict[str, Tensor]]:
     hidden, weights = hidden.detach().requires_grad_(), weights.detach().requires_grad_()
+    before_forward, after_forward, before_backward, after_backward = meetings or [_nothing] * 4
 
     def step() -> dict[str, Tensor]:
         layer.zero_grad()
         hidden.grad = weights.grad = None
+        before_forward()
         output = layer(hidden, index, weights)
-        if isinstance(gradient, DTensor) and not isinstance(output, DTensor):
-            output.backward(gradient.to_local())
-        else:
-            output.backward(gradient)
+        after_forward()
+        before_backward()
+        to_local = isinstance(gradient, DTensor) and not isinstance(output, DTensor)
+        output.backward(gradient.to_local() if to_local else gradient)
+        after_backward()
         grads = {name: p.grad for name, p in layer.named_parameters()}
         return {"output": output.detach(), "hidden": hidden.grad, "weights": weights.grad, **grads}
 
@@ -151,25 +191,40 @@ def _check_same(name: str, step: Callable[[], dict[str, Tensor]], mesh: DeviceMe
 # -------------------------------------------------------------------------------------------------------------- bytes
 
 
-def _bytes(layout: str, mesh: DeviceMesh) -> Callable[[], None]:
-    """Return the bare collectives of a step: what no implementation of this layout can leave out."""
+def _meetings(layout: str, mesh: DeviceMesh) -> tuple[Callable[[], None], ...]:
+    """Return the bare collectives that no implementation of this layout can leave out.
+
+    Those before forward, after forward, before backward and after backward.
+    """
     group = mesh.get_group()
     if layout == "masked":
-        output = torch.randn(WORLD * TOKENS, HIDDEN)
-        weights = torch.randn(WORLD * TOKENS, TOP_K)
+        output, weights = torch.zeros(WORLD * TOKENS, HIDDEN), torch.zeros(WORLD * TOKENS, TOP_K)
 
-        def reduce() -> None:
-            for value in (output, output, weights):  # output; gradients of hidden states and weights
-                dist.all_reduce(value.zero_(), group=group)
+        def sum_output() -> None:
+            dist.all_reduce(output, group=group)
 
-        return reduce
+        def sum_gradients() -> None:
+            for value in (output, weights):  # of hidden states and weights
+                dist.all_reduce(value, group=group)
+
+        return _nothing, sum_output, _nothing, sum_gradients
     rows, weights = torch.randn(TOKENS * TOP_K, HIDDEN), torch.randn(TOKENS * TOP_K)
     received = torch.empty_like(rows), torch.empty_like(weights)
 
-    def exchange() -> None:
-        for _ in range(4):  # there and back, forward and backward
-            dist.all_to_all_single(received[0], rows, group=group)
-        for _ in range(2):  # there, and their gradients back
-            dist.all_to_all_single(received[1], weights, group=group)
+    def combine() -> None:
+        dist.all_to_all_single(received[0], rows, group=group)
 
-    return exchange
+    def dispatch() -> None:
+        combine()  # of the same size
+        dist.all_to_all_single(received[1], weights, group=group)
+
+    return dispatch, combine, combine, dispatch
+
+
+def _nothing() -> None:
+    """Meet nobody."""
+
+
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

@@ -1,10 +1,15 @@
 """Tiny Hugging Face models in float64, one training pass and the comparison of two; one program in all modes."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch._dynamo  # before ranks are forked: it takes seconds
+import torch._inductor.compile_fx
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.distributed.tensor import DTensor
 from transformers import (
     Gemma2Config,
@@ -36,7 +41,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from vescale.dmodule import parallelize_module
+from vescale.dmodule import Repeat, parallelize_module
+from vescale.dmodule._static import _compile
 from vescale.dtensor import Replicate, Shard
 from vescale_testing import gather_full, keep_float64
 
@@ -157,6 +163,54 @@ def _assert_same_pass(actual, expected, *, bound=1e-10):
         distance = (actual.grads[name] - gradient).abs().max() / gradient.abs().max()
         assert distance < bound, f"{name}: {distance}"
     assert torch.equal(actual.state, expected.state)
+
+
+def _shard_batch(plan, axis):
+    """The logits are whole again, because the loss, which no boundary follows, is a mean over the batch."""
+
+    def with_batch(entry):
+        if isinstance(entry, Repeat):
+            return dataclasses.replace(entry, entry=with_batch(entry.entry))
+        if isinstance(entry, list):
+            return [with_batch(inner) for inner in entry]
+        return {**entry, axis: Shard(0)}
+
+    forward = {key: with_batch(entry) for key, entry in plan["forward"].items() if key != r"lm_head\.output"}
+    return {**plan, "forward": {**plan["forward"], **forward, "input": {"input_ids": {axis: Shard(0)}}}}
+
+
+@pytest.fixture(scope="session")
+def shard_batch():
+    """`shard_batch(plan, "dp")`: a ready plan with the batch sharded over another axis from the tokens to the head."""
+    return _shard_batch
+
+
+class Graphs:
+    """A compiler that runs what it gets as it is, and keeps it; also the backward if `differentiates`."""
+
+    def __init__(self):
+        self.forward, self.backward, self.differentiates = [], [], False
+
+    def __call__(self, module, inputs):
+        if not self.differentiates:
+            self.forward.append(module)
+            return module.forward
+
+        def keep(graphs):
+            def compiler(graph, _inputs):
+                graphs.append(graph)
+                return make_boxed_func(graph.forward)
+
+            return compiler
+
+        return aot_autograd(fw_compiler=keep(self.forward), bw_compiler=keep(self.backward))(module, inputs)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that compile mode gives to the compiler, which leaves them as they are."""
+    monkeypatch.setattr(_compile, "BACKEND", kept := Graphs())
+    return kept
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,6 @@ import torch
 import torch._dynamo  # before ranks are forked: it takes seconds
 import torch._inductor.compile_fx
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import parallelize_module, plans, set_mode
@@ -21,37 +19,10 @@ from vescale.dtensor import Partial, Replicate, Shard, init_device_mesh
 from vescale_testing import ranks
 
 
-class Graphs:
-    """A backend that runs what it gets as it is, and keeps it; also the backward if ``differentiates``."""
-
-    def __init__(self):
-        self.forward, self.backward, self.differentiates = [], [], False
-
-    def __call__(self, module, inputs):
-        if not self.differentiates:
-            self.forward.append(module)
-            return module.forward
-
-        def keep(graphs):
-            def compiler(graph, _inputs):
-                graphs.append(graph)
-                return make_boxed_func(graph.forward)
-
-            return compiler
-
-        return aot_autograd(fw_compiler=keep(self.forward), bw_compiler=keep(self.backward))(module, inputs)
-
-
 def collectives(graph):
     """Names of the collectives in a graph."""
     names = [str(node.target) for node in graph.graph.nodes]
     return sorted(name.split(".")[1] for name in names if name.startswith("_c10d_functional") and "wait" not in name)
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    monkeypatch.setattr(_compile, "BACKEND", kept := Graphs())
-    return kept
 
 
 @ranks(2, timeout=240)

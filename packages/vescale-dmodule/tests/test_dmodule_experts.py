@@ -19,10 +19,11 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, 8) / 3)
         self.fail = False
         self.dropout = 0.0
-        self.seen = None
+        self.seen = self.num_rows = None
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         self.seen = (self.num_experts, tuple(self.up.shape), type(hidden_states))
+        self.num_rows = len(hidden_states)
         out = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
             token, choice = torch.where(top_k_index == expert)
@@ -105,10 +106,13 @@ def test_values_and_gradients(world, skips_absent):
 
 
 @ranks(2)
-def test_the_module_shows_its_whole_self_outside():
-    model = parallel(made())
+def test_the_module_shows_its_whole_self_outside(monkeypatch):
+    model = parallel(made(preference=PREFERENCES["one rank without tokens"]))
     whole = dict(model.experts.named_parameters())
-    model(torch.ones(1, 2, HIDDEN, dtype=torch.float64))
+    for few, num_rows in ((_experts._region.FEW, [2, 2]), (0, [4, 0])):  # all tokens, or this rank's pairs only
+        monkeypatch.setattr(_experts._region, "FEW", few)
+        model(torch.ones(1, 2, HIDDEN, dtype=torch.float64))
+        assert model.experts.num_rows == num_rows[torch.distributed.get_rank()]
     assert model.experts.num_experts == NUM_EXPERTS
     assert all(model.experts.get_parameter(name) is parameter for name, parameter in whole.items())
     assert whole["up"].placements == (Shard(0),)
@@ -148,6 +152,6 @@ def test_a_frozen_expert_tensor():
 @ranks(2)
 def test_a_dropped_reduction_would_be_noticed(monkeypatch):
     model, reference = parallel(made()), made()
-    monkeypatch.setattr(_experts._region, "sum_ranks", lambda partial, _group: partial)
+    monkeypatch.setattr(_experts._region, "sum_ranks", lambda partial, *_: partial)
     with pytest.raises(AssertionError):
         assert_trains_alike(model, reference)

@@ -115,7 +115,8 @@ def on_local_tensors(roles, tokens, routing, mesh, *, skips_absent=None):
     region = install_experts(module, layout, mesh)
     whole = operands(routing)
     local = [distribute_tensor(value, mesh, tokens).to_local() for value in whole]
-    results = run(lambda *args: region.run_local(module, *args, tokens), *local)
+    with region.on_local_tensors(tokens):
+        results = run(module, *local)
 
     def full(value, placements, shape, stride):
         assert type(value) is torch.Tensor
@@ -135,8 +136,8 @@ def assert_alike(actual, expected):
 @pytest.mark.parametrize(
     ("call", "routings"),
     [
-        (on_dtensors, {"one without tokens": None}),
-        (on_local_tensors, {"all to three": True, "one without tokens": None, "ties": True}),
+        (on_dtensors, {"one without tokens": False}),
+        (on_local_tensors, {"all to three": True, "one without tokens": False, "ties": True}),
     ],
 )
 def test_every_layout(call, routings):
@@ -164,8 +165,8 @@ def flipped(rows, order, *sizes):
 
 # what is replaced by what, and the layout in which that must be noticed
 WRONG = {
-    "no sum over the ranks": ("sum_ranks", lambda partial, _: partial, ("experts", None), (Replicate(), Replicate())),
-    "no sum of gradients": ("share", lambda tensor, _: tensor, ("experts", "inner"), (Replicate(), Replicate())),
+    "no sum over the ranks": ("sum_ranks", lambda partial, *_: partial, ("experts", None), (Replicate(), Replicate())),
+    "no sum of gradients": ("share", lambda _, *tensors: tensors, ("experts", "inner"), (Replicate(), Replicate())),
     "a part of the tokens only": (
         "gradient_placements",
         lambda layout, _: layout.parameters,

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -72,6 +72,9 @@ def assert_trains_alike(model, reference):
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-12)
     for name, parameter in reference.named_parameters():
         gradient = model.get_parameter(name).grad
+        if parameter.grad is None:
+            assert gradient is None, name
+            continue
         assert gradient.placements == model.get_parameter(name).placements
         torch.testing.assert_close(gradient.full_tensor(), parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
 
@@ -121,40 +124,63 @@ def test_an_output_that_the_next_boundary_sums():
 
 
 class Loop(nn.Module):
-    """Experts in a plain list, called one by one."""
+    """Experts in a plain list, called one by one, those that have tokens."""
 
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(HIDDEN, NUM_EXPERTS, bias=False)
         self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(NUM_EXPERTS))
+        self.unwanted = None
+        self.seen = None
 
     def forward(self, x):
         hidden = x.reshape(-1, HIDDEN)
-        weights, index = torch.topk(torch.softmax(self.router(hidden), dim=-1), 2)
+        self.seen = type(hidden)
+        logits = self.router(hidden)
+        if self.unwanted is not None:
+            logits = logits - 90 * nn.functional.one_hot(torch.tensor(self.unwanted), NUM_EXPERTS)
+        weights, index = torch.topk(torch.softmax(logits, dim=-1), 2)
         out = torch.zeros_like(hidden)
         for number, expert in enumerate(self.experts):
             token, choice = torch.where(index == number)
-            out.index_add_(0, token, expert(hidden[token]) * weights[token, choice, None])
-        return x + out.reshape(x.shape)
+            if len(token):
+                out.index_add_(0, token, expert(hidden[token]) * weights[token, choice, None])
+        return out.reshape(x.shape)
+
+
+class Looping(nn.Module):
+    """A model around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.moe = Loop()
+
+    def forward(self, x):
+        return x + self.moe(torch.tanh(x))
 
 
 @ranks(4)
 def test_a_plain_list_in_a_plan():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    reference = Loop().double()
-    plan = {"expert": {"experts": {"tp": S0}}, "forward": {"input": [{"tp": R}], "output": [{"tp": R}]}}
-    model = parallelize_module(copy.deepcopy(reference), mesh, plan)
-    assert_trains_alike(model, reference)
-    for module in (model, reference):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-    assert_trains_alike(model, reference)
+    start = Looping().double()
+    plan = {"expert": {r"moe\.experts": {"tp": S0}}, "forward": {"input": [{"tp": R}], "output": [{"tp": R}]}}
+    for mode, kind in (("eager", DTensor), ("static", torch.Tensor)):
+        reference = copy.deepcopy(start)
+        model = parallelize_module(copy.deepcopy(start), mesh, plan, mode=mode)
+        for unwanted in (3, None, 0):  # an expert of another rank, of none
+            for module in (model, reference):
+                module.moe.unwanted = unwanted
+            assert_trains_alike(model, reference)
+            assert model.moe.seen is kind
+            for module in (model, reference):
+                optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+                optimizer.step()
     torch.manual_seed(0)
-    model = parallelize_module(deferred_init(Loop), mesh, plan)
+    model = parallelize_module(deferred_init(Looping), mesh, plan)
     torch.manual_seed(0)
-    for name, parameter in Loop().named_parameters():
+    for name, parameter in Looping().named_parameters():
         assert torch.equal(model.get_parameter(name).full_tensor(), parameter)
 
 
@@ -200,8 +226,9 @@ def test_operands_that_do_not_fit():
             experts(*operands)
     region = experts_region(experts)
     for tokens in ([R, R], [R, S0]):
-        with pytest.raises((IndexError, RuntimeError), match="index out of range"):  # as on one device
-            region.run_local(experts, hidden, index - 1, weights, tokens)
+        error = pytest.raises((IndexError, RuntimeError), match="index out of range")  # as on one device
+        with region.on_local_tensors(tokens), error:
+            experts(hidden, index - 1, weights)
     assert experts.num_experts == NUM_EXPERTS
     assert experts(hidden, index, weights).shape == (3, HIDDEN)
 

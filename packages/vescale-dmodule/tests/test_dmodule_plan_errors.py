@@ -98,9 +98,14 @@ EXPERT_ERRORS = [
     (
         Experts(),
         {"tp": Shard(1)},
-        "expert 'experts': exactly one axis must hold Shard(0), the expert dim; got (Shard(dim=1),)",
+        "expert 'experts': one or several axes must hold Shard(0), the expert dim, the others Replicate(); got (Shard(",
     ),
-    (Experts(), R, "expert 'experts': exactly one axis must hold Shard(0), the expert dim; got (Replicate(),)"),
+    (
+        Experts(),
+        R,
+        "one or several axes must hold Shard(0), the expert dim, the others Replicate(); got (Replicate(),)",
+    ),
+    (Experts(), {"ep": Shard(0)}, "expert 'experts': axis 'ep' is not in the mesh; its axes are ('tp',)"),
     (
         nn.Linear(6, 6),
         S0,
@@ -147,6 +152,16 @@ def test_forward_section(plan, text):
 @pytest.mark.parametrize(("experts", "placements", "text"), EXPERT_ERRORS, ids=range(len(EXPERT_ERRORS)))
 def test_expert_section(experts, placements, text):
     assert_refused(network(experts=experts), {"expert": {"experts": placements}}, text)
+
+
+def test_experts_that_do_not_exist():
+    text = "expert key 'expert' matches nothing in the module; nearest names: 'experts', "
+    assert_refused(network(experts=Experts(8)), {"expert": {"expert": S0}}, text)
+
+
+def test_plans_of_experts_that_disagree():
+    text = "expert keys 'experts' and 'expert.' both match 'experts' with different placements: {'tp': Shard(dim=0)} and"
+    assert_refused(network(experts=Experts(8)), {"expert": {"experts": S0, "expert.": R}}, text)
 
 
 def test_experts_of_another_signature():
@@ -233,6 +248,8 @@ def test_plans_that_differ_between_ranks_name_them():
     )
     with pytest.raises(PlanError, match=re.escape(expected)):
         parallelize_module(network(), mesh, {"parameter": {r"norm\.weight": placement}})
+    with pytest.raises(PlanError, match="ranks 0, 1 have 'mode: eager', rank 2 has 'mode: static'"):
+        parallelize_module(network(), mesh, {}, mode="static" if dist.get_rank() == 2 else "eager")
     implicit = dist.get_rank() == 1
     with pytest.raises(PlanError, match="ranks 0, 2 have 'allow_implicit: False', rank 1 has 'allow_implicit: True'"):
         parallelize_module(network(), mesh, {}, allow_implicit=implicit)

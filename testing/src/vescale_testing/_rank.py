@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import math
 import os
 import pickle
@@ -90,6 +91,7 @@ def rank_main(seat: Seat, pipe: Connection, inherited: list[Connection], body: C
 
 def _detach(seat: Seat) -> None:
     """Redirect output, prepare stack dumps, and limit the rank's life even if the parent is killed."""
+    gc.freeze()  # a collection would write to, and so copy, every page of objects that the parent has made
     output = os.open(seat.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -78,7 +78,11 @@ class _KeepFloat64(TorchFunctionMode):
             return torch.Tensor.double(*args, **kwargs)
         if func is torch.Tensor.view:  # reinterprets bits
             return func(*args, **kwargs)
-        return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+        # most calls name no dtype: a compiler traces a plain loop many times faster than a call per argument
+        for value in (*args, *kwargs.values()):
+            if value is torch.float32:
+                return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+        return func(*args, **kwargs)
 
 
 def _backward(

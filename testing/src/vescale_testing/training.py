@@ -10,6 +10,7 @@ models' own casts to float32 kept in float64, so that a difference above 1e-10 i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ from torch import nn
 
 from vescale_testing.compare import TrainingRecord
 from vescale_testing.float64 import keep_float64
+
+# The umbrella imports its parts when they are first used: here, and so not once in every forked rank.
+with contextlib.suppress(ImportError):
+    from vescale import parallelize as parallelize
 
 _SHAPES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8, "num_key_value_heads": 4}
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
+from . import _torch
+
 __all__ = ["Bucket", "FlatReduction", "has_partial", "num_buckets", "pack", "partial_dims"]
 
 
@@ -91,12 +93,14 @@ class Bucket:
 
     Attributes:
         order: sort key; buckets are launched in this order, on all ranks.
-        groups: process groups to sum over, one after the other.
+        reductions: what begin the sums over the axes, one after the other.
+        waits: whether some of its members are handed in at the end of a pass, so that it leaves no earlier.
     """
 
     def __init__(self, number: int, dims: tuple[int, ...], mesh: DeviceMesh, dtype: torch.dtype):
         self.order = number, tuple(mesh.mesh_dim_names or ()), dims, str(dtype)
-        self.groups = [mesh.get_group(dim) for dim in dims if mesh.size(dim) > 1]
+        self.reductions = [_torch.sum_later(mesh.get_group(dim)) for dim in dims if mesh.size(dim) > 1]
+        self.waits = False
 
 
 class FlatReduction:
@@ -111,15 +115,15 @@ class FlatReduction:
 
     def __init__(self, bucket: Bucket, locals_: Sequence[Tensor]):
         self._shapes = [tensor.shape for tensor in locals_]
-        self._flat = torch.cat([tensor.reshape(-1) for tensor in locals_])
+        self._flat = torch.cat([tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in locals_])
         # Empty on all ranks or on none: along the axes of the sum every shard has the same shape.
-        self._left = iter(bucket.groups if self._flat.numel() else ())
+        self._left = iter(bucket.reductions if self._flat.numel() else ())
         self._work: dist.Work | None = None
         self._launch_next()
 
     def _launch_next(self) -> None:
-        group = next(self._left, None)
-        self._work = None if group is None else dist.all_reduce(self._flat, group=group, async_op=True)
+        launch = next(self._left, None)
+        self._work = None if launch is None else launch(self._flat)
 
     @property
     def is_done(self) -> bool:

@@ -1,8 +1,10 @@
-"""What one backward pass has collected: summands by bucket, collectives under way, and sums that go into ``.grad``."""
+"""What one backward pass has collected: gradients and summands, collectives under way, sums that go into ``.grad``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_not
 from typing import Protocol
 
 import torch
@@ -11,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from . import _torch
 from ._flat import Bucket, FlatReduction
-from ._profile import Meter, profiler_range
+from ._profile import Meter, is_watched, profiler_range
 
 __all__ = ["Arrivals", "Owner", "Pass", "Slot", "accumulate", "as_gradient"]
 
@@ -63,6 +65,9 @@ class Owner(Protocol):
     def unreduced(self) -> dict[Bucket, list[Slot]]:
         """Return the parameters whose ``.grad`` is partial and that no running pass has taken, by bucket."""
 
+    def add(self, parameter: DTensor, local: Tensor, placements: Sequence[Placement]) -> None:
+        """Add this rank's part of a gradient to ``.grad``."""
+
     def mark_taken(self, slot: Slot, taker: Pass) -> None:
         """Leave a partial ``.grad`` to a pass."""
 
@@ -74,18 +79,24 @@ class Owner(Protocol):
 
 
 class Pass:
-    """The partial gradients of one backward pass.
+    """The gradients of one backward pass.
 
     Args:
         owner: hears what the pass brought when it ends.
         expected: a bucket is launched as soon as all that is expected for it has come; the rest at the end.
         number: of the backward pass in torch's count.
+
+    Attributes:
+        whole: parameter, layout and local gradient of those that become ``.grad`` at the end.
+        summands: slot, bucket, placements and local gradient of those that are summed from the end on.
     """
 
     def __init__(self, owner: Owner, expected: Arrivals, number: int = -1):
         self.owner, self.expected, self.number = owner, expected, number
         self.num_missing = dict(expected.num_missing)
         self.num_launched = 0  # of the expected buckets
+        self.whole: list[tuple[DTensor, object, Tensor]] = []
+        self.summands: list[tuple[Slot, Bucket, tuple[Placement, ...], Tensor]] = []
         self.counts: Counts = {}
         self.waiting: dict[Bucket, dict[Slot, Tensor]] = {}
         self.launched: list[tuple[FlatReduction, list[Slot]]] = []
@@ -95,6 +106,8 @@ class Pass:
         """Collect a summand, and launch the buckets that this completes."""
         members = self.waiting.setdefault(bucket, {})
         members[slot] = members[slot] + local if slot in members else local
+        if bucket.waits:
+            return
         pair = slot, bucket
         count = self.counts[pair] = self.counts.get(pair, 0) + 1
         if count <= self.expected.counts.get(pair, 0):
@@ -104,34 +117,58 @@ class Pass:
     def _launch_complete(self) -> None:
         """Launch complete buckets, strictly in order, so that all ranks issue the same collectives."""
         order = self.expected.order
-        while self.num_launched < len(order) and not self.num_missing[order[self.num_launched]]:
-            self._launch(order[self.num_launched])
+        while self.num_launched < len(order):
+            bucket = order[self.num_launched]
+            if self.num_missing[bucket] or bucket.waits:
+                break
+            self._launch(bucket)
             self.num_launched += 1
 
     def _launch(self, bucket: Bucket) -> None:
         members = self.waiting.pop(bucket, {})
-        for slot in self.owner.unreduced().get(bucket, ()):
+        owner = self.owner
+        for slot in owner.unreduced().get(bucket, ()):
             kept = _torch.local_of(slot.parameter.grad)
             members[slot] = kept + members[slot] if slot in members else kept
-            self.owner.mark_taken(slot, self)
+            owner.mark_taken(slot, self)
             self.replaced.add(slot)
         slots = sorted(members, key=lambda slot: -slot.position)
-        with profiler_range("gradients", self.owner.meter):
-            self.launched.append((FlatReduction(bucket, [members[slot] for slot in slots]), slots))
+        summands = [members[slot] for slot in slots]
+        if is_watched(owner.meter):
+            with profiler_range("gradients", owner.meter):
+                self.launched.append((FlatReduction(bucket, summands), slots))
+        else:
+            self.launched.append((FlatReduction(bucket, summands), slots))
 
     def end(self) -> None:
-        """Launch what is left, await all, and add the sums to ``.grad``."""
+        """Hand on what has come, launch what is left, await all, and add the sums to ``.grad``."""
         with torch.no_grad():
+            self._hand_on()
             left = {*self.waiting, *self.owner.unreduced()}
             for bucket in sorted(left, key=lambda bucket: bucket.order):
                 self._launch(bucket)
-            with profiler_range("gradients end", self.owner.meter):
+            if is_watched(self.owner.meter):
+                with profiler_range("gradients end", self.owner.meter):
+                    self._await_all()
+            else:
                 self._await_all()
             for reduction, slots in self.launched:
                 for slot, total in zip(slots, reduction.results(), strict=True):
                     self._deliver(slot, total)
         if self.counts != self.expected.counts:
             self.owner.learn(self.counts)
+
+    def _hand_on(self) -> None:
+        """Take what waited for the end, and leave the lists empty, which others know."""
+        if self.whole:
+            parameters, layouts, locals_ = zip(*self.whole, strict=True)
+            self.whole.clear()
+            _attach(self.owner, parameters, layouts, locals_)
+        waiting = self.waiting
+        for slot, bucket, _, local in self.summands:
+            members = waiting.setdefault(bucket, {})
+            members[slot] = members[slot] + local if slot in members else local
+        self.summands.clear()
 
     def _await_all(self) -> None:
         while running := [reduction for reduction, _ in self.launched if not reduction.is_done]:
@@ -141,7 +178,7 @@ class Pass:
     def _deliver(self, slot: Slot, total: Tensor) -> None:
         parameter = slot.parameter
         old = parameter.grad
-        if slot in self.replaced:
+        if self.replaced and slot in self.replaced:
             self.replaced.discard(slot)
             self.owner.mark_reduced(slot)
             old = None
@@ -149,6 +186,16 @@ class Pass:
             parameter.grad = _torch.wrap_like(_own(total, _torch.local_of(parameter)), parameter)
         else:
             accumulate(parameter, _torch.wrap_like(total, parameter))
+
+
+def _attach(owner: Owner, parameters: Sequence[DTensor], layouts: Sequence[object], locals_: Sequence[Tensor]) -> None:
+    """Add local gradients in the placements of their parameters to ``.grad``."""
+    grads = map(_torch.gradient_of, parameters)
+    if any(map(is_not, grads, repeat(None))) or len(set(map(id, parameters))) < len(parameters):
+        for parameter, local in zip(parameters, locals_, strict=True):
+            owner.add(parameter, local, parameter.placements)
+    else:
+        _torch.set_gradients(parameters, map(_torch.wrap, locals_, layouts))
 
 
 def _own(piece: Tensor, like: Tensor) -> Tensor:

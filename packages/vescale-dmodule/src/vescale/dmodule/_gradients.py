@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from . import _torch
+from ._deliveries import Arriving, Delivery, hooks_of
 from ._flat import Bucket, has_partial, num_buckets, pack, partial_dims
 from ._gradient_pass import Arrivals, Counts, Pass, accumulate, as_gradient
 from ._profile import Meter, profiler_range
@@ -131,6 +132,7 @@ class GradientSync:
         self._num_buckets = 0
         self._num_attached = 0
         self._passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+        self._arriving = Arriving(self)
         self._expected = Arrivals()
         self._unreduced: dict[_Slot, weakref.ref[Pass] | None] = {}  # partial in .grad; the pass that has taken it
 
@@ -226,7 +228,7 @@ class GradientSync:
             slot.parameter.grad = slot.parameter.grad.redistribute(placements=slot.parameter.placements)
         self._unreduced.pop(slot, None)
         if self._unreduced and self.synchronises and (number := _torch.backward_number()) != -1:
-            self._pass_of(number)
+            self.pass_of(number)
 
     def _after_accumulation(self, slot: _Slot, parameter: DTensor) -> None:
         if slot.set_aside is NOTHING:
@@ -259,28 +261,29 @@ class GradientSync:
         elif not self.synchronises:
             self._keep(slot, local, placements)
         elif (number := _torch.backward_number()) != -1:
-            self._pass_of(number).add(slot, bucket, local)
+            self.pass_of(number).add(slot, bucket, local)
         else:
             alone = Pass(self, Arrivals())
             alone.add(slot, bucket, local)
             alone.end()
 
-    def collector(self, parameter: DTensor, placements: Sequence[Placement]) -> Callable[[Tensor], None]:
-        """Return :meth:`add` for one parameter and the placements of its summands, prepared."""
-        slot, placements, dtype, passes = self._slot(parameter), tuple(placements), parameter.dtype, self._passes
-        bucket = slot.bucket(placements, dtype)
+    def hooks(self, leaves: Sequence[tuple[DTensor, Sequence[Placement]]]) -> list[Callable[[Tensor], None]]:
+        """Return the post-accumulate hooks of local leaves, each of which hands its gradient to a parameter.
 
-        def collect(local: Tensor) -> None:
-            number = _torch.backward_number()
-            if bucket is None or number == -1 or not self.synchronises or local.requires_grad:
-                self.add(parameter, local, placements)
-            else:
-                running = passes.get(number)
-                (self._pass_of(number) if running is None else running).add(slot, bucket, local)
+        Args:
+            leaves: the parameter that each stands in for, and the placements of its gradients.
+        """
+        deliveries = []
+        for parameter, placements in leaves:
+            slot, placements = self._slot(parameter), tuple(placements)
+            fits, bucket = slot.route(placements, parameter.dtype)
+            deliveries.append(Delivery(slot, parameter, placements, bucket, fits))
+        hooks = hooks_of(self._arriving, deliveries)
+        self._expected = Arrivals({pair: n for pair, n in self._expected.counts.items() if not pair[1].waits})
+        return hooks
 
-        return collect
-
-    def _pass_of(self, number: int) -> Pass:
+    def pass_of(self, number: int) -> Pass:
+        """Return what a running backward pass has collected, by its number."""
         current = self._passes.get(number)
         if current is None:
             current = self._passes[number] = Pass(self, self._expected, number)
@@ -352,8 +355,8 @@ class GradientSync:
             Pass(self, Arrivals()).end()
 
     def unreduced(self) -> dict[Bucket, list[_Slot]]:
-        """Return the parameters whose ``.grad`` is partial and that no running pass has taken, by bucket."""
-        if not self._unreduced:
+        """Return the parameters whose ``.grad`` is partial, may be reduced, and that no running pass has taken."""
+        if not self._unreduced or not self.synchronises:
             return {}
         found: dict[Bucket, list[_Slot]] = {}
         for slot, taken in list(self._unreduced.items()):

@@ -31,9 +31,9 @@ from vescale.dtensor import random
 
 from . import _torch
 from ._boundary import InputPlan, Phase, install_inputs, map_tensors, place
-from ._experts import join, local_shard
+from ._edges import unwrapped, wrapped
+from ._experts import join, local_shards
 from ._placements import is_placements, normalize
-from ._static import unwrapped, wrapped
 from ._static._swaps import Swaps
 from .errors import PlanError
 
@@ -125,17 +125,16 @@ class LocalRegion:
         )
 
     def _show_local(self, module: nn.Module, undo: contextlib.ExitStack) -> list[Tensor]:
-        shown: list[Tensor] = []
+        places: list[tuple[dict, str]] = []
         for part in module.modules():
             for table in _torch.tensor_tables(part):
-                local = {}
-                for key, tensor in table.items():
-                    if isinstance(tensor, nn.Parameter | DTensor):
-                        gradient = self._gradient(tensor.placements) if isinstance(tensor, DTensor) else ()
-                        local[key] = local_shard(tensor, gradient)
                 undo.callback(table.update, dict(table))
-                table.update(local)
-                shown += local.values()
+                places += [(table, key) for key, t in table.items() if isinstance(t, nn.Parameter | DTensor)]
+        tensors = [table[key] for table, key in places]
+        gradients = [self._gradient(t.placements) if isinstance(t, DTensor) else None for t in tensors]
+        shown = local_shards(tensors, gradients)
+        for (table, key), local in zip(places, shown, strict=True):
+            table[key] = local
         if not self.phase.local:  # else the program has done it
             swaps = Swaps.of({"": module}, {"": self.attributes}, lambda _module: None)
             swaps.put()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -16,13 +19,20 @@ from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from vescale.dtensor import group_of_ranks
+
 __all__ = [
+    "DIRECT_CALL",
     "Collectives",
     "accumulates",
     "backward_number",
+    "direct_apply",
     "explicit_redistribution",
     "flat_group",
+    "for_each",
+    "gradient_of",
     "has_dispatch_mode",
+    "has_global_hooks",
     "hook_keys",
     "hook_tables",
     "in_backward",
@@ -30,18 +40,24 @@ __all__ = [
     "is_full_cache",
     "is_implicit_redistribution",
     "is_profiling",
+    "layout_of",
+    "leaf_states",
     "local_of",
     "module_hook_tables",
     "module_table",
     "no_function_modes",
     "on_backward_end",
+    "ordinary_call",
     "plain_operands_replicated",
     "run_backward",
+    "set_gradients",
+    "sum_later",
     "tensor_hooks",
     "tensor_tables",
     "tree_leaves",
     "tree_map",
     "without_hooks",
+    "wrap",
     "wrap_like",
     "wrapper_like",
 ]
@@ -93,15 +109,44 @@ def local_of(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+def layout_of(tensor: DTensor) -> object:
+    """Return mesh, placements, shape, strides and dtype of a DTensor, as one object for :func:`wrap`."""
+    return tensor._spec
+
+
+wrap: Callable[[Tensor, object], DTensor] = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
+"""Return a local tensor as a DTensor of a layout, without autograd. (``DTensor.__init__`` does nothing, slowly.)"""
+
+
 def wrap_like(local: Tensor, like: DTensor) -> DTensor:
     """Return ``local`` as a DTensor with the layout and shape of ``like``, without autograd."""
-    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)  # __init__ does nothing, slowly
+    return wrap(local, like._spec)
 
 
 def wrapper_like(like: DTensor) -> Callable[[Tensor], DTensor]:
     """Return :func:`wrap_like` for one tensor, prepared."""
-    new, spec = DTensor.__new__, like._spec
-    return lambda local: new(DTensor, local, spec, requires_grad=False)
+    layout = like._spec
+    return lambda local: wrap(local, layout)
+
+
+def leaf_states(leaves: Sequence[DTensor]) -> tuple[list[bool], list[int]]:
+    """Return of some DTensors whether each requires a gradient, and the address of its local storage."""
+    return list(map(_requires_grad, leaves)), list(map(Tensor.data_ptr, map(_local, leaves)))
+
+
+_requires_grad, _local = operator.attrgetter("requires_grad"), operator.attrgetter("_local_tensor")
+
+gradient_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
+
+
+def set_gradients(tensors: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
+    """Set the ``.grad`` of many tensors."""
+    for_each(Tensor.grad.__set__, tensors, gradients)
+
+
+def for_each(function: Callable, *columns: Iterable) -> None:
+    """Call a function once per row of some columns, without a loop in Python."""
+    collections.deque(map(function, *columns), maxlen=0)
 
 
 def in_backward() -> bool:
@@ -158,16 +203,18 @@ class Collectives:
 
     def all_gather(self, local: Tensor) -> Tensor:
         """Return the tensors of all ranks, of one or more dims, one after the other along the first."""
-        if torch.compiler.is_compiling() or local.is_complex():
+        if torch.compiler.is_dynamo_compiling() or local.is_complex():
             came = torch.ops._c10d_functional.all_gather_into_tensor(local.resolve_conj(), self.size, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)
         out = local.new_empty((self.size * local.size(0), *local.shape[1:]))
-        _arrive(self.group._allgather_base(out, local, self.gather_options))
+        work = self.group._allgather_base(out, local, self.gather_options)
+        if work is not None:  # some backends are done when they return
+            work.wait()
         return out
 
     def all_reduce(self, local: Tensor, op: str) -> Tensor:
         """Return the reduced tensor."""
-        if torch.compiler.is_compiling() or local.is_complex():
+        if torch.compiler.is_dynamo_compiling() or local.is_complex():
             came = torch.ops._c10d_functional.all_reduce(local.resolve_conj(), op, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)
         out = local.clone(memory_format=torch.contiguous_format)
@@ -176,16 +223,18 @@ class Collectives:
 
     def reduce_scatter(self, parts: Tensor, op: str, shape: tuple[int, ...]) -> Tensor:
         """Return this rank's reduced part, of ``shape``; ``parts`` has those of all ranks one after the other."""
-        if torch.compiler.is_compiling() or parts.is_complex():
+        if torch.compiler.is_dynamo_compiling() or parts.is_complex():
             came = torch.ops._c10d_functional.reduce_scatter_tensor(parts.resolve_conj(), op, self.size, self.name)
             return torch.ops._c10d_functional.wait_tensor(came).view(shape)
         out = parts.new_empty(shape)
-        _arrive(self.group._reduce_scatter_base(out, parts, self.scatter_options[op]))
+        work = self.group._reduce_scatter_base(out, parts, self.scatter_options[op])
+        if work is not None:
+            work.wait()
         return out
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """Return what each rank has for this one; the first dim of ``parts`` and of the result counts the ranks."""
-        if torch.compiler.is_compiling() or parts.is_complex():
+        if torch.compiler.is_dynamo_compiling() or parts.is_complex():
             splits = [1] * self.size
             came = torch.ops._c10d_functional.all_to_all_single(parts.resolve_conj(), splits, splits, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)
@@ -202,14 +251,30 @@ def _arrive(work: dist.Work | None) -> None:
         work.wait()
 
 
-def flat_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
-    """Return the ranks that differ from this one along ``axes`` only, the first axis outermost.
+def sum_later(group: dist.ProcessGroup) -> Callable[[Tensor], dist.Work | None]:
+    """Return the function that begins to add a tensor over the ranks of ``group``, in place; its result is awaited."""
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, True
+    return lambda tensor: group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
-    The mesh keeps the group of several axes, so all callers share one.
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable:
+    """Return ``function.apply`` without the part that serves transforms of ``torch.func``, which takes half its time.
+
+    Backward calls ``function.backward`` without asking what else there may be. A compiler traces ``function.apply``
+    only.
     """
+    function._backward_cls.apply = function.backward
+    return super(torch.autograd.Function, function).apply
+
+
+def flat_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
+    """Return the ranks that differ from this one along ``axes`` only. All of them must ask for it together."""
     if len(axes) == 1:
         return mesh.get_group(axes[0])
-    return mesh[tuple(mesh.mesh_dim_names[axis] for axis in axes)]._flatten().get_group()
+    coord = mesh.get_coordinate()
+    ranks = mesh.mesh[tuple(slice(None) if axis in axes else coord[axis] for axis in range(mesh.ndim))]
+    return group_of_ranks(ranks.flatten().tolist())
 
 
 def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -230,9 +295,8 @@ def accumulates(leaf: Tensor) -> bool:
         return False
 
 
-def backward_number() -> int:
-    """Return the number of the backward pass that is running in this thread, -1 outside."""
-    return torch._C._current_graph_task_id()
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward pass that is running in this thread, -1 outside."""
 
 
 def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -254,6 +318,20 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 def is_profiling() -> bool:
     """Tell whether a profiler of torch is running, which may be one that emits NVTX or ITT ranges."""
     return torch.autograd.profiler._is_profiler_enabled
+
+
+DIRECT_CALL = "_compiled_call_impl"
+"""The attribute of a module that its call runs in place of everything else, where it is set."""
+
+
+def ordinary_call(module: nn.Module) -> Callable:
+    """Return what a call of a module runs where nothing else is set: its hooks and its forward."""
+    return module._call_impl
+
+
+def has_global_hooks() -> bool:
+    """Tell whether there are hooks for the calls of all modules."""
+    return nn.modules.module._has_any_global_hook()
 
 
 def module_hook_tables(module: nn.Module) -> list[dict]:

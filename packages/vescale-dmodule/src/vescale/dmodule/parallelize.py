@@ -88,13 +88,12 @@ def parallelize_module(
     modules = dict(module.named_modules(remove_duplicate=False))
     for name, changes in resolved.attributes.items():
         set_attributes(modules[name], changes)
-    regions = {name: install_experts(modules[name], layout, mesh) for name, layout in resolved.experts.items()}
-    # experts that the model calls one by one: who calls them stays on DTensors
-    callers = [name.rpartition(".")[0] for name, region in regions.items() if region is None]
+    for name, layout in resolved.experts.items():
+        install_experts(modules[name], layout, mesh)
     execution = Execution(
         mesh,
         allow_implicit=allow_implicit,
-        eager=(*resolved.eager, *filter(None, callers)),
+        eager=resolved.eager,
         local_attributes=resolved.local_attributes,
         mode=mode,
     )

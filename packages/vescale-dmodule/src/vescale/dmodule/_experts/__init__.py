@@ -10,12 +10,13 @@
 
 from ._allocate import Allocation, ExpertAllocator, LoadBalancingAllocator, StaticAllocator
 from ._collectives import join
-from ._entry import ExpertLayout, Experts, check_experts, plan_experts
+from ._entry import ExpertLayout, Experts, plan_experts
 from ._exchange import AllToAll, Exchange, TokenDispatcher
 from ._install import install_experts
+from ._lists import listed_gradients
 from ._migrate import rebalance_experts, restore_experts
 from ._region import ExpertRegion, experts_region
-from ._state import local_shard
+from ._state import local_shards
 
 __all__ = [
     "AllToAll",
@@ -28,11 +29,11 @@ __all__ = [
     "LoadBalancingAllocator",
     "StaticAllocator",
     "TokenDispatcher",
-    "check_experts",
     "experts_region",
     "install_experts",
     "join",
-    "local_shard",
+    "listed_gradients",
+    "local_shards",
     "plan_experts",
     "rebalance_experts",
     "restore_experts",

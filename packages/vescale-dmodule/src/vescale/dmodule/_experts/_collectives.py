@@ -13,9 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _torch
+
 __all__ = ["Group", "add_rows", "all_to_all", "join", "share", "sum_ranks", "take_rows"]
 
 Group = dist.ProcessGroup | None
+Sums = _torch.Collectives | None
+"""A group whose collectives are prepared."""
 
 
 # ------------------------------------------------------------------------------------------------- between ranks
@@ -47,37 +51,43 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grad, receive, send, group), None, None, None
 
 
-def sum_ranks(partial: Tensor, group: Group) -> Tensor:
-    """Return the sum over the ranks of ``group``. The gradient, equal on all of them, goes back as it is."""
-    return partial if group is None else _SumRanks.apply(partial, group)
+def sum_ranks(partial: Tensor, group: Sums, *operands: Tensor) -> Tensor:
+    """Return the sum over the ranks of ``group``, which depends on ``operands`` as :func:`join` says.
+
+    The gradient, equal on all ranks, goes back as it is.
+    """
+    return join(partial, *operands) if group is None else _SumRanks.apply(partial, group, *operands)
 
 
 class _SumRanks(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx, partial: Tensor, group: Group) -> Tensor:
-        out = partial.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=group)
-        return out
+    def forward(ctx, partial: Tensor, group: Sums, *operands: Tensor) -> Tensor:
+        ctx.nothing = (None,) * (1 + len(operands))
+        return group.all_reduce(partial, "sum")
 
     @staticmethod
-    def backward(_ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *ctx.nothing
 
 
-def share(tensor: Tensor, group: Group) -> Tensor:
-    """Return a tensor that is equal on all ranks of ``group``, each of which uses it in part: gradients are summed."""
-    return tensor if group is None else _Share.apply(tensor, group)
+def share(group: Sums, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors that are equal on all ranks of ``group``, each of which uses them in part.
+
+    Their gradients are summed over the ranks.
+    """
+    return tensors if group is None else _Share.apply(group, *tensors)
 
 
 class _Share(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor: Tensor, group: Group) -> Tensor:
+    def forward(ctx, group: Sums, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        return tensor.view_as(tensor)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _SumRanks.apply(grad, ctx.group), None
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = zip(grads, ctx.needs_input_grad[1:], strict=True)
+        return None, *(_SumRanks.apply(grad, ctx.group) if needs else None for grad, needs in needed)
 
 
 # ------------------------------------------------------------------------------------------------- on one rank
@@ -113,7 +123,7 @@ class _TakeRows(torch.autograd.Function):
     def forward(ctx, tokens: Tensor, order: Tensor, width: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.sizes = len(tokens), width
-        return tokens[order // width]
+        return tokens.index_select(0, order // width if width > 1 else order)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -125,11 +135,13 @@ class _AddRows(torch.autograd.Function):
     def forward(ctx, rows: Tensor, order: Tensor, num_tokens: int, width: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.width = width
-        pairs = rows.new_zeros((num_tokens * width, *rows.shape[1:])).index_copy_(0, order, rows)
+        num_pairs = num_tokens * width
+        new = rows.new_empty if len(rows) == num_pairs else rows.new_zeros  # pairs are distinct: all come, or not
+        pairs = new((num_pairs, *rows.shape[1:])).index_copy_(0, order, rows)
         first, *others = pairs.unflatten(0, (num_tokens, width)).unbind(1)
         for other in others:
             first = first + other
-        return first.contiguous() if others else first.clone()
+        return first.contiguous()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:

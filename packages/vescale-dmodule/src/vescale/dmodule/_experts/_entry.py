@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
@@ -30,7 +31,7 @@ from ._allocate import ExpertAllocator, StaticAllocator
 from ._axes import is_cut
 from ._exchange import AllToAll, TokenDispatcher
 
-__all__ = ["ExpertLayout", "Experts", "check_experts", "plan_experts"]
+__all__ = ["ExpertLayout", "Experts", "plan_experts"]
 
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 # Signature of models whose forward does not skip indices that mean "no expert".
@@ -129,7 +130,7 @@ def plan_experts(name: str, module: nn.Module, entry: object, mesh: MeshAxes) ->
     expert_axes = _expert_axes(where, placements)
     kind = _kind(module)
     num_experts = _count(where, module, kind)
-    num_ranks = _num_ranks(mesh, expert_axes)
+    num_ranks = math.prod(mesh.size(axis) for axis in expert_axes)
     if num_experts % num_ranks:
         raise PlanError(
             f"{where}: {num_experts} experts do not divide over {num_ranks} ranks of the axis; "
@@ -159,26 +160,16 @@ def plan_experts(name: str, module: nn.Module, entry: object, mesh: MeshAxes) ->
     )
 
 
-def check_experts(name: str, module: nn.Module, placements: Placements, mesh: MeshAxes) -> None:
-    """Check that ``module`` holds experts that divide over the axes of ``placements``; see :func:`plan_experts`."""
-    plan_experts(name, module, list(placements), mesh)
-
-
 # ------------------------------------------------------------------------------------------------- kinds
 
 
 def _expert_axes(where: str, placements: Placements) -> tuple[int, ...]:
     axes = tuple(axis for axis, placement in enumerate(placements) if placement == Shard(0))
     if not axes or placements.count(Replicate()) != len(placements) - len(axes):
-        raise PlanError(f"{where}: exactly one axis must hold Shard(0), the expert dim; got {placements}")
+        raise PlanError(
+            f"{where}: one or several axes must hold Shard(0), the expert dim, the others Replicate(); got {placements}"
+        )
     return axes
-
-
-def _num_ranks(mesh: MeshAxes, axes: Sequence[int]) -> int:
-    num_ranks = 1
-    for axis in axes:
-        num_ranks *= mesh.size(axis)
-    return num_ranks
 
 
 def _kind(module: nn.Module) -> str:

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
 
 from ._allocate import initial_allocation
-from ._entry import ExpertLayout, plan_experts
+from ._entry import ExpertLayout
 from ._lists import install_list
 from ._region import REGION, ExpertRegion, allocation_of
 
 __all__ = ["install_experts"]
 
 
-def install_experts(
-    module: nn.Module, layout: ExpertLayout | Sequence[Placement], mesh: DeviceMesh
-) -> ExpertRegion | None:
+def install_experts(module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh) -> ExpertRegion | None:
     """Run ``module``, whose parameters are DTensors in ``layout.parameters``, on this rank's experts.
 
     Args:
-        module: experts that :func:`plan_experts` has checked.
-        layout: its result, or the placements of the expert dim.
+        module: experts.
+        layout: what :func:`plan_experts` says of them.
         mesh: the mesh of the plan.
 
     Returns:
         The region, also found by :func:`experts_region`; None for experts that the model calls one by one.
     """
-    if not isinstance(layout, ExpertLayout):
-        layout = plan_experts(type(module).__name__, module, list(layout), mesh)
     if layout.kind == "list":
         install_list(module, layout, mesh)
         return None

@@ -17,14 +17,13 @@ which exchanges all tokens at once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from vescale.dtensor import random
 
@@ -35,19 +34,28 @@ from ._axes import axes_of
 from ._collectives import join
 from ._entry import ExpertLayout
 from ._region import RANDOM
-from ._state import gradient_placements, local_shard
+from ._state import gradient_placements, show_parameters
 from ._wrap import from_local, to_local
 
-__all__ = ["install_list"]
+__all__ = ["install_list", "listed_gradients"]
+
+GRADIENTS = "_vescale_listed_gradients"
+
+
+def listed_gradients(module: nn.Module) -> dict[str, tuple[Placement, ...]]:
+    """Return the placements of the gradients of a list's parameters, by name inside the list; empty if it is none."""
+    return vars(module).get(GRADIENTS, {})
 
 
 def install_list(module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh) -> None:
     """Let each expert in ``module``, an nn.ModuleList or nn.ModuleDict, run on its own rank."""
     axis = layout.expert_axes[0]
     per_rank = layout.num_experts // mesh.size(axis)
+    gradients = gradient_placements(layout, axes_of(layout.expert_axes, (), (Replicate(),) * mesh.ndim))
+    vars(module)[GRADIENTS] = gradients
     for position, (key, expert) in enumerate(module.named_children()):
         shapes = {leaf: tuple(parameter.shape) for leaf, parameter in expert.named_parameters()}
-        one = _OneExpert(layout, mesh, key, position // per_rank, shapes)
+        one = _OneExpert(mesh, axis, key, position // per_rank, shapes, gradients)
         expert.register_forward_pre_hook(one.enter, with_kwargs=True)
         expert.register_forward_hook(one.leave, always_call=True)
 
@@ -63,13 +71,18 @@ class _OneExpert:
     """One expert of a list. Copies of the module share it: one of them runs at a time."""
 
     def __init__(
-        self, layout: ExpertLayout, mesh: DeviceMesh, key: str, owner: int, shapes: dict[str, tuple[int, ...]]
+        self,
+        mesh: DeviceMesh,
+        axis: int,
+        key: str,
+        owner: int,
+        shapes: dict[str, tuple[int, ...]],
+        gradients: dict[str, tuple[Placement, ...]],
     ):
-        self.layout, self.mesh, self.key, self.owner = layout, mesh, key, owner
+        self.mesh, self.key, self.owner, self.gradients = mesh, key, owner, gradients
         self.shapes = shapes  # on one device; a local shard in the place of a parameter does not know it
-        self.axis = layout.expert_axes[0]
-        self.here = mesh.get_local_rank(self.axis) == owner
-        self.group = mesh.get_group(self.axis)
+        self.here = mesh.get_local_rank(axis) == owner
+        self.group = mesh.get_group(axis)
         self._running: list[_Call] = []
 
     def __deepcopy__(self, memo: dict) -> _OneExpert:  # process groups have no copies
@@ -96,8 +109,9 @@ class _OneExpert:
 
         args, kwargs = map_tensors(bring, (args, kwargs))
         undo = contextlib.ExitStack()
-        operands += undo.enter_context(self._local_state(expert))
-        undo.enter_context(random.forbidden(RANDOM))
+        if any(isinstance(parameter, DTensor) for parameter in expert.parameters()):
+            undo.enter_context(random.forbidden(RANDOM))  # static mode, with local ones, sees to it by itself
+        operands += self._show_local(expert, undo)
         self._running.append(_Call(undo, tuple(operands), hidden))
         return args, kwargs
 
@@ -124,24 +138,20 @@ class _OneExpert:
         """The owner's rank in the world."""
         return dist.get_global_rank(self.group, self.owner)
 
-    @contextlib.contextmanager
-    def _local_state(self, expert: nn.Module) -> Iterator[tuple[Tensor, ...]]:
-        """Show the expert its parameters: the owner its own, the others stand-ins of the same shape."""
-        grads = gradient_placements(self.layout, axes_of(self.layout.expert_axes, (), (Replicate(),) * self.mesh.ndim))
-        with contextlib.ExitStack() as undo:
-            local = []
+    def _show_local(self, expert: nn.Module, undo: contextlib.ExitStack) -> list[Tensor]:
+        """Show the expert its parameters: the owner its own, the others stand-ins of the same shape without memory.
+
+        Returns:
+            The shards of all, those of the others empty.
+        """
+        shards = show_parameters(expert.named_modules(prefix=self.key), self.gradients, undo)
+        if not self.here:
             for owner, part in expert.named_modules():
                 table, _ = _torch.tensor_tables(part)
-                shown = {}
-                for key, parameter in table.items():
-                    if parameter is not None:
-                        leaf = f"{owner}.{key}" if owner else key
-                        shard = local_shard(parameter, grads[f"{self.key}.{leaf}"])
-                        shown[key] = shard if self.here else _StandIn.apply(shard, self.shapes[leaf])
-                undo.callback(table.update, dict(table))
-                table.update(shown)
-                local += shown.values()
-            yield tuple(local)
+                for key, shard in table.items():
+                    if shard is not None:
+                        table[key] = shard.new_zeros(()).expand(self.shapes[f"{owner}.{key}" if owner else key])
+        return list(shards.values())
 
 
 class _ToOwner(torch.autograd.Function):
@@ -155,7 +165,7 @@ class _ToOwner(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         shape, dtype = ctx.like
-        grad = grad.contiguous().clone() if ctx.here else grad.new_empty(shape, dtype=dtype)
+        grad = grad.contiguous() if ctx.here else grad.new_empty(shape, dtype=dtype)
         dist.broadcast(grad, src=ctx.source, group=ctx.group)
         return grad, None, None, None
 
@@ -166,23 +176,10 @@ class _FromOwner(torch.autograd.Function):
     @staticmethod
     def forward(ctx, output: Tensor, num_rows: int, here: bool, source: int, group: dist.ProcessGroup) -> Tensor:
         ctx.here, ctx.kept = here, len(output)
-        output = output.contiguous().clone() if here else output.new_empty((num_rows, *output.shape[1:]))
-        dist.broadcast(output, src=source, group=group)
-        return output
+        out = output.contiguous() if here else output.new_empty((num_rows, *output.shape[1:]))
+        dist.broadcast(out, src=source, group=group)
+        return out.view_as(out)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         return grad if ctx.here else grad[: ctx.kept], None, None, None, None
-
-
-class _StandIn(torch.autograd.Function):
-    """A tensor of the whole shape in place of an empty shard, without memory of its own."""
-
-    @staticmethod
-    def forward(ctx, shard: Tensor, shape: tuple[int, ...]) -> Tensor:
-        ctx.shape = shard.shape
-        return shard.new_zeros(()).expand(shape)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.new_zeros(ctx.shape), None

@@ -6,8 +6,8 @@ Which experts a rank computes for which tokens follows from how the tokens lie (
     tokens replicated over them             each rank computes those for its experts; the sum over the ranks is the
                                             output: one all-reduce. Which tokens, the forward finds out: experts of
                                             other ranks become the index ``num_local``, which it skips, with weight
-                                            zero. On the CPU, where the host does not wait, they are picked as for an
-                                            exchange, which spares the forward the others.
+                                            zero. On the CPU, where the host does not wait, many tokens are picked as
+                                            for an exchange, which spares the forward the others.
 
 Both give one device's values and gradients at every number of ranks: gradients of hidden states, weights and parameters
 are sums over the tokens, never means, and nothing is scaled by a number of ranks.
@@ -42,7 +42,7 @@ from ._axes import Axes, axes_of, lane_table
 from ._collectives import Group, add_rows, join, share, sum_ranks, take_rows
 from ._entry import ExpertLayout
 from ._exchange import AllToAll, Exchange, exchange_counts, route
-from ._state import expert_of, gradient_placements, local_state
+from ._state import expert_of, gradient_placements, show_local
 from ._wrap import from_local, layout_of_tokens, to_local
 
 __all__ = ["ExpertRegion", "experts_region"]
@@ -51,6 +51,8 @@ REGION = "_vescale_experts"
 ALLOCATION = "_vescale_allocation"
 LOADS = "_vescale_loads"
 RANDOM = "experts run on local tensors; move the random operator out of them"
+# Elements of (token, expert) rows below which finding the rows of this rank takes longer than the forward saves.
+FEW = 1 << 17
 
 Placements = tuple[Placement, ...]
 
@@ -62,12 +64,19 @@ def experts_region(module: nn.Module) -> ExpertRegion | None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A forward that is running: what is undone at its end, what its output is to depend on, what becomes of it."""
+    """A forward that is running.
+
+    Attributes:
+        undo: what is undone at its end.
+        operands: what its output is to depend on, besides parameters.
+        parameters: local shards, by name.
+        finish: makes the result of the output and of all that it is to depend on.
+    """
 
     undo: contextlib.ExitStack
     operands: tuple[Tensor, ...]
     parameters: dict[str, Tensor]
-    finish: Callable[[Tensor], Tensor]
+    finish: Callable[..., Tensor]
 
 
 class ExpertRegion:
@@ -76,18 +85,25 @@ class ExpertRegion:
     Attributes:
         layout: what the plan says.
         mesh: the ranks.
+        num_ranks: number of blocks that the experts are cut into.
+        num_local: number of experts of a rank.
         last_tokens: placements of the tokens in the last call; None before the first.
     """
 
     def __init__(self, layout: ExpertLayout, mesh: DeviceMesh, signature: inspect.Signature):
         self.layout, self.mesh, self.signature = layout, mesh, signature
+        self.num_ranks = math.prod(mesh.size(axis) for axis in layout.expert_axes)
+        self.num_local = layout.num_experts // self.num_ranks
         self.last_tokens: Placements | None = None
         self._declared: Placements | None = None
         self._running: list[_Call] = []
         self._called: set[str] = set()
+        self._leading = tuple(signature.parameters)[: len(layout.arguments)] == tuple(layout.arguments)
         # What does not change between calls, by what it depends on.
         self._axes: dict[Placements, Axes] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._sums: dict[Axes, _torch.Collectives | None] = {}
+        self._gradients: dict[Axes, dict[str, Placements]] = {}
         self._tables: dict[object, Tensor] = {}
 
     def __deepcopy__(self, memo: dict) -> ExpertRegion:  # process groups have no copies
@@ -112,24 +128,12 @@ class ExpertRegion:
         finally:
             self._declared = before
 
-    def run_local(
-        self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, tokens: Sequence[Placement]
-    ) -> Tensor:
-        """Run ``module`` on plain local tensors; see :meth:`on_local_tensors`.
-
-        Args:
-            module: the experts module that the region was installed on, or a copy of it.
-            hidden: (T, hidden), this rank's tokens.
-            index: (T, k) int64, experts of each token.
-            weights: (T, k), weight of each of them.
-            tokens: how the tokens lie on the mesh.
-        """
-        with self.on_local_tensors(tokens):
-            return module(hidden, index, weights)
-
     def gradient_placements(self, tokens: Sequence[Placement]) -> dict[str, Placements]:
         """Return the placements of the parameters' gradients, by name inside the module, for tokens that lie so."""
-        return gradient_placements(self.layout, self.axes(tokens))
+        axes = self.axes(tokens)
+        if axes not in self._gradients:
+            self._gradients[axes] = gradient_placements(self.layout, axes)
+        return self._gradients[axes]
 
     def output_placements(self, tokens: Sequence[Placement]) -> Placements:
         """Return the placements of the output, for tokens that lie so: theirs, unless the plan wants a partial sum."""
@@ -143,16 +147,6 @@ class ExpertRegion:
             self._axes[tokens] = axes_of(self.layout.expert_axes, self.layout.inner_axes, tokens)
         return self._axes[tokens]
 
-    @property
-    def num_ranks(self) -> int:
-        """Number of blocks that the experts are cut into."""
-        return math.prod(self.mesh.size(axis) for axis in self.layout.expert_axes)
-
-    @property
-    def num_local(self) -> int:
-        """Number of experts per rank."""
-        return self.layout.num_experts // self.num_ranks
-
     def group(self, axes: Sequence[int]) -> Group:
         """Return the ranks that differ from this one along ``axes`` only; None if there is no other."""
         axes = tuple(axes)
@@ -165,8 +159,11 @@ class ExpertRegion:
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Forward pre-hook: bring the operands to this rank's experts and show the module only those."""
-        bound = self.signature.bind(*args, **kwargs)
-        operands = tuple(bound.arguments[name] for name in self.layout.arguments)
+        names = self.layout.arguments
+        # binding takes as long as an operator, and models pass these by position
+        by_position = self._leading and len(args) == len(names) and not kwargs
+        bound = None if by_position else self.signature.bind(*args, **kwargs)
+        operands = args if bound is None else tuple(bound.arguments[name] for name in names)
         wrap: Callable[[Tensor], Tensor] = _same
         tokens = self._declared
         if tokens is None or any(isinstance(operand, DTensor) for operand in operands):
@@ -174,28 +171,41 @@ class ExpertRegion:
             wrap = from_local(operands[0], self.output_placements(tokens), tokens, self.mesh)
             operands = tuple(to_local(operand, tokens, self.mesh) for operand in operands)
         self.last_tokens = tokens
+        call = self._start(module, operands, tokens, wrap)
+        self._running.append(call[0])
+        if bound is None:
+            return call[1], kwargs
+        bound.arguments.update(zip(names, call[1], strict=True))
+        return bound.args, bound.kwargs
+
+    def _start(
+        self, module: nn.Module, operands: tuple[Tensor, ...], tokens: Placements, wrap: Callable[[Tensor], Tensor]
+    ) -> tuple[_Call, tuple[Tensor, ...]]:
+        """Begin a call on local operands; return what ends it, and what the forward gets."""
         hidden, index, weights = operands
         _check(hidden, index, weights, type(module).__name__)
-
         axes = self.axes(tokens)
         index = index.long()
         self._count_loads(module, index)
-        summed = self.group(axes.summed)
-        hidden, weights = share(hidden, summed), share(weights, summed)
-        masked = not axes.group and self._masks(index)
+        summed = self._sum_group(axes)
+        hidden, weights = share(summed, hidden, weights)
+        masked = not axes.group and self._masks(hidden, index)
         start = self._masked if masked else self._exchanged
-        *operands, finish = start(module, hidden, index, weights, axes)
-        bound.arguments.update(zip(self.layout.arguments, operands, strict=True))
+        *operands, back = start(module, hidden, index, weights, axes)
 
         undo = contextlib.ExitStack()
-        parameters = undo.enter_context(self._local_state(module, axes, absent=masked))
+        parameters = self._show_local(module, tokens, undo, absent=masked)
         if self._declared is None:  # static mode sees to it by itself, at no cost for every operator
             undo.enter_context(random.forbidden(RANDOM))
         self._called.clear()
-        seen = operands[0], operands[2]
-        sum_group = None if self.layout.partial_output else summed
-        self._running.append(_Call(undo, seen, parameters, lambda out: wrap(sum_ranks(finish(out), sum_group))))
-        return bound.args, bound.kwargs
+        summed = None if self.layout.partial_output else summed
+
+        def finish(output: Tensor, *seen: Tensor) -> Tensor:
+            if back is None:
+                return wrap(sum_ranks(output, summed, *seen))
+            return wrap(sum_ranks(back(join(output, *seen)), summed))
+
+        return _Call(undo, (operands[0], operands[2]), parameters, finish), tuple(operands)
 
     def leave(self, module: nn.Module, _args: tuple, output: Tensor | None) -> Tensor | None:
         """Forward hook, called always: put the module back as it was and bring the output to where the tokens are."""
@@ -207,7 +217,7 @@ class ExpertRegion:
             return None
         if not isinstance(output, Tensor):
             raise PlanError(f"{type(module).__name__} returned a {type(output).__name__}; experts return one tensor")
-        return call.finish(join(output, *call.operands, *self._used(call.parameters)))
+        return call.finish(output, *call.operands, *self._used(call.parameters))
 
     def note_call(self, name: str) -> None:
         """Remember that the forward called the expert ``name``, a submodule."""
@@ -230,21 +240,25 @@ class ExpertRegion:
 
     # --------------------------------------------------------------------------------------------- two paths
 
-    def _masks(self, index: Tensor) -> bool:
+    def _masks(self, hidden: Tensor, index: Tensor) -> bool:
         """Tell whether the forward is to skip what is not for its experts, rather than not to see it."""
         if self.layout.skips_absent is not None:
             return self.layout.skips_absent
-        return index.device.type != "cpu" or type(index) is not Tensor or torch.compiler.is_compiling()
+        if index.device.type != "cpu" or type(index) is not Tensor or torch.compiler.is_compiling():
+            return True
+        return hidden.numel() * index.shape[-1] < FEW
 
     def _masked(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:
-        """Let every rank see all tokens, with the index ``num_local`` in place of experts that are not its own."""
-        table = self._table(module, axes, index.device)
-        lanes = table[:, 0].index_select(0, index.clamp(max=self.layout.num_experts).reshape(-1))
-        index = lanes.reshape(index.shape)
-        return hidden, index, weights.masked_fill(index == self.num_local, 0), _same
+        """Let every rank see all tokens, with the index ``num_local`` in place of experts that are not its own.
+
+        There is no way back: the last value is None.
+        """
+        lanes = self._table(module, axes, index.device)[:, 0]
+        index = lanes.index_select(0, index.clamp(max=self.layout.num_experts).reshape(-1)).view(index.shape)
+        return hidden, index, weights.masked_fill(index == self.num_local, 0), None
 
     def _exchanged(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:
-        """Send tokens to their experts. The output's way back is the last value."""
+        """Send tokens to their experts; the output's way back is the last value."""
         shape, top_k, group = hidden.shape, index.shape[-1], self.group(axes.group)
         table = self._table(module, axes, index.device)
         dispatcher = AllToAll() if group is None else self.layout.dispatcher
@@ -259,11 +273,11 @@ class ExpertRegion:
         rows = dispatcher.dispatch(rows, exchange)
         row_weights = dispatcher.dispatch(take_rows(weights, order, copies), exchange)
 
-        def finish(out: Tensor) -> Tensor:
+        def back(out: Tensor) -> Tensor:
             out = add_rows(dispatcher.combine(out, exchange), order, len(index), top_k * copies)
             return out.reshape(*shape[:-1], out.shape[-1])
 
-        return rows, _experts_of_rows(exchange, index.device)[:, None], row_weights[:, None], finish
+        return rows, _experts_of_rows(exchange, index.device)[:, None], row_weights[:, None], back
 
     def _table(self, module: nn.Module, axes: Axes, device: torch.device) -> Tensor:
         """Return the lanes of each expert, (num_experts + 1, copies) int64."""
@@ -275,14 +289,24 @@ class ExpertRegion:
             self._tables[key] = torch.tensor(table, device=device)
         return self._tables[key]
 
-    def _local_state(self, module: nn.Module, axes: Axes, *, absent: bool) -> contextlib.AbstractContextManager:
+    def _show_local(
+        self, module: nn.Module, tokens: Placements, undo: contextlib.ExitStack, *, absent: bool
+    ) -> dict[str, Tensor]:
         coord = self.mesh.get_coordinate()
-        block = 0
+        number = 0
         for axis in self.layout.expert_axes:
-            block = block * self.mesh.size(axis) + coord[axis]
-        first = all(coord[axis] == 0 for axis in self.layout.inner_axes)
-        sizes = {"block": block, "num_local": self.num_local}
-        return local_state(module, self.layout, **sizes, axes=axes, first=first, absent=absent)
+            number = number * self.mesh.size(axis) + coord[axis]
+        block = range(number * self.num_local, (number + 1) * self.num_local)
+        silent = self.layout.once if any(coord[axis] for axis in self.layout.inner_axes) else frozenset()
+        gradients = self.gradient_placements(tokens)
+        return show_local(module, self.layout, undo, block=block, gradients=gradients, silent=silent, absent=absent)
+
+    def _sum_group(self, axes: Axes) -> _torch.Collectives | None:
+        """Return the ranks whose outputs are summed."""
+        if axes not in self._sums:
+            group = self.group(axes.summed)
+            self._sums[axes] = None if group is None else _torch.Collectives(group)
+        return self._sums[axes]
 
     def _count_loads(self, module: nn.Module, index: Tensor) -> None:
         """Add up the pairs that each expert gets of this rank's tokens, if the allocator wants to know."""

@@ -1,13 +1,14 @@
 """What an experts module sees while its forward runs on local tensors: its own experts and nothing else.
 
 Parameters become local tensors, ``num_experts`` the number of local experts, and experts that are submodules of other
-ranks are not there. Everything is put back when the forward ends, however it ends.
+ranks are not there. Everything is put back when the forward ends, however it ends. Nothing is copied: a local tensor
+shares the memory of the parameter.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from .. import _torch
 from ._axes import Axes
 from ._entry import ExpertLayout
 
-__all__ = ["expert_of", "gradient_placements", "local_shard", "local_state"]
+__all__ = ["expert_of", "gradient_placements", "local_shards", "show_local", "show_parameters"]
 
 # Hugging Face's grouped kernels leave rows of absent experts uninitialised and mask them only under this flag.
 EXPERT_PARALLEL_FLAG = "_is_expert_parallel"
@@ -36,47 +37,78 @@ def gradient_placements(layout: ExpertLayout, axes: Axes) -> dict[str, Placement
     }
 
 
-@contextlib.contextmanager
-def local_state(
-    module: nn.Module, layout: ExpertLayout, *, block: int, num_local: int, axes: Axes, first: bool, absent: bool
-) -> Iterator[dict[str, Tensor]]:
-    """Show ``module`` its local experts while its forward runs.
+def expert_of(leaf: str) -> str:
+    """Return the name of the expert that a parameter of a list of experts belongs to."""
+    return leaf.partition(".")[0]
+
+
+# ------------------------------------------------------------------------------------------------- showing
+
+
+def show_local(
+    module: nn.Module,
+    layout: ExpertLayout,
+    undo: contextlib.ExitStack,
+    *,
+    block: range,
+    gradients: Mapping[str, Placements],
+    silent: frozenset[str],
+    absent: bool,
+) -> dict[str, Tensor]:
+    """Show ``module`` its local experts until ``undo`` is closed.
 
     Args:
         module: the experts.
         layout: of the plan.
-        block: which block of experts is this rank's.
-        num_local: experts in it.
-        axes: what the mesh axes do in this call.
-        first: whether this rank is the first of the axes that cut inner dims.
+        undo: puts everything back.
+        block: this rank's experts.
+        gradients: placements of the parameters' gradients, by name.
+        silent: names of the parameters that another rank adds.
         absent: whether indices may mean an expert of another rank.
 
-    Yields:
+    Returns:
         The local shards of all parameters by name; those of absent experts are empty.
     """
-    grads, local = gradient_placements(layout, axes), {}
-    with contextlib.ExitStack() as undo:
-        for owner, part in module.named_modules():
-            table, _ = _torch.tensor_tables(part)
-            shown = {}
-            for key, parameter in table.items():
-                if parameter is not None:
-                    leaf = f"{owner}.{key}" if owner else key
-                    shown[key] = local_shard(parameter, grads[leaf], visible=first or leaf not in layout.once)
-                    local[leaf] = shown[key]
-            undo.callback(table.update, dict(table))
-            table.update(shown)
-        if layout.kind == "modules":
-            _keep_children(module, range(block * num_local, (block + 1) * num_local), undo)
-        _show(module, "num_experts", num_local, undo)
-        if absent:
-            _show(module, EXPERT_PARALLEL_FLAG, True, undo)
-        yield local
+    local: dict[str, Tensor] = {}
+    for parts in _experts(module, layout):
+        local |= show_parameters(parts, gradients, undo, silent=silent)
+    if layout.kind == "modules":
+        _keep_children(module, block, undo)
+    _show(module, "num_experts", len(block), undo)
+    if absent:
+        _show(module, EXPERT_PARALLEL_FLAG, True, undo)
+    return local
 
 
-def expert_of(leaf: str) -> str:
-    """Return the name of the expert that a parameter of a list of experts belongs to."""
-    return leaf.partition(".")[0]
+def _experts(module: nn.Module, layout: ExpertLayout) -> Iterable[Iterable[tuple[str, nn.Module]]]:
+    """Return what has gradients together: a stack, or each of several submodules; as names and modules of its parts."""
+    if layout.kind == "stacked":
+        return [[("", module)]]
+    return (expert.named_modules(prefix=name) for name, expert in module.named_children())
+
+
+def show_parameters(
+    parts: Iterable[tuple[str, nn.Module]],
+    gradients: Mapping[str, Placements],
+    undo: contextlib.ExitStack,
+    *,
+    silent: frozenset[str] = frozenset(),
+) -> dict[str, Tensor]:
+    """Put local shards in the place of the parameters of some modules until ``undo`` is closed; return them by name.
+
+    If one of them gets a gradient, all do.
+    """
+    places: dict[str, tuple[dict, str]] = {}
+    for owner, part in parts:
+        table, _ = _torch.tensor_tables(part)
+        undo.callback(table.update, dict(table))
+        places.update({f"{owner}.{k}" if owner else k: (table, k) for k, p in table.items() if p is not None})
+    whole = [table[key] for table, key in places.values()]
+    layouts = [gradients.get(leaf) for leaf in places]
+    shown = dict(zip(places, local_shards(whole, layouts, [leaf in silent for leaf in places]), strict=True))
+    for leaf, (table, key) in places.items():
+        table[key] = shown[leaf]
+    return shown
 
 
 def _keep_children(module: nn.Module, kept: range, undo: contextlib.ExitStack) -> None:
@@ -101,31 +133,56 @@ def _show(module: nn.Module, name: str, value: object, undo: contextlib.ExitStac
         vars(module)[name] = value
 
 
-def local_shard(parameter: Tensor, grad_placements: Placements, *, visible: bool = True) -> Tensor:
-    """Return this rank's shard of a parameter; its gradient is zero, not missing, where nothing used it.
+# ------------------------------------------------------------------------------------------------- shards
+
+
+def local_shards(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Placements | None],
+    silent: Sequence[bool] | None = None,
+) -> list[Tensor]:
+    """Return this rank's shards of parameters; where one has a gradient, those that nothing used have zeros.
 
     Args:
-        parameter: a DTensor, or a local shard already; its gradient comes back as the one or the other.
-        grad_placements: of the gradient, if it is a DTensor.
-        visible: False shows zeros instead; the gradient is that of the values nevertheless. For what is added once over
-            the axes that cut inner dims: its gradient is that of the output, equal on all of them.
+        parameters: DTensors, or local shards already; the gradient of each comes back as the one or the other.
+        gradients: placements of the gradients of those that are DTensors.
+        silent: which of them show negative zeros instead (``x + -0.0`` is ``x`` for every ``x``); the gradient is that
+            of the values nevertheless. For what is added once over the axes that cut inner dims: its gradient is that
+            of the output, equal on all of them.
     """
-    return _LocalShard.apply(parameter, grad_placements, visible)
+    silent = silent or [False] * len(parameters)
+    shown = [_shown(*pair) for pair in zip(parameters, silent, strict=True)]
+    trained = [i for i, p in enumerate(parameters) if p.requires_grad] if torch.is_grad_enabled() else []
+    if trained:
+        chosen = [parameters[i] for i in trained]
+        outputs = _LocalShards.apply([shown[i] for i in trained], [gradients[i] for i in trained], *chosen)
+        for i, output in zip(trained, outputs, strict=True):
+            shown[i] = output
+    return shown
 
 
-class _LocalShard(torch.autograd.Function):
+def _shown(parameter: Tensor, silent: bool) -> Tensor:
+    local = _torch.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+    return torch.full_like(local, -0.0) if silent else local
+
+
+class _LocalShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, parameter: Tensor, grad_placements: Placements, visible: bool) -> Tensor:
-        ctx.global_tensor = None
-        local = parameter
-        if isinstance(parameter, DTensor):
-            ctx.global_tensor = parameter.device_mesh, grad_placements, parameter.shape, parameter.stride()
-            local = parameter.to_local()
-        return local.view_as(local) if visible else torch.zeros_like(local)
+    def forward(ctx, shown: list[Tensor], gradients: list[Placements | None], *parameters: Tensor) -> tuple:
+        pairs = zip(parameters, gradients, strict=True)
+        ctx.layouts = [
+            (p.device_mesh, placements, p.shape, p.stride()) if isinstance(p, DTensor) else None
+            for p, placements in pairs
+        ]
+        return tuple(local.view_as(local) for local in shown)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.global_tensor is None:
-            return grad, None, None
-        mesh, placements, shape, stride = ctx.global_tensor
-        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride), None, None
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(_whole(*pair) for pair in zip(grads, ctx.layouts, strict=True))
+
+
+def _whole(grad: Tensor, layout: tuple | None) -> Tensor:
+    if layout is None:
+        return grad
+    mesh, placements, shape, stride = layout
+    return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -5,8 +5,8 @@ Files, from data to execution::
     _names.py          full names
     _steps.py          from one layout to another, as steps of one axis each
     _collectives.py    a step on local tensors
+    _interleaved.py    interleaved shards as plain ones
     _conversions.py    all steps of a boundary, differentiable
-    _edges.py          DTensor to local tensor and back
     _values.py         tensors inside of arguments and results
     _record.py         crossings: what a rehearsal finds
     _findings.py       all that rehearsals have found
@@ -22,8 +22,7 @@ Files, from data to execution::
     _program.py        a module that runs on local tensors
 """
 
-from ._edges import unwrapped, wrapped
 from ._program import StaticProgram
 from ._swaps import set_attributes
 
-__all__ = ["StaticProgram", "set_attributes", "unwrapped", "wrapped"]
+__all__ = ["StaticProgram", "set_attributes"]

@@ -7,12 +7,10 @@ and exact shards contiguous, shards cut from padded ones narrowed.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -44,22 +42,8 @@ def run_step(step: _steps.Step, mesh: DeviceMesh) -> Local:
 
     Makes the process group of several axes where there is none, so all ranks of it must call this together.
     """
-    group = _group(mesh, step.axes)
+    group = _torch.Collectives(_torch.flat_group(mesh, step.axes))
     return _MAKERS[type(step)](step, group, mesh.get_local_rank(step.axes[0]), mesh)
-
-
-def _group(mesh: DeviceMesh, axes: tuple[int, ...]) -> _torch.Collectives:
-    if len(axes) == 1:
-        return _torch.Collectives(mesh.get_group(axes[0]))
-    coord = mesh.get_coordinate()
-    ranks = mesh.mesh[tuple(slice(None) if axis in axes else coord[axis] for axis in range(mesh.ndim))]
-    return _torch.Collectives(_process_group(dist.group.WORLD, tuple(sorted(ranks.flatten().tolist()))))
-
-
-@functools.lru_cache(maxsize=64)
-def _process_group(world: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Return the group of some ranks, made once per ``world``: another one may be initialised after this has ended."""
-    return world if len(ranks) == world.size() else dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def _reduce(step: _steps.Reduce, group: _torch.Collectives, _index: int, mesh: DeviceMesh) -> Local:
@@ -151,13 +135,14 @@ class _Front:
         self.part = (*shape[:dim], full, *shape[dim + 1 :])
         self.flat = (num * self.part[0], *self.part[1:])
         self.cut = (*shape[:dim], num, full, *shape[dim + 1 :])
+        self.order = (dim, *range(dim), *range(dim + 1, len(self.cut)))  # the count of ranks comes first
         self.padded = full * num != shape[dim]
 
     def bring(self, tensor: Tensor) -> Tensor:
         tensor = _pad(tensor, self.dim, self.size) if self.padded else tensor
         if self.first:
             return tensor.contiguous().view(self.flat)
-        return tensor.reshape(self.cut).movedim(self.dim, 0).reshape(self.flat).contiguous()
+        return tensor.reshape(self.cut).permute(self.order).reshape(self.flat).contiguous()
 
 
 class _Back:
@@ -174,6 +159,7 @@ class _Back:
         self.whole = (*shape[:dim], self.full * num, *shape[dim + 1 :])
         self.first = math.prod(shape[:dim]) == 1
         self.shape, self.pads = (num, *part), shape[dim] != self.full
+        self.order = (*range(1, dim + 1), 0, *range(dim + 1, len(self.shape)))  # the count of ranks comes before dim
 
     def padded(self, tensor: Tensor) -> Tensor:
         return (_pad(tensor, self.dim, self.full) if self.pads else tensor).contiguous()
@@ -181,7 +167,7 @@ class _Back:
     def bring(self, came: Tensor) -> Tensor:
         if self.first:
             return came.view(self.whole)
-        return came.view(self.shape).movedim(0, self.dim).reshape(self.whole).contiguous()
+        return came.view(self.shape).permute(self.order).reshape(self.whole).contiguous()
 
 
 def through_dtensor(

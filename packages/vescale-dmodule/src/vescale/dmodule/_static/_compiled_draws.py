@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
-from ._edges import wrapped
+from .._edges import wrapped
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,6 +78,8 @@ class CompiledDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout:
             return self.dropout(*args, **kwargs)
+        if func is Tensor.unflatten:  # Python code that a compiler cannot follow from here
+            func = torch.unflatten
         return func(*args, **kwargs)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002

@@ -75,8 +75,18 @@ def _table(program: StaticProgram, where: str, shared: dict[Hashable, Step]) -> 
     for place, steps in program.steps.items():
         path = place[len(where) :]
         if place.startswith(where) and (not path or path[0] == " "):
-            found[path] = {shape: shared.setdefault(getattr(s, "conversion", s), s) for shape, s in steps.items()}
+            steps_here = {shape: shared.setdefault(getattr(s, "conversion", s), s) for shape, s in steps.items()}
+            found[path] = {shape: _in_graph(step) for shape, step in steps_here.items()}
     return found
+
+
+def _in_graph(step: Step) -> Step:
+    """Let a compiler's front end take a conversion for one operator.
+
+    It is traced with all others for kernels and for backward, as the collectives that it consists of. Only its Python
+    code is left alone, which would take as long as the rest of a block.
+    """
+    return step if step is identity else torch.compiler.allow_in_graph(step)
 
 
 class _Output:

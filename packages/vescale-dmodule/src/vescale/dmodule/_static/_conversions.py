@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from .. import _torch
 from ._collectives import Local, chain, run_step, through_dtensor
+from ._interleaved import view_of
 from ._steps import plan_steps, without_partials
 
 __all__ = ["Conversion", "compile_conversion", "identity"]
@@ -64,8 +66,8 @@ def compile_conversion(conversion: Conversion, mesh: DeviceMesh) -> Local:
     """Return a function from this rank's local tensor in ``source`` to that in ``target``, differentiable once.
 
     All ranks of the mesh must call this together, and call the result together. The result is a plain function without
-    state, with its data as attribute ``conversion``; a compiler can trace it, unless the layouts are ragged,
-    interleaved or strided. It is :func:`identity` itself where nothing is to be done.
+    state, with its data as attribute ``conversion``; a compiler can trace it, unless the layouts are ragged or
+    strided. It is :func:`identity` itself where nothing is to be done.
 
     Raises:
         ValueError: the gradient's shards are others than the value's, which no local gradient can have.
@@ -89,7 +91,9 @@ def compile_conversion(conversion: Conversion, mesh: DeviceMesh) -> Local:
 
     def convert(tensor: Tensor) -> Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
-            return _Convert.apply(tensor, forward, backward)
+            if torch.compiler.is_dynamo_compiling():
+                return _Convert.apply(tensor, forward, backward)
+            return _convert(tensor, forward, backward)
         return tensor if forward is None else forward(tensor)
 
     convert.conversion = conversion
@@ -112,10 +116,13 @@ def _movement(
     coord = mesh.get_coordinate()
     if coord is None or source == target:
         return None
-    steps = plan_steps(tuple(shape), tuple(mesh.shape), tuple(coord), tuple(source), tuple(target))
-    if steps is None or not _ascending(mesh):
+    view, steps = view_of(tuple(shape), tuple(source), tuple(target)), None
+    if view is not None and _ascending(mesh):
+        layouts = view.placements(tuple(source)), view.placements(tuple(target))
+        steps = plan_steps(view.shape(tuple(shape)), tuple(mesh.shape), tuple(coord), *layouts)
+    if steps is None:
         return through_dtensor(tuple(shape), mesh, source, target)
-    return chain([run_step(step, mesh) for step in steps])
+    return view.through(chain([run_step(step, mesh) for step in steps]))
 
 
 def _ascending(mesh: DeviceMesh) -> bool:
@@ -150,3 +157,6 @@ class _Convert(torch.autograd.Function):
                 'mode; use mode="eager"'
             )
         return gradient if ctx.convert is None else ctx.convert(gradient), None, None
+
+
+_convert = _torch.direct_apply(_Convert)

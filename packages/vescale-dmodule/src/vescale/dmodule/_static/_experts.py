@@ -1,4 +1,8 @@
-"""Experts inside of a static program: their region gets local tensors, and is told how the tokens lie."""
+"""Experts inside of a static program: their region gets local tensors, and is told how the tokens lie.
+
+Experts that the model calls one by one need no telling. Which parameters of experts get a gradient depends on where the
+tokens go, so the layouts of all of them are known from the start.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,24 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.distributed.tensor import Placement
 
-from .._experts import ExpertRegion
+from .._experts import ExpertRegion, listed_gradients
+from ._names import join
 
 if TYPE_CHECKING:
     from ._program import StaticProgram
 
-__all__ = ["ExpertsHere"]
+__all__ = ["ExpertsHere", "experts_gradients"]
+
+
+def experts_gradients(program: StaticProgram) -> dict[str, tuple[Placement, ...]]:
+    """Return the layouts of the gradients of all experts' parameters, by full name, for tokens as they lie now."""
+    found = {name: listed_gradients(module) for name, module in program.modules.items()}
+    found |= {
+        n: region.gradient_placements(program.tokens[n]) for n, region in program.experts.items() if n in program.tokens
+    }
+    return {join(name, leaf): placements for name, leaves in found.items() for leaf, placements in leaves.items()}
 
 
 class ExpertsHere:

@@ -14,6 +14,7 @@ from .._boundary import as_dtensor
 from .._eager import hook_scope
 from ..errors import NotLocalFriendlyError
 from ._conversions import Conversion, compile_conversion
+from ._experts import experts_gradients
 from ._names import describe, is_inside, join, ways_out
 from ._random import Draw, Listening
 from ._record import Crossing, Crossings, Observer, replicated
@@ -159,15 +160,16 @@ def _new_run(program: StaticProgram) -> Run:
 def _gradients(program: StaticProgram) -> dict[str, tuple[Tensor, tuple | None]]:
     """Return local gradients and their layouts.
 
-    Only sums are left to be done: a gradient that eager mode computes in another layout than its parameter's without
-    being partial (of a sharded vocabulary it computes the whole) is brought to the parameter's, as local code does.
+    Only sums are left to be done: along an axis where eager mode computes a gradient in another layout than its
+    parameter's without being partial (of a sharded vocabulary it computes the whole), it is brought to the parameter's,
+    as local code does.
     """
     found = {}
     for name, parameter in program.module.named_parameters():
         grad = parameter.grad
         if isinstance(grad, DTensor):
-            if not any(p.is_partial() for p in grad.placements):
-                grad = grad.redistribute(placements=parameter.placements)
+            pairs = zip(grad.placements, parameter.placements, strict=True)
+            grad = grad.redistribute(placements=[here if here.is_partial() else whole for here, whole in pairs])
             found[join(program.name, name)] = (_torch.local_of(grad), tuple(grad.placements))
     return found
 
@@ -215,6 +217,7 @@ def _adopt(program: StaticProgram, eager: Run, listening: Listening) -> None:
     for name, found in draws.items():
         program.add_draws(name, found)
     program.tokens.update(tokens)
+    program.gradients = experts_gradients(program) | program.gradients
     for name in eager.names.recomputed:
         program.add_recomputed(name)
 

@@ -15,18 +15,18 @@ gradient through autograd instead, so that those hooks run as they always do; th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import add, getitem, is_, setitem
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
 from .._boundary import as_dtensor
 
 __all__ = ["LocalParameters", "Twin"]
-
-Arrived = Callable[["Twin", Tensor], None]
 
 
 @dataclass(eq=False)
@@ -39,11 +39,10 @@ class Twin:
         local: the plain tensor that modules see; a leaf.
         gradient: layout of the local gradient; None until a rehearsal has found it.
         trained: whether the parameter takes a gradient.
-        collect: what takes local gradients; None leaves them to ``LocalParameters.arrived``.
-        fits: whether the local gradient is the whole gradient's shard, in the parameter's own layout.
         address: of the DTensor's local storage.
-        hooks: the tables of gradient hooks of the DTensor.
+        hooks: the tables of gradient hooks of the DTensor; None for a buffer.
         num_hooks: entries in them when all of them were our own.
+        handle: of the hook that takes the local gradients.
     """
 
     name: str
@@ -51,53 +50,44 @@ class Twin:
     local: Tensor
     gradient: tuple[Placement, ...] | None = None
     address: int = 0
-    hooks: tuple[dict, dict] = ({}, {})
+    hooks: tuple[dict, dict] | None = None
     num_hooks: int = 0
-    fits: bool = False
     trained: bool = False
+    handle: RemovableHandle | None = None
 
-    collect: Callable[[Tensor], None] | None = None
+    def expect(self, gradient: tuple[Placement, ...] | None, hook: Callable[[Tensor], None]) -> None:
+        """Tell the twin in what layout its gradients come, and what takes them: a hook that clears ``local.grad``."""
+        self.gradient = gradient
+        if self.trained:
+            if self.handle is not None:
+                self.handle.remove()
+            self.handle = self.local.register_post_accumulate_grad_hook(hook)
 
-    def expect(self, gradient: tuple[Placement, ...] | None, collect: Callable[[Tensor], None] | None) -> None:
-        """Tell the twin in what layout its gradients come, and what takes them; None leaves them to ``arrived``."""
-        self.gradient, self.collect = gradient, collect
-        self.fits = collect is not None and gradient == tuple(self.whole.placements)
 
-
-@dataclass
 class LocalParameters:
     """The twins of the parameters and of the sharded buffers of a module.
 
+    Args:
+        modules: names and modules that will run on local tensors; twins are made for the tensors that they hold
+            themselves.
+        is_hooked: tells whether a DTensor parameter has hooks that must see its gradient.
+        silent_axes: gives, by module and key, the axes along which only the first rank adds a tensor, see
+            :func:`silenced`.
+
     Attributes:
-        arrived: called in backward with a twin and its new local gradient.
-        is_hooked: whether a DTensor parameter has hooks that must see its gradient.
-        places: table, key and twin of every place where a twin stands in.
-        buffers: those of them that hold buffers.
+        twins: all of them.
     """
 
-    arrived: Arrived
-    is_hooked: Callable[[DTensor], bool]
-    places: list[tuple[dict, str, Twin]] = field(default_factory=list)
-    buffers: list[tuple[dict, str, Twin]] = field(default_factory=list)
-    twins: list[Twin] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         modules: Iterable[tuple[str, nn.Module]],
-        arrived: Arrived,
         is_hooked: Callable[[DTensor], bool],
         silent_axes: Callable[[nn.Module, str], tuple[int, ...]],
-    ) -> LocalParameters:
-        """Make twins for the tensors that ``modules`` hold themselves.
-
-        Args:
-            modules: names and modules that will run on local tensors.
-            arrived, is_hooked: see the class.
-            silent_axes: gives, by module and key, the axes along which only the first rank adds a tensor, see
-                :func:`silenced`.
-        """
-        self, by_id = cls(arrived, is_hooked), {}
+    ):
+        self.is_hooked = is_hooked
+        self.twins: list[Twin] = []
+        self._places: list[tuple[dict, str, DTensor, Tensor, Twin]] = []
+        by_id: dict[tuple, Twin] = {}
         for owner, module in modules:
             for table in _torch.tensor_tables(module):
                 for key, tensor in table.items():
@@ -105,11 +95,20 @@ class LocalParameters:
                         continue
                     silent = silent_axes(module, key)
                     if (id(tensor), silent) not in by_id:
-                        name = f"{owner}.{key}" if owner else key
-                        by_id[id(tensor), silent] = self._add(name, tensor, silent)
-                    self.places.append((table, key, by_id[id(tensor), silent]))
-        self.buffers = [place for place in self.places if not isinstance(place[2].whole, nn.Parameter)]
-        return self
+                        by_id[id(tensor), silent] = self._add(f"{owner}.{key}" if owner else key, tensor, silent)
+                    twin = by_id[id(tensor), silent]
+                    self._places.append((table, key, tensor, twin.local, twin))
+        # columns of what is looked at in every call
+        places = [place for place in self._places if place[-1].hooks is not None]
+        self._tables, self._keys, self._wholes, self._locals, _ = (
+            ([*column] for column in zip(*places, strict=True)) if places else ([],) * 5
+        )
+        parameters = [twin for twin in self.twins if twin.hooks is not None]
+        self._parameters = [twin.whole for twin in parameters]
+        self._state = [twin.trained for twin in parameters], [twin.address for twin in parameters]
+        self._hooks_before, self._hooks_after = ([twin.hooks[i] for twin in parameters] for i in (0, 1))
+        self._num_hooks = [twin.num_hooks for twin in parameters]
+        self._buffers = [(table, key, twin) for table, key, _, _, twin in self._places if twin.hooks is None]
 
     def _add(self, name: str, whole: DTensor, silent: tuple[int, ...]) -> Twin:
         local = silenced(whole, silent)
@@ -120,53 +119,34 @@ class LocalParameters:
             twin.trained = whole.requires_grad
             twin.hooks = _torch.hook_tables(whole)
             twin.num_hooks = -1 if self.is_hooked(whole) else sum(map(len, twin.hooks))
-            if twin.trained:
-                self._watch(twin)
         self.twins.append(twin)
         return twin
 
-    def _watch(self, twin: Twin) -> None:
-        whole, wrap = twin.whole, _torch.wrapper_like(twin.whole)
-
-        def hand_on(leaf: Tensor) -> None:
-            grad, leaf.grad = leaf.grad, None
-            if twin.fits and whole.grad is None and not grad.requires_grad:  # what nearly always is
-                whole.grad = wrap(grad)
-            elif twin.collect is not None:
-                twin.collect(grad)
-            else:
-                self.arrived(twin, grad)
-
-        twin.local.register_post_accumulate_grad_hook(hand_on)
-
     def stale(self) -> bool:
-        """Tell whether a parameter has been replaced, moved, frozen or thawed since the twins were made."""
-        for table, key, twin in self.places:
-            if table[key] is not twin.whole:
+        """Tell whether a tensor has been replaced, moved, frozen or thawed since the twins were made."""
+        if not all(map(is_, map(getitem, self._tables, self._keys), self._wholes)):
+            return True
+        for table, key, twin in self._buffers:
+            if table[key] is not twin.whole or _torch.local_of(twin.whole).data_ptr() != twin.address:
                 return True
-        local_of = _torch.local_of
-        for twin in self.twins:
-            whole = twin.whole
-            if whole.requires_grad is not twin.trained or local_of(whole).data_ptr() != twin.address:
-                return True
-        return False
+        return _torch.leaf_states(self._parameters) != self._state
 
     def put(self) -> None:
         """Show the modules the local tensors."""
-        hooked = [twin for twin in self.twins if len(twin.hooks[0]) + len(twin.hooks[1]) != twin.num_hooks]
-        hooked = [twin for twin in hooked if self.is_hooked(twin.whole)]
-        for table, key, twin in self.places:
+        _torch.for_each(setitem, self._tables, self._keys, self._locals)
+        for table, key, twin in self._buffers:
             table[key] = twin.local
-        for table, key, twin in self.places if hooked else ():
-            if twin in hooked:
-                table[key] = _ThroughAutograd.apply(twin.whole, twin)
+        if list(map(add, map(len, self._hooks_before), map(len, self._hooks_after))) != self._num_hooks:
+            for table, key, whole, _, twin in self._places:
+                if twin.hooks is not None and sum(map(len, twin.hooks)) != twin.num_hooks and self.is_hooked(whole):
+                    table[key] = _ThroughAutograd.apply(whole, twin)
 
     def take_back(self) -> None:
         """Show the modules their DTensors again."""
-        for table, key, twin in self.buffers:
+        _torch.for_each(setitem, self._tables, self._keys, self._wholes)
+        for table, key, twin in self._buffers:
             if (new := table[key]) is not twin.local:
                 twin.whole = _in_layout(new, twin.whole)  # the forward has replaced it
-        for table, key, twin in self.places:
             table[key] = twin.whole
 
     @property

@@ -16,6 +16,7 @@ rehearsed the second, because a generation loop never repeats a shape.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Hashable
 from typing import Protocol
@@ -29,13 +30,15 @@ from torch.utils.hooks import RemovableHandle
 from .. import _torch
 from .._boundary import Phase
 from .._eager import EagerScope, hook_scope
-from .._experts import experts_region
+from .._edges import unwrapped, wrapped
+from .._experts import experts_region, listed_gradients
 from .._gradients import GradientSync
 from .._hooks import hook_calls
+from .._profile import is_watched
 from ..errors import NotLocalFriendlyError
 from ._compile import CompiledBlocks
 from ._conversions import Conversion, compile_conversion
-from ._edges import unwrapped, wrapped
+from ._direct import DirectCalls
 from ._experts import ExpertsHere
 from ._findings import Findings, Recomputations
 from ._learning import learn, watch_arguments
@@ -113,6 +116,7 @@ class StaticProgram:
         self.parameters: LocalParameters | None = None
         self.swaps = Swaps()
         self.compiled = Swaps()
+        self.direct: DirectCalls | None = None
         self.seen: set[Hashable] = set()  # calls without gradients
         self.once: list[RemovableHandle] | None = None  # hooks of a call that runs in eager mode
         # the state of a rehearsal
@@ -183,8 +187,8 @@ class StaticProgram:
         return self.all_findings[-1]
 
     def use(self, findings: Findings) -> None:
-        """Run by these findings from now on."""
-        self.findings, self.blocks = findings, findings.blocks
+        """Run by these findings from now on, while no call runs."""
+        self.findings, self.blocks, self.direct = findings, findings.blocks, None
         self.crossings, self.steps, self.draws, self.tokens = (
             findings.crossings,
             findings.steps,
@@ -205,7 +209,8 @@ class StaticProgram:
     @property
     def opaque(self) -> list[str]:
         """Names of the parts that no compiler sees."""
-        return [*self.regions, *self.experts]
+        listed = [name for name, part in self.modules.items() if listed_gradients(part)]
+        return [*self.regions, *self.experts, *listed]
 
     def is_in_region(self, name: str) -> bool:
         """Tell whether a part stays in eager mode."""
@@ -295,6 +300,10 @@ class StaticProgram:
             # a compiler refuses to run where somebody watches operators
             if self.observer is None and not _torch.has_dispatch_mode():
                 self.compiled.put()
+            if self.observer is None and not self.is_compiled and not is_watched(self.model.phase.meter):
+                if self.direct is None:
+                    self.direct = DirectCalls(self)
+                self.direct.put()
             self.model.phase.convert, self.model.phase.local = self.convert, True
         self.depth += 1
 
@@ -302,6 +311,8 @@ class StaticProgram:
         self.depth -= 1
         if self.depth == 0:
             self.model.phase.convert, self.model.phase.local = None, False
+            if self.direct is not None:
+                self.direct.take_back()
             self.compiled.take_back()
             self.swaps.take_back()
             self.parameters.take_back()
@@ -318,7 +329,7 @@ class StaticProgram:
         own = {name: module for name, module in self.modules.items() if not self.is_in_region(name)}
         self.model.sync.attach(self.module)
         before, is_hooked = self.parameters, self.model.sync.has_other_hooks
-        self.parameters = LocalParameters.of(own.items(), self._arrived, is_hooked, silent_axes)
+        self.parameters = LocalParameters(own.items(), is_hooked, silent_axes)
         if before is not None and before.trained != self.parameters.trained:
             self.known.clear()
         self.swaps = Swaps.of(own, self.model.local_attributes, local_forward)
@@ -326,21 +337,24 @@ class StaticProgram:
         self._recompile()
 
     def tell_twins(self) -> None:
-        """Tell the twins in what layouts their gradients come, and whether to keep them for a comparison."""
+        """Tell the twins in what layouts their gradients come, and what takes them: in a rehearsal, its record."""
+        layouts = {} if self.checked is not None else self.gradients
+        delivered = [twin for twin in self.parameters if twin.trained and twin.name in layouts]
+        hooks = self.model.sync.hooks([(twin.whole, layouts[twin.name]) for twin in delivered])
+        taken = {id(twin): hook for twin, hook in zip(delivered, hooks, strict=True)}
         for twin in self.parameters:
-            layout = self.gradients.get(twin.name)
-            delivers = layout is not None and self.checked is None
-            twin.expect(layout, self.model.sync.collector(twin.whole, layout) if delivers else None)
+            twin.expect(self.gradients.get(twin.name), taken.get(id(twin)) or functools.partial(self._arrived, twin))
 
-    def _arrived(self, twin: Twin, grad: Tensor) -> None:
+    def _arrived(self, twin: Twin, leaf: Tensor) -> None:
         """Keep a gradient of a rehearsal; refuse one that a rehearsal has not seen."""
+        gradient, leaf.grad = leaf.grad, None
         if self.checked is None:
             raise NotLocalFriendlyError(
                 f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: a "
                 "branch that depends on data? Run the model in mode 'eager', or keep the module that branches on "
                 f'DTensors: "eager": [r"{twin.name.rpartition(".")[0]}"]'
             )
-        self.checked.gradients[twin.name] = (grad, None)
+        self.checked.gradients[twin.name] = (gradient, None)
 
     # --------------------------------------------------------------------------------------------- values
 

@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 from vescale.dtensor import random
 
 from .. import _torch
+from .._edges import unwrapped, wrapped
 from .._hooks import OwnHook
 from ..errors import NotLocalFriendlyError
-from ._edges import unwrapped, wrapped
 from ._names import describe, ways_out
 from ._record import replicated
 

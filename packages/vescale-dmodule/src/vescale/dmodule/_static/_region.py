@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from ._edges import unwrapped
+from .._edges import unwrapped
 from ._values import map_leaves
 
 if TYPE_CHECKING:
