@@ -45,11 +45,11 @@ class Case:
         output = self.forward()
         output.backward(self.gradient)
         self.after()
-        return output.detach()
+        return output
 
     def results(self) -> dict[str, Tensor]:
         """Run a step and return the output and all gradients by name."""
-        output = self.step()
+        output = self.step().detach()
         named = {**self.leaves, **dict(self.model.named_parameters())}
         return {"output": output, **{name: leaf.grad for name, leaf in named.items()}}
 

@@ -191,6 +191,9 @@ class Graphs:
     def __init__(self):
         self.forward, self.backward, self.differentiates = [], [], False
 
+    def clear(self):
+        self.forward, self.backward = [], []
+
     def __call__(self, module, inputs):
         if not self.differentiates:
             self.forward.append(module)

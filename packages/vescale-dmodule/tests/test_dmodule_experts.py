@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from vescale.dmodule import _experts, parallelize_module
-from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
+from vescale.dtensor import DeviceMesh, Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
 from vescale_testing import ranks
 
 NUM_EXPERTS, HIDDEN, TOP_K = 4, 6, 2
@@ -65,8 +65,8 @@ def parallel(model, *, skips_absent=None):
     return parallelize_module(model, mesh, {"expert": {"experts": entry}, "forward": forward})
 
 
-def assert_trains_alike(model, reference):
-    x = torch.randn(3, 5, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def assert_trains_alike(model, reference, batch=3):
+    x = torch.randn(batch, 5, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     for module, tokens in zip((model, reference), inputs, strict=True):
         module.zero_grad()
@@ -155,3 +155,19 @@ def test_a_dropped_reduction_would_be_noticed(monkeypatch):
     monkeypatch.setattr(_experts._region, "sum_ranks", lambda partial, *_: partial)
     with pytest.raises(AssertionError):
         assert_trains_alike(model, reference)
+
+
+def with_tokens_of_their_own(model, mesh):
+    forward = {"input": [{"ep": Shard(0)}], "output": [{"ep": Replicate()}]}
+    return parallelize_module(model, mesh, {"expert": {"experts": {"ep": Shard(0)}}, "forward": forward})
+
+
+@ranks(4)
+def test_ranks_of_the_mesh_in_any_order(monkeypatch):
+    """Each rank sends its tokens to the rank at a coordinate, whose place in the process group may be another one."""
+    for layout, names in (([3, 1, 2, 0], ("ep",)), ([[3, 1], [2, 0]], ("dp", "ep")), ([[2, 3], [0, 1]], ("ep", "dp"))):
+        mesh = DeviceMesh("cpu", layout, mesh_dim_names=names)
+        assert_trains_alike(with_tokens_of_their_own(made(), mesh), made(), batch=8)
+    monkeypatch.setattr("vescale.dmodule._torch.flat_group", lambda mesh, axes: mesh.get_group(axes[0]))
+    with pytest.raises(AssertionError):
+        assert_trains_alike(with_tokens_of_their_own(made(), mesh), made(), batch=8)

@@ -137,7 +137,7 @@ def assert_alike(actual, expected):
     ("call", "routings"),
     [
         (on_dtensors, {"one without tokens": False}),
-        (on_local_tensors, {"all to three": True, "one without tokens": False, "ties": True}),
+        (on_local_tensors, {"all to three": False, "ties": True}),
     ],
 )
 def test_every_layout(call, routings):

@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from vescale.dmodule import ImplicitRedistributionError, PlanError, parallelize_module
+from vescale.dmodule import ImplicitRedistributionError, NotLocalFriendlyError, PlanError, parallelize_module
 from vescale.dmodule._experts import AllToAll, Exchange, Experts, LoadBalancingAllocator, experts_region, plan_experts
+from vescale.dmodule._static import _learning
 from vescale.dtensor import InterleavedShard, debug, deferred_init, init_device_mesh
 from vescale_testing import keep_float64, ranks
 
@@ -159,8 +160,14 @@ class Looping(nn.Module):
         return x + self.moe(torch.tanh(x))
 
 
+def model_with(start, *, unwanted):
+    model = copy.deepcopy(start)
+    model.moe.unwanted = unwanted
+    return model
+
+
 @ranks(4)
-def test_a_plain_list_in_a_plan():
+def test_a_plain_list_in_a_plan(monkeypatch):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     start = Looping().double()
@@ -177,6 +184,15 @@ def test_a_plain_list_in_a_plan():
                 optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
                 torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
                 optimizer.step()
+
+    monkeypatch.setattr(_learning, "experts_gradients", lambda _program: {})  # know only those that the rehearsal saw
+    model = parallelize_module(copy.deepcopy(start), mesh, plan, mode="static")
+    model.moe.unwanted = 3
+    assert_trains_alike(model, model_with(start, unwanted=3))
+    model.moe.unwanted = None
+    with pytest.raises(NotLocalFriendlyError, match=r"parameter 'moe.experts.3.\w+' got a gradient, which it had not"):
+        assert_trains_alike(model, model_with(start, unwanted=None))
+
     torch.manual_seed(0)
     model = parallelize_module(deferred_init(Looping), mesh, plan)
     torch.manual_seed(0)

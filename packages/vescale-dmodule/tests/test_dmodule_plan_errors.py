@@ -103,7 +103,7 @@ EXPERT_ERRORS = [
     (
         Experts(),
         R,
-        "one or several axes must hold Shard(0), the expert dim, the others Replicate(); got (Replicate(),)",
+        "expert 'experts': one or several axes must hold Shard(0), the expert dim, the others Replicate(); got (Repl",
     ),
     (Experts(), {"ep": Shard(0)}, "expert 'experts': axis 'ep' is not in the mesh; its axes are ('tp',)"),
     (
@@ -160,7 +160,9 @@ def test_experts_that_do_not_exist():
 
 
 def test_plans_of_experts_that_disagree():
-    text = "expert keys 'experts' and 'expert.' both match 'experts' with different placements: {'tp': Shard(dim=0)} and"
+    text = (
+        "expert keys 'experts' and 'expert.' both match 'experts' with different placements: {'tp': Shard(dim=0)} and"
+    )
     assert_refused(network(experts=Experts(8)), {"expert": {"experts": S0, "expert.": R}}, text)
 
 

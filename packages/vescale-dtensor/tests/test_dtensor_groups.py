@@ -25,6 +25,15 @@ def test_members_that_know_different_groups():
     assert group_of_ranks(MEMBERS) is group
 
 
+@ranks(3)
+def test_members_in_an_order_of_their_own():
+    group = group_of_ranks([2, 0, 1], keep_order=True)
+    everyone = [torch.empty(1, dtype=torch.int64) for _ in range(3)]
+    dist.all_gather(everyone, torch.tensor([dist.get_rank()]), group=group)
+    assert torch.cat(everyone).tolist() == [2, 0, 1]
+    assert group_of_ranks([2, 0, 1]) is dist.group.WORLD
+
+
 @ranks(2)
 def test_all_ranks_are_the_world():
     assert group_of_ranks([1, 0]) is dist.group.WORLD

@@ -146,6 +146,8 @@ class Execution:
         """End a call of the whole module: replicated results become plain tensors, partial ones are reduced first."""
         if self.program is not None:
             left = self.program.leave(module, args, output)
+            if left is not None and not self.program.rehearsing:
+                return left  # which are plain already where they are whole
             output = output if left is None else left
         return None if output is None else map_tensors(to_plain, output)
 

@@ -158,8 +158,7 @@ def _cut_axes(output: object, mesh: DeviceMesh, where: str) -> frozenset[int]:
     if len(set(axes)) > 1:
         raise PlanError(
             f"{where}: outputs {found} are replicated and not replicated on one axis, so nothing says what the "
-            f"gradients of "
-            "replicated inputs are; return the replicated one from a module of its own"
+            "gradients of replicated inputs are; return the replicated one from a module of its own"
         )
     return axes[0] if axes else frozenset()
 

@@ -269,12 +269,16 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable:
 
 
 def flat_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
-    """Return the ranks that differ from this one along ``axes`` only. All of them must ask for it together."""
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
+    """Return the ranks that differ from this one along ``axes`` only, in the order of their coordinates.
+
+    The mesh's own group of an axis has them in ascending order. All of them must ask for it together.
+    """
     coord = mesh.get_coordinate()
     ranks = mesh.mesh[tuple(slice(None) if axis in axes else coord[axis] for axis in range(mesh.ndim))]
-    return group_of_ranks(ranks.flatten().tolist())
+    ranks = ranks.flatten().tolist()
+    if len(axes) == 1 and ranks == sorted(ranks):
+        return mesh.get_group(axes[0])
+    return group_of_ranks(ranks, keep_order=True)
 
 
 def module_table(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -62,13 +62,24 @@ def install_list(module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh) -> N
 
 @dataclass(frozen=True)
 class _Call:
+    """A forward that is running: what is undone at its end, what its output depends on, the rows that it got."""
+
     undo: contextlib.ExitStack
     operands: tuple[Tensor, ...]
     hidden: Tensor
 
 
 class _OneExpert:
-    """One expert of a list. Copies of the module share it: one of them runs at a time."""
+    """Hooks of one expert of a list. Copies of the module share it: one of them runs at a time.
+
+    Args:
+        mesh: the ranks.
+        axis: the mesh axis that experts are spread over.
+        key: name of the expert in the list.
+        owner: coordinate on the axis of the rank that holds it.
+        shapes: of its parameters on one device, by name; a local shard in the place of one does not know it.
+        gradients: placements of the gradients of all experts' parameters.
+    """
 
     def __init__(
         self,
@@ -79,10 +90,9 @@ class _OneExpert:
         shapes: dict[str, tuple[int, ...]],
         gradients: dict[str, tuple[Placement, ...]],
     ):
-        self.mesh, self.key, self.owner, self.gradients = mesh, key, owner, gradients
-        self.shapes = shapes  # on one device; a local shard in the place of a parameter does not know it
+        self.mesh, self.key, self.owner, self.shapes, self.gradients = mesh, key, owner, shapes, gradients
         self.here = mesh.get_local_rank(axis) == owner
-        self.group = mesh.get_group(axis)
+        self.group = _torch.flat_group(mesh, (axis,))
         self._running: list[_Call] = []
 
     def __deepcopy__(self, memo: dict) -> _OneExpert:  # process groups have no copies

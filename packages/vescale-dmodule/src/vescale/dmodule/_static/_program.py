@@ -237,7 +237,7 @@ class StaticProgram:
         self._open(is_fresh=True)
         if self.own_draws is not None:
             self.own_draws.enter(module, args)
-        return self._localize(args), self._localize(kwargs)
+        return self._localize(args), self._localize(kwargs) if kwargs else kwargs
 
     def leave(self, module: nn.Module, args: tuple, output: object) -> object:
         """Close the program; return what eager mode returns, before it makes plain tensors of whole ones."""
@@ -261,7 +261,7 @@ class StaticProgram:
         autocast = torch.is_autocast_enabled(self.model.mesh.device_type)
         dtype = torch.get_autocast_dtype(self.model.mesh.device_type) if autocast else None
         switches = [getattr(part, CHECKPOINTING) for part in self.switches]
-        values = describe_value(args), describe_value(kwargs)
+        values = describe_value(args), describe_value(kwargs) if kwargs else None
         return torch.is_grad_enabled(), self.module.training, dtype, *switches, *values
 
     def _learn(self, signature: Hashable, args: tuple, kwargs: dict) -> bool:

@@ -14,9 +14,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .._placements import Repeat
 from ..errors import PlanError
-from ._build import FEATURES, Plan, block, column, merge, row
+from ._build import FEATURES, Plan, block, column, merge, row, sequence, vocab
 
-__all__ = ["Heads", "Options", "attention", "divide_heads"]
+__all__ = ["Heads", "Options", "around", "attention", "divide_heads", "whole_attention"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,19 @@ def divide_heads(options: Options) -> Heads:
     return Heads(num_query, num_key_value, math.lcm(num_key_value, options.degree) // num_key_value)
 
 
+def around(options: Options, *, embedding: str, layers: str, norm: str) -> Plan:
+    """Embedding and head, and where activations between the layers lie, from the first layer to the final norm."""
+    plan = vocab(embedding, "lm_head", axis=options.axis)
+    if not options.sequence_parallel:
+        return plan
+    return merge(plan, sequence(rf"{layers}\.0", norm, axis=options.axis))
+
+
+def whole_attention(projection: str, options: Options) -> Plan:
+    """Attention that every rank computes whole, up to ``projection``, which then takes this rank's features of it."""
+    return {"forward": {rf"{projection}\.input": [{options.axis: Shard(FEATURES)}]}}
+
+
 def attention(name: str, options: Options, *, key_output: str = "k_proj", query_input: str = "q_proj") -> Plan:
     """Attention with layers ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``: each rank computes its heads.
 
@@ -102,7 +115,7 @@ def attention(name: str, options: Options, *, key_output: str = "k_proj", query_
     axis, heads = options.axis, divide_heads(options)
     plan = merge(block(name, axis=axis), row(rf"{name}\.o_proj", axis=axis, output=options.between))
     if options.replicate_attention:
-        return merge(plan, {"forward": {rf"{name}\.o_proj\.input": [{axis: Shard(FEATURES)}]}})
+        return merge(plan, whole_attention(rf"{name}\.o_proj", options))
     if heads.copies == 1:
         return merge(plan, column(rf"{name}\.(q|k|v)_proj", axis=axis))
     repeat = Repeat({axis: Shard(FEATURES)}, dim=FEATURES, parts=heads.num_key_value, times=heads.copies)

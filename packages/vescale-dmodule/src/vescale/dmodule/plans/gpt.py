@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from torch.distributed.tensor import Shard
-
 from .._attributes import Divided
-from ._build import FEATURES, Plan, block, column, merge, row, sequence, vocab
-from ._heads import Options, divide_heads
+from ._build import Plan, block, column, merge, row
+from ._heads import Options, around, divide_heads, whole_attention
 
 __all__ = ["gpt2", "gpt_neox"]
 
@@ -44,15 +42,14 @@ def gpt2(
     layer = r"transformer\.h\.\d+"
     divide_heads(options)
     if replicate_attention:
-        projection: Plan = {"forward": {rf"{layer}\.attn\.c_proj\.input": [{axis: Shard(FEATURES)}]}}
+        projection = whole_attention(rf"{layer}\.attn\.c_proj", options)
     else:
         projection = merge(
             column(rf"{layer}\.attn\.c_attn", axis=axis, parts=3, transposed=True),
             {"local_attribute": {rf"{layer}\.attn\.(split_size|c_attn\.nf)": Divided(axis)}},
         )
     return merge(
-        vocab(r"transformer\.wte", "lm_head", axis=axis),
-        sequence(r"transformer\.h\.0", r"transformer\.ln_f", axis=axis) if sequence_parallel else {},
+        around(options, embedding=r"transformer\.wte", layers=r"transformer\.h", norm=r"transformer\.ln_f"),
         block(rf"{layer}\.(attn|mlp)", axis=axis),
         projection,
         column(rf"{layer}\.mlp\.c_fc", axis=axis, transposed=True),
@@ -101,12 +98,13 @@ def gpt_neox(
     layer = r"gpt_neox\.layers\.\d+"
     divide_heads(options)
     if replicate_attention:
-        projection: Plan = {"forward": {rf"{layer}\.attention\.dense\.input": [{axis: Shard(FEATURES)}]}}
+        projection = whole_attention(rf"{layer}\.attention\.dense", options)
     else:
         projection = column(rf"{layer}\.attention\.query_key_value", axis=axis)
     return merge(
-        vocab(r"gpt_neox\.embed_in", "lm_head", axis=axis),
-        sequence(r"gpt_neox\.layers\.0", r"gpt_neox\.final_layer_norm", axis=axis) if sequence_parallel else {},
+        around(
+            options, embedding=r"gpt_neox\.embed_in", layers=r"gpt_neox\.layers", norm=r"gpt_neox\.final_layer_norm"
+        ),
         block(rf"{layer}\.(attention|mlp)", axis=axis),
         projection,
         column(rf"{layer}\.mlp\.dense_h_to_4h", axis=axis),

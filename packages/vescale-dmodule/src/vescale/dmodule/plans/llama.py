@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from ._build import FEATURES, Plan, block, column, merge, row, sequence, vocab
-from ._heads import Options, attention, divide_heads
+from ._build import FEATURES, Plan, block, column, merge, row
+from ._heads import Options, around, attention, divide_heads
 
-__all__ = ["LAYER", "around", "feed_forward", "llama", "olmo2"]
+__all__ = ["LAYER", "OUTSIDE", "feed_forward", "gated", "llama", "olmo2"]
 
 LAYER = r"model\.layers\.\d+"
+OUTSIDE = {"embedding": r"model\.embed_tokens", "layers": r"model\.layers", "norm": r"model\.norm"}
 
 
 def llama(
@@ -43,7 +44,7 @@ def llama(
         'lm_head\\\\.weight'
     """
     options = Options(config, axis, degree, sequence_parallel, replicate_attention)
-    return merge(around(options), attention(rf"{LAYER}\.self_attn", options), feed_forward(options))
+    return merge(around(options, **OUTSIDE), attention(rf"{LAYER}\.self_attn", options), feed_forward(options))
 
 
 def olmo2(
@@ -68,7 +69,7 @@ def olmo2(
     """
     options = Options(config, axis, degree, sequence_parallel, replicate_attention)
     name = rf"{LAYER}\.self_attn"
-    plan = merge(around(options), attention(name, options, key_output="k_norm"), feed_forward(options))
+    plan = merge(around(options, **OUTSIDE), attention(name, options, key_output="k_norm"), feed_forward(options))
     if replicate_attention:
         return plan
     normed = "q" if divide_heads(options).copies > 1 else "q|k"
@@ -79,18 +80,14 @@ def olmo2(
     return merge(plan, {"forward": norms})
 
 
-def around(options: Options) -> Plan:
-    """Embedding, final norm and head, and where activations between the layers lie."""
-    plan = vocab(r"model\.embed_tokens", "lm_head", axis=options.axis)
-    if not options.sequence_parallel:
-        return plan
-    return merge(plan, sequence(r"model\.layers\.0", r"model\.norm", axis=options.axis))
-
-
 def feed_forward(options: Options) -> Plan:
     """Gated feed-forward of every layer."""
+    return merge(block(rf"{LAYER}\.mlp", axis=options.axis), gated(rf"{LAYER}\.mlp", options, output=options.between))
+
+
+def gated(name: str, options: Options, *, output: Placement) -> Plan:
+    """The matrices of gated feed-forwards; their sum is brought to ``output``."""
     return merge(
-        block(rf"{LAYER}\.mlp", axis=options.axis),
-        column(rf"{LAYER}\.mlp\.(gate|up)_proj", axis=options.axis),
-        row(rf"{LAYER}\.mlp\.down_proj", axis=options.axis, output=options.between),
+        column(rf"{name}\.(gate|up)_proj", axis=options.axis),
+        row(rf"{name}\.down_proj", axis=options.axis, output=output),
     )

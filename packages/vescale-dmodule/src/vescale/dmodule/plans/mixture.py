@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch.distributed.tensor import Replicate
 
 from ..errors import PlanError
-from ._build import Plan, block, column, experts, merge, row
-from ._heads import Options, attention
-from .llama import LAYER, around
+from ._build import Plan, block, experts, merge
+from ._heads import Options, around, attention
+from .llama import LAYER, OUTSIDE, gated
 
 __all__ = ["mixtral", "qwen2_moe", "qwen3_moe"]
 
@@ -69,7 +69,7 @@ def qwen3_moe(
         {'model\\\\.layers\\\\.\\\\d+\\\\.mlp\\\\.experts': {'ep': Shard(dim=0)}}
     """
     options = Options(config, axis, degree, sequence_parallel, replicate_attention)
-    dense = _linear_parts("", options) if _has_dense_layers(config) else {}
+    dense = gated(rf"{LAYER}\.mlp", options, output=options.between) if _has_dense_layers(config) else {}
     return merge(_mixture(options, expert_axis), dense)
 
 
@@ -102,10 +102,8 @@ def qwen2_moe(
         expert_axis=expert_axis,
     )
     # Its input is a boundary too: the gradients of router and experts are whole there, its own would be a partial sum.
-    shared = merge(
-        block(rf"{LAYER}\.mlp\.shared_expert", axis=axis), _linear_parts(r"\.shared_expert", Options(axis=axis))
-    )
-    return merge(plan, shared)
+    name = rf"{LAYER}\.mlp\.shared_expert"
+    return merge(plan, block(name, axis=axis), gated(name, Options(axis=axis), output=Replicate()))
 
 
 def _mixture(options: Options, expert_axis: str | None) -> Plan:
@@ -113,19 +111,10 @@ def _mixture(options: Options, expert_axis: str | None) -> Plan:
     if expert_axis is None:
         _check_experts(options)
     return merge(
-        around(options),
+        around(options, **OUTSIDE),
         attention(rf"{LAYER}\.self_attn", options),
         block(rf"{LAYER}\.mlp", axis=options.axis, output=options.between),
         experts(rf"{LAYER}\.mlp\.experts", axis=expert_axis or options.axis),
-    )
-
-
-def _linear_parts(inside: str, options: Options) -> Plan:
-    """Gated feed-forward in the part ``inside`` of the layers' ``mlp``; its sum stays whole."""
-    name = rf"{LAYER}\.mlp{inside}"
-    return merge(
-        column(rf"{name}\.(gate|up)_proj", axis=options.axis),
-        row(rf"{name}\.down_proj", axis=options.axis, output=Replicate() if inside else options.between),
     )
 
 

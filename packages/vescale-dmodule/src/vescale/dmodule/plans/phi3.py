@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from torch.distributed.tensor import Shard
-
 from vescale.dtensor import InterleavedShard
 
 from .._attributes import Divided
 from .._placements import Repeat
 from ._build import FEATURES, Plan, block, column, merge, row
-from ._heads import Heads, Options, divide_heads
-from .llama import LAYER, around
+from ._heads import Heads, Options, around, divide_heads, whole_attention
+from .llama import LAYER, OUTSIDE
 
 __all__ = ["phi3"]
 
@@ -48,7 +46,7 @@ def phi3(
     options = Options(config, axis, degree, sequence_parallel, replicate_attention)
     name = rf"{LAYER}\.self_attn"
     return merge(
-        around(options),
+        around(options, **OUTSIDE),
         block(rf"{LAYER}\.(self_attn|mlp)", axis=axis),
         _projections(name, options, divide_heads(options)),
         row(rf"{name}\.o_proj", axis=axis, output=options.between),
@@ -60,7 +58,7 @@ def phi3(
 def _projections(name: str, options: Options, heads: Heads) -> Plan:
     axis = options.axis
     if options.replicate_attention:
-        return {"forward": {rf"{name}\.o_proj\.input": [{axis: Shard(FEATURES)}]}}
+        return whole_attention(rf"{name}\.o_proj", options)
     # The module cuts at sizes that it computes from these two.
     sizes = rf"{name}\.config\.num_attention_heads", rf"{name}\.num_key_value_heads"
     if heads.num_query == heads.num_key_value:

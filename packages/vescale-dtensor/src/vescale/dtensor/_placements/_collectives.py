@@ -95,21 +95,22 @@ def group_of(mesh: DeviceMesh, axes: Sequence[int]) -> Group:
     return _groups[key]
 
 
-def group_of_ranks(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return the process group of some ranks, in ascending order, which is made when it is first asked for.
+def group_of_ranks(ranks: Sequence[int], *, keep_order: bool = False) -> dist.ProcessGroup:
+    """Return the process group of some ranks, which is made when it is first asked for.
 
     Only its members take part in making it, whatever other groups they know; all of them must ask for it. It is one
-    object per set of ranks, for the life of the default process group.
+    object per set of ranks (and order), for the life of the default process group.
 
     Args:
         ranks: global ranks, this one among them, in any order.
+        keep_order: whether they have that order in the group, too; else they ascend.
 
     Example:
         >>> group = group_of_ranks([0, 2, 3])                    # doctest: +SKIP
         >>> dist.all_reduce(norm, group=group)                   # doctest: +SKIP
     """
-    members = tuple(sorted(ranks))
-    if len(members) == dist.get_world_size():
+    members = tuple(ranks) if keep_order else tuple(sorted(ranks))
+    if members == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
     key = (dist.group.WORLD, members)
     if key not in _process_groups:

@@ -45,7 +45,7 @@ reduce_scatter: Callable = getattr(dist, "reduce_scatter_single", None) or dist.
 
 
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    """Return a new process group of ``ranks``, made by them alone, under this name.
+    """Return a new process group of ``ranks``, in their order, made by them alone, under this name.
 
     Torch names such a group after the number of groups that the calling rank knows, which ranks may know different
     numbers of: the members then wait for each other under different names, for ever.
@@ -53,7 +53,8 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     stock = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *_, **__: name
     try:
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        order = {} if sorted(ranks) == list(ranks) else {"sort_ranks": False}
+        return dist.new_group(list(ranks), use_local_synchronization=True, **order)
     finally:
         distributed_c10d._process_group_name = stock
 
