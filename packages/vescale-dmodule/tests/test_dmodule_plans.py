@@ -118,6 +118,7 @@ def test_names_of_other_pipeline_stages_are_known():
         "_boundary",
         "_describe",
         "_placements",
+        "_static._interleaved",
         "plans._build",
         "plans._heads",
         "plans.gpt",

@@ -14,7 +14,8 @@ the same collectives (see ``_flat`` for what makes them the same). After ``backw
 
 Note [who keeps a pass]: what a running pass has collected is held by its callback alone, which torch's engine holds. A
 pass that ends with an exception takes all of it with it; nothing stale meets the next one. A backward inside a backward
-(reentrant checkpointing) is a pass of its own, reduced at its own end.
+(reentrant checkpointing) is a pass of its own, reduced at its own end. (What came from local leaves is in lists that
+``_deliveries`` knows, too; it forgets them when the next pass begins.)
 
 Note [whole gradients for hooks]: hooks of the user see the reduced gradient. So a parameter that has any is reduced at
 once, alone, inside our own hook; likewise for ``create_graph=True`` and for ``torch.autograd.grad``, whose results

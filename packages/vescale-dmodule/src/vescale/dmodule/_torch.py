@@ -182,6 +182,11 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
             tensor._post_accumulate_grad_hooks = OrderedDict() if after is None else after
 
 
+def _needs_operators(tensor: Tensor) -> bool:
+    """Tell whether somebody follows operators, such as a compiler in any of its stages, or the tensor is complex."""
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None or tensor.is_complex()
+
+
 class Collectives:
     """Collectives of one process group on plain tensors, outside autograd, complete on return.
 
@@ -203,7 +208,7 @@ class Collectives:
 
     def all_gather(self, local: Tensor) -> Tensor:
         """Return the tensors of all ranks, of one or more dims, one after the other along the first."""
-        if torch.compiler.is_dynamo_compiling() or local.is_complex():
+        if _needs_operators(local):
             came = torch.ops._c10d_functional.all_gather_into_tensor(local.resolve_conj(), self.size, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)
         out = local.new_empty((self.size * local.size(0), *local.shape[1:]))
@@ -214,7 +219,7 @@ class Collectives:
 
     def all_reduce(self, local: Tensor, op: str) -> Tensor:
         """Return the reduced tensor."""
-        if torch.compiler.is_dynamo_compiling() or local.is_complex():
+        if _needs_operators(local):
             came = torch.ops._c10d_functional.all_reduce(local.resolve_conj(), op, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)
         out = local.clone(memory_format=torch.contiguous_format)
@@ -223,7 +228,7 @@ class Collectives:
 
     def reduce_scatter(self, parts: Tensor, op: str, shape: tuple[int, ...]) -> Tensor:
         """Return this rank's reduced part, of ``shape``; ``parts`` has those of all ranks one after the other."""
-        if torch.compiler.is_dynamo_compiling() or parts.is_complex():
+        if _needs_operators(parts):
             came = torch.ops._c10d_functional.reduce_scatter_tensor(parts.resolve_conj(), op, self.size, self.name)
             return torch.ops._c10d_functional.wait_tensor(came).view(shape)
         out = parts.new_empty(shape)
@@ -234,7 +239,7 @@ class Collectives:
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """Return what each rank has for this one; the first dim of ``parts`` and of the result counts the ranks."""
-        if torch.compiler.is_dynamo_compiling() or parts.is_complex():
+        if _needs_operators(parts):
             splits = [1] * self.size
             came = torch.ops._c10d_functional.all_to_all_single(parts.resolve_conj(), splits, splits, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)

@@ -13,6 +13,7 @@ Files, from data to execution::
     _rehearsal.py      a run that leaves nothing behind; the comparison of two
     _leaves.py         parameters as local tensors, and their gradients
     _swaps.py          attributes with local values
+    _direct.py         boundaries without hooks
     _modules.py        embeddings and biases
     _random.py         draws of sharded tensors
     _region.py         parts that stay in eager mode

@@ -91,7 +91,7 @@ def compile_conversion(conversion: Conversion, mesh: DeviceMesh) -> Local:
 
     def convert(tensor: Tensor) -> Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
-            if torch.compiler.is_dynamo_compiling():
+            if torch.compiler.is_compiling():
                 return _Convert.apply(tensor, forward, backward)
             return _convert(tensor, forward, backward)
         return tensor if forward is None else forward(tensor)

@@ -3,7 +3,7 @@
 Every DTensor parameter has a twin, a plain leaf tensor over the same storage: what the optimizer writes into the one is
 seen in the other. While the module's forward runs, the twins stand in the modules' tables; before and after, and for
 everybody who asks from outside, the DTensors do. Backward accumulates into the twins, and a hook of each hands the
-gradient on::
+gradient on (see ``_deliveries``)::
 
     twin.grad (plain)   ->   parameter.grad (DTensor in the parameter's placements)
                         ->   the buckets of ``GradientSync``, where it is a partial sum
