@@ -240,6 +240,19 @@ def test_a_refused_module_can_be_parallelised_afterwards_but_only_once():
         parallelize_module(module, mesh, {})
 
 
+@ranks(2)
+def test_a_dim_that_an_activation_does_not_have():
+    """Shapes of activations are known in the first call only; it is refused in every mode."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for mode in ("eager", "static"):
+        for side, place in (("input", "0.input 'input'"), ("output", "0.output")):
+            model = nn.Sequential(nn.Linear(4, 4))
+            parallelize_module(model, mesh, {"forward": {f"0.{side}": [{"tp": Shard(5)}]}}, mode=mode)
+            text = f"{place}: Shard(dim=5) on a tensor of shape (2, 4), which has 2 dims"
+            with pytest.raises(PlanError, match=re.escape(text)):
+                model(torch.ones(2, 4))
+
+
 @ranks(3)
 def test_plans_that_differ_between_ranks_name_them():
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))

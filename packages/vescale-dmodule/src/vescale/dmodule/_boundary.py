@@ -291,7 +291,7 @@ class InputBoundary:
 
     def __call__(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         convert = self.phase.step(self.mesh)
-        if convert is None or self.simple is None:
+        if not self.phase.local or self.simple is None:
             return self._convert_any(args, kwargs, convert)
         for position, name, entry, where in self.simple:
             if position < len(args):
@@ -356,7 +356,7 @@ class OutputBoundary:
 
     def __call__(self, _module: nn.Module, _args: tuple, output: object) -> object:
         convert = self.phase.step(self.mesh)
-        if type(output) is Tensor and convert is not None and self.alone is not None:
+        if type(output) is Tensor and self.phase.local and self.alone is not None:
             return convert(output, self.alone, self.where)
         return place(output, self.entry, self.mesh, self.where, convert)
 

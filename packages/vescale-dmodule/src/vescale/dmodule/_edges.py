@@ -49,7 +49,7 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, local: Tensor, wrap: Callable[[Tensor], DTensor], gradient: Placements | None) -> DTensor:
         ctx.gradient = gradient
-        return wrap(local.view_as(local))
+        return wrap(local.detach())
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
