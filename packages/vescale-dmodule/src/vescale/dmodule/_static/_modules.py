@@ -1,8 +1,7 @@
 """Modules whose code is right on local tensors only with help that any program would give them.
 
-- ``nn.Embedding`` with a vocabulary that is sharded looks up the tokens of its own rows and has zeros for the others,
-  so
-  that the sum over ranks is the lookup of one device::
+- ``nn.Embedding`` with a sharded vocabulary looks up the tokens of its own rows and has zeros for the others, so that
+  the sum over ranks is the lookup of one device::
 
       tokens            7  2  5  0
       rows 0..3 here    .  v  .  v          rows 4..7 there   v  .  v  .

@@ -56,6 +56,5 @@ def ways_out(name: str, *, is_draw: bool = False) -> str:
     attribute = rf"{escaped}\.NAME" if name else "NAME"
     return (
         f'change the attribute that it reads ("local_attribute": {{r"{attribute}": Divided("tp")}} in the plan), '
-        f"bring the "
-        f"values that it reads to other placements by a boundary, or {keep}"
+        f"bring the values that it reads to other placements by a boundary, or {keep}"
     )

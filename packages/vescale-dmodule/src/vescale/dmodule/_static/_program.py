@@ -394,18 +394,15 @@ class StaticProgram:
         if before is not None and output is not None and not torch.equal(before, self.stream()):
             raise NotLocalFriendlyError(
                 f"{describe(self.name)} drew random numbers, but the recorded call did not, so nothing says which "
-                f"parts of "
-                'one device\'s draws they are (a rate of dropout that was 0?); call set_mode(model, "static") '
-                "after such "
-                'a change, or run the model on DTensors (mode="eager")'
+                "parts of one device's draws they are (a rate of dropout that was 0?); call "
+                'set_mode(model, "static") after such a change, or run the model on DTensors (mode="eager")'
             )
 
     def _unknown(self, where: str, local: Tensor) -> NotLocalFriendlyError:
         shapes = [shape for place, shape in self.crossings.known if place == where]
         return NotLocalFriendlyError(
-            f"{where}: a value of local shape {tuple(local.shape)} came; recorded are {shapes}. Its shape depends "
-            f"on data, or "
-            "on state that is not in the arguments; keep the modules around it in eager mode"
+            f"{where}: a value of local shape {tuple(local.shape)} came; recorded are {shapes}. Its shape depends on "
+            "data, or on state that is not in the arguments; keep the modules around it in eager mode"
         )
 
     def _localize(self, value: object) -> object:

@@ -177,10 +177,9 @@ class Draws(TorchFunctionMode):
         random.set_state(before)
         if drew:
             raise NotLocalFriendlyError(
-                f"in {describe(self.name)}: {resolve_name(func)} on local shapes "
-                f"{[tuple(t.shape) for t in leaves]} draws "
-                "random numbers, but the recorded call did not, so nothing says which part of one device's draw they "
-                f"are; {ways_out(self.name, is_draw=True)}"
+                f"in {describe(self.name)}: {resolve_name(func)} on local shapes {[tuple(t.shape) for t in leaves]} "
+                "draws random numbers, but the recorded call did not, so nothing says which part of one device's draw "
+                f"they are; {ways_out(self.name, is_draw=True)}"
             )
 
     def _local(self, result: object, leaves: list[Tensor], whole: dict[int, DTensor], draw: Draw) -> object:

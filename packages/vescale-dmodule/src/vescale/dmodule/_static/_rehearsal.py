@@ -251,9 +251,8 @@ def _difference(what: str, eager: Run, last: str | None, where: str) -> NotLocal
     since = f" after {last!r}" if last else ""
     return NotLocalFriendlyError(
         f"on local tensors a part of the model gives something else than on DTensors{since}: in eager mode {what}. "
-        "Code before it is written for global shapes (a hard-coded number of heads, a size, a mean over a sharded "
-        "dim) or "
-        f"communicates; {ways_out(_owner(where) or module)}"
+        "Code before it is written for global shapes (a hard-coded number of heads, a size, a mean over a sharded dim) "
+        f"or communicates; {ways_out(_owner(where) or module)}"
     )
 
 
