@@ -38,8 +38,8 @@ RECIPE_REQUIREMENTS = ("matplotlib", "tqdm", "transformers")
 # Nothing is fetched from a hub at run time.
 RUN_ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-# As many tests at a time as there are cores: the ranks of one test wait for each other and leave some of them idle.
-# `-- -n 0` runs them one by one, as a debugger needs it.
+# As many tests of a package at a time as there are cores: the ranks of one test wait for each other and leave some of
+# them idle. `-- -n 0` runs them one by one, as a debugger needs it.
 AT_A_TIME = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 
 nox.needs_version = ">=2025.2.9"
@@ -213,13 +213,13 @@ def composed(session: nox.Session) -> None:
 @each_suite
 def integration(session: nox.Session, suite: str) -> None:
     """Run one composed suite of tests/ over all built wheels."""
-    run_composed(session, "pytest", *AT_A_TIME, f"tests/{suite}", *session.posargs)
+    run_composed(session, "pytest", f"tests/{suite}", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
 def docs(session: nox.Session) -> None:
     """Execute every code block of the documentation, those of the packages' own pages included."""
-    run_composed(session, "pytest", *AT_A_TIME, "tests/docs", "-m", "", *session.posargs)
+    run_composed(session, "pytest", "tests/docs", "-m", "", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
