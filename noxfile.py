@@ -123,6 +123,11 @@ def family(package: str) -> list[str]:
     return sorted({package} | dependencies(PROJECTS, package))
 
 
+def all_test_requirements() -> list[str]:
+    """Return what the tests of all packages need beyond the packages."""
+    return sorted({requirement for project in PACKAGES.values() for requirement in project.test_requirements})
+
+
 def run_unit_tests(session: nox.Session, package: str, *, constraints: Path = CONSTRAINTS) -> None:
     """Check the environment, run the README's example as a new user would, then the package's tests."""
     folder = PROJECTS[package].folder
@@ -203,9 +208,8 @@ def floor(session: nox.Session, package: str) -> None:
 def composed(session: nox.Session) -> None:
     """Install all packages together (what the sessions below run in)."""
     names = [*PACKAGES, TESTING]
-    extras = {extra for project in PACKAGES.values() for extra in project.test_requirements}
     start_environment(session, names)
-    install(session, names, *sorted(extras), *RECIPE_REQUIREMENTS)
+    install(session, names, *all_test_requirements(), *RECIPE_REQUIREMENTS)
     session.run("python", "tools/check_environment.py", *PACKAGES, env=RUN_ENV)
 
 
@@ -263,7 +267,7 @@ def gpu(session: nox.Session) -> None:
     torch_is_there = "Error" not in str(has_torch)
     empty = Path(session.create_tmp(), "constraints.txt").resolve()
     empty.write_text("")
-    install(session, names, constraints=empty if torch_is_there else CONSTRAINTS)
+    install(session, names, *all_test_requirements(), constraints=empty if torch_is_there else CONSTRAINTS)
     session.run("pytest", "packages", "-m", "gpu", *session.posargs, env=RUN_ENV)
 
 

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from cases import MODES, refusal
-from measure import Result, time_in_turns
+from measure import Result, time_in_turns, with_processor_time
 from targets import Target, Targets
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -113,20 +112,9 @@ def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], dict[str, li
             _check_same(f"vescale {mode}, {layout}", step, mesh)
             steps[f"vescale {mode}, {layout}"] = step
     processor: dict[str, list[float]] = {name: [] for name in steps}
-    watched = {name: _with_processor_time(step, processor[name]) for name, step in steps.items()}
+    watched = {name: with_processor_time(step, processor[name]) for name, step in steps.items()}
     seconds = time_in_turns(watched, num_rounds=num_rounds, num_warmup=WARMUP)
     return seconds, {name: times[WARMUP:] for name, times in processor.items()}, notes
-
-
-def _with_processor_time(step: Callable[[], object], times: list[float]) -> Callable[[], None]:
-    """Return ``step`` so that it adds its processor seconds, those of gloo's threads included, to ``times``."""
-
-    def run() -> None:
-        start = time.process_time()
-        step()
-        times.append(time.process_time() - start)
-
-    return run
 
 
 # ------------------------------------------------------------------------------------------------------------- inputs

@@ -10,14 +10,13 @@ for each other, so run this where nothing else runs; the last column is the proc
 from __future__ import annotations
 
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 
 import huggingface
 import torch
 from cases import MODES, refusal
-from measure import Result, time_in_turns
+from measure import Result, time_in_turns, with_processor_time
 from targets import Target, Targets
 from torch import nn
 
@@ -71,20 +70,9 @@ def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], dict[str, li
         steps[f"vescale {mode}"] = _step(parallelize_module(model, mesh, plan, mode=mode), fused=True)
     notes.append(_check_same_losses({name: [step() for _ in range(CHECKED_STEPS)] for name, step in steps.items()}))
     processor: dict[str, list[float]] = {name: [] for name in steps}
-    timed = {name: _timed(step, processor[name]) for name, step in steps.items()}
+    timed = {name: with_processor_time(step, processor[name]) for name, step in steps.items()}
     seconds = time_in_turns(timed, num_rounds=num_rounds, num_warmup=1)
     return seconds, {name: times[1:] for name, times in processor.items()}, notes
-
-
-def _timed(step: Callable[[], object], times: list[float]) -> Callable[[], None]:
-    """Return a step that appends its processor time to `times`."""
-
-    def timed() -> None:
-        start = time.process_time()
-        step()
-        times.append(time.process_time() - start)
-
-    return timed
 
 
 def _model() -> nn.Module:

@@ -60,3 +60,14 @@ def time_in_turns(
             if round_ >= num_warmup:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
+
+
+def with_processor_time(step: Callable[[], object], times: list[float]) -> Callable[[], None]:
+    """Return ``step`` so that it appends its processor seconds, those of gloo's threads included, to ``times``."""
+
+    def run() -> None:
+        start = time.process_time()
+        step()
+        times.append(time.process_time() - start)
+
+    return run

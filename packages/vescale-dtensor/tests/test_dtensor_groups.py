@@ -35,6 +35,13 @@ def test_members_in_an_order_of_their_own():
 
 
 @ranks(2)
+def test_ranks_that_make_no_group_here():
+    for wrong in ([1 - dist.get_rank()], [0, 1, 1], []):
+        with pytest.raises(ValueError, match=rf"on rank {dist.get_rank()}: each rank once, and only the ranks of the"):
+            group_of_ranks(wrong)
+
+
+@ranks(2)
 def test_all_ranks_are_the_world():
     assert group_of_ranks([1, 0]) is dist.group.WORLD
 

@@ -105,11 +105,19 @@ def group_of_ranks(ranks: Sequence[int], *, keep_order: bool = False) -> dist.Pr
         ranks: global ranks, this one among them, in any order.
         keep_order: whether they have that order in the group, too; else they ascend.
 
+    Raises:
+        ValueError: a rank is listed twice, or this one is not listed.
+
     Example:
         >>> group = group_of_ranks([0, 2, 3])                    # doctest: +SKIP
         >>> dist.all_reduce(norm, group=group)                   # doctest: +SKIP
     """
     members = tuple(ranks) if keep_order else tuple(sorted(ranks))
+    if len(set(members)) < len(members) or dist.get_rank() not in members:
+        raise ValueError(
+            f"group_of_ranks({list(ranks)}) on rank {dist.get_rank()}: each rank once, and only the ranks of the group "
+            "ask for it"
+        )
     if members == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
     key = (dist.group.WORLD, members)
