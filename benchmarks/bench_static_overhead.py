@@ -25,7 +25,7 @@ import torch.distributed as dist
 from blocks import BLOCKS, parallelize_as_stock, plan, stack
 from cases import MODES, Case, check_repeats, check_same, describe_traffic, refusal
 from counting import Traffic, traffic
-from handwritten import by_hand, reduce_shared
+from handwritten import WholeEdges, by_hand, reduce_shared
 from measure import Result
 from targets import Target, Targets, processor_time_in_turns
 from torch import Tensor, nn
@@ -39,10 +39,17 @@ from vescale_testing import run_ranks
 
 WORLD, BATCH, SEQ, HIDDEN, HEADS = 4, 2, 32, 128, 8
 DEPTHS = (1, 4)  # blocks in a row: alone, and where what is paid once per model is shared
+EDGES = {"": True, ", shards in and out": False}  # title -> whether whole tensors come and go
 REPEATS = 4  # steps in a round
 
 HAND, STOCK, STOCK_DTENSOR, STOCK_COMPILED = "hand-written", "stock", "stock, DTensors throughout", "stock compiled"
 COMPILED = {STOCK_COMPILED: STOCK, "vescale compile": "vescale static"}  # case -> what it compiles
+GROUPS = {
+    (f"{block} block" if depth == 1 else f"{depth} {block} blocks") + edge: (block, depth, whole)
+    for edge, whole in EDGES.items()
+    for block in BLOCKS
+    for depth in DEPTHS
+}
 
 
 def run(num_rounds: int) -> Result:
@@ -56,9 +63,8 @@ def run(num_rounds: int) -> Result:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     try:
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-        for group in [(block, depth) for block in BLOCKS for depth in DEPTHS]:
-            title = f"{group[0]} block" if group[1] == 1 else f"{group[1]} {group[0]} blocks"
-            steps, counts = _prepare(*group, mesh, notes)
+        for title, (block, depth, whole) in GROUPS.items():
+            steps, counts = _prepare(block, depth, mesh, notes, whole=whole)
             times = processor_time_in_turns(steps, num_rounds=num_rounds, repeats=REPEATS)
             for case in times:
                 seconds[f"{title}, {case}"] = times[case]
@@ -79,8 +85,7 @@ def run(num_rounds: int) -> Result:
 
 
 def _targets() -> tuple[Target, ...]:
-    titles = [f"{name} block" for name in BLOCKS] + [f"{DEPTHS[1]} {name} blocks" for name in BLOCKS]
-    bounds = [(f"{title}, ", f"{title}, vescale static") for title in titles]
+    bounds = [(f"{title}, ", f"{title}, vescale static") for title in GROUPS]
     return tuple(
         target
         for group, static in bounds
@@ -95,7 +100,7 @@ def _targets() -> tuple[Target, ...]:
 # ------------------------------------------------------------------------------------------------------------ cases
 
 
-def _cases(block: str, depth: int, mesh: DeviceMesh, notes: list[str]) -> dict[str, Callable[[], Case]]:
+def _cases(block: str, depth: int, mesh: DeviceMesh, notes: list[str], *, whole: bool) -> dict[str, Callable[[], Case]]:
     """Return what makes each case; a mode that this version does not have is left out, with a note."""
     group = mesh.get_group()
 
@@ -104,11 +109,15 @@ def _cases(block: str, depth: int, mesh: DeviceMesh, notes: list[str]) -> dict[s
 
     def hand() -> Case:
         model, shared = by_hand(build(), group)
-        return _case(model, _local(mesh), after=lambda: reduce_shared(shared, group))
+        inputs = _whole(requires_grad=True) if whole else _local(mesh)
+        return _case(WholeEdges(model, group) if whole else model, inputs, after=lambda: reduce_shared(shared, group))
+
+    def sharded() -> tuple[Tensor, Tensor]:
+        return _whole(requires_grad=True) if whole else _sharded(mesh)
 
     def stock(*, local_outputs: bool) -> Case:
-        inputs = _local(mesh) if local_outputs else _sharded(mesh)
-        return _case(parallelize_as_stock(build(), mesh, local_outputs=local_outputs), inputs)
+        inputs = _local(mesh) if local_outputs and not whole else sharded()
+        return _case(parallelize_as_stock(build(), mesh, local_outputs=local_outputs, whole=whole), inputs)
 
     def stock_compiled() -> Case:
         case = stock(local_outputs=True)
@@ -127,7 +136,7 @@ def _cases(block: str, depth: int, mesh: DeviceMesh, notes: list[str]) -> dict[s
             notes.append(f"vescale {mode} left out: {reason}")
         else:
             cases[f"vescale {mode}"] = lambda mode=mode: _case(
-                parallelize_module(build(), mesh, plan(), mode=mode), _sharded(mesh)
+                parallelize_module(build(), mesh, plan(whole=whole), mode=mode), sharded()
             )
     return cases
 
@@ -137,15 +146,17 @@ def _case(model: nn.Module, inputs: tuple[Tensor, Tensor], after: Callable[[], N
     return Case(model, lambda: model(x), gradient, {"x": x}, after)
 
 
-def _inputs() -> tuple[Tensor, Tensor]:
+def _whole(*, requires_grad: bool) -> tuple[Tensor, Tensor]:
+    """Return the input and the gradient of the output."""
     generator = torch.Generator().manual_seed(1)
     x, gradient = (torch.randn(BATCH, SEQ, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
-    return x.to(torch.get_default_dtype()), gradient.to(torch.get_default_dtype())
+    dtype = torch.get_default_dtype()
+    return x.to(dtype).requires_grad_(requires_grad), gradient.to(dtype)
 
 
 def _local(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     """Return this rank's part of the input, a leaf, and of the output's gradient."""
-    x, gradient = (whole.chunk(mesh.size(), 1)[mesh.get_local_rank()].clone() for whole in _inputs())
+    x, gradient = (whole.chunk(mesh.size(), 1)[mesh.get_local_rank()].clone() for whole in _whole(requires_grad=False))
     return x.requires_grad_(), gradient
 
 
@@ -159,11 +170,11 @@ def _sharded(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 
 
 def _prepare(
-    block: str, depth: int, mesh: DeviceMesh, notes: list[str]
+    block: str, depth: int, mesh: DeviceMesh, notes: list[str], *, whole: bool
 ) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
     """Make and check the cases of one group on the fake process group; return their steps and what they communicate."""
     cases: dict[str, Case] = {}
-    for name, make in _cases(block, depth, mesh, notes).items():
+    for name, make in _cases(block, depth, mesh, notes, whole=whole).items():
         try:
             case = make()
             case.step()
@@ -201,10 +212,10 @@ def _check_values() -> list[str]:
     names: list[str] = []
     for block in BLOCKS:
         alone = stack(BLOCKS[block], 2, hidden=HIDDEN, num_heads=HEADS, seq=SEQ)
-        x, gradient = _inputs()
-        reference = _case(alone, (x.requires_grad_(), gradient))
-        for name, make in _cases(block, 2, mesh, []).items():
-            if name not in COMPILED:
-                check_same(name, make(), reference)
-                names.append(name)
+        reference = _case(alone, _whole(requires_grad=True))
+        for whole in EDGES.values():
+            for name, make in _cases(block, 2, mesh, [], whole=whole).items():
+                if name not in COMPILED:
+                    check_same(name, make(), reference)
+                    names.append(name)
     return list(dict.fromkeys(names))

@@ -128,12 +128,12 @@ def stack(make: Callable[..., nn.Module], depth: int, *, hidden: int, num_heads:
 # ----------------------------------------------------------------------------------------------------- vescale
 
 
-def plan(axis: str = "tp") -> dict[str, dict[str, object]]:
+def plan(axis: str = "tp", *, whole: bool = False) -> dict[str, dict[str, object]]:
     """Return the plan of a stack of either block: tensor parallel over `axis`, sequence parallel between the blocks.
 
-    The input and the output of the stack are sharded over the sequence.
+    The input and the output of the stack are sharded over the sequence; the output only inside, if it shall be `whole`.
     """
-    cut, whole = [{axis: Shard(SEQ)}], [{axis: Replicate()}]
+    cut, uncut = [{axis: Shard(SEQ)}], [{axis: Replicate()}]
     return {
         "parameter": {
             r"\d+\.attn\.(q|k|v)\..*": {axis: Shard(0)},
@@ -142,8 +142,9 @@ def plan(axis: str = "tp") -> dict[str, dict[str, object]]:
         },
         "forward": {
             r"input": cut,
-            r"\d+\.(attn|mlp)\.input": whole,
+            r"\d+\.(attn|mlp)\.input": uncut,
             r"\d+\.(attn\.out|mlp\.down)\.output": cut,
+            **({r"output": uncut} if whole else {}),
         },
     }
 
@@ -151,7 +152,9 @@ def plan(axis: str = "tp") -> dict[str, dict[str, object]]:
 # ----------------------------------------------------------------------------------------------------- stock torch
 
 
-def parallelize_as_stock(model: nn.Module, mesh: DeviceMesh, *, local_outputs: bool = True) -> nn.Module:
+def parallelize_as_stock(
+    model: nn.Module, mesh: DeviceMesh, *, local_outputs: bool = True, whole: bool = False
+) -> nn.Module:
     """Parallelise a stack with torch's own styles.
 
     Args:
@@ -159,13 +162,14 @@ def parallelize_as_stock(model: nn.Module, mesh: DeviceMesh, *, local_outputs: b
         mesh: of one axis.
         local_outputs: whether styles return plain local tensors where they can, as is their default and as torch's
             tutorial has it. Otherwise all activations are DTensors.
+        whole: whether the stack takes and returns whole plain tensors; else shards of the sequence.
     """
-    cut, whole = Shard(SEQ), Replicate()
-    enter = {"desired_input_layouts": (whole,), "use_local_output": False}
+    cut, uncut = Shard(SEQ), Replicate()
+    enter = {"desired_input_layouts": (uncut,), "use_local_output": False}
     for block in model:
         rotary_tables = 2 if isinstance(block, LlamaBlock) else 0
         layouts = (cut, *[None] * rotary_tables)
-        wanted = (whole, *[None] * rotary_tables)
+        wanted = (uncut, *[None] * rotary_tables)
         column = stock.ColwiseParallel(use_local_output=local_outputs)
         row = stock.RowwiseParallel(output_layouts=cut, use_local_output=local_outputs)
         styles = {
@@ -180,5 +184,12 @@ def parallelize_as_stock(model: nn.Module, mesh: DeviceMesh, *, local_outputs: b
             styles["mlp.gate"] = column
         stock.parallelize_module(block, mesh, styles)
         for name, buffer in block.named_buffers() if not local_outputs else ():
-            setattr(block, name, DTensor.from_local(buffer, mesh, [whole]))
+            setattr(block, name, DTensor.from_local(buffer, mesh, [uncut]))
+    if whole:
+        split = stock.PrepareModuleInput(
+            input_layouts=(uncut,), desired_input_layouts=(cut,), use_local_output=local_outputs
+        )
+        gather = stock.PrepareModuleOutput(output_layouts=(cut,), desired_output_layouts=(uncut,))
+        for style in (split, gather):
+            stock.parallelize_module(model, mesh, style)
     return model

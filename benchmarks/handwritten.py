@@ -12,6 +12,8 @@ are added over the ranks once per step, together, in one flat tensor (`reduce_sh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from blocks import Attention, GatedMLP, GeluMLP, LlamaBlock
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 __all__ = [
+    "WholeEdges",
     "by_hand",
     "gather",
     "gather_equal",
@@ -181,6 +184,21 @@ def reduce_shared(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> N
 
 
 # ----------------------------------------------------------------------------------------------------- blocks
+
+
+class WholeEdges(nn.Module):
+    """A stack of rewritten blocks that takes and returns whole tensors, equal on all ranks."""
+
+    def __init__(self, stack: nn.Sequential, group: dist.ProcessGroup):
+        super().__init__()
+        self.stack, self.group = stack, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gather_equal(self.stack(split(x, self.group)), self.group)
+
+    def named_parameters(self, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the stack's own names."""
+        yield from self.stack.named_parameters(*args, **kwargs)
 
 
 class _HandAttention(nn.Module):

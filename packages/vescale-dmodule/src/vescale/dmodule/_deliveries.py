@@ -13,6 +13,8 @@ the time when it is done for all parameters in a row. These gradients do not wai
 - gradients that are added to those of an earlier pass: they are freed at once;
 - gradients with a history (``create_graph``), and summands inside of ``no_sync``.
 
+Autograd also calls the hooks of a leaf that got nothing: the gradient of a function's argument may be None.
+
 What a pass that failed has collected is dropped when the next one begins.
 """
 
@@ -26,8 +28,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from . import _torch
-from ._flat import Bucket
-from ._gradient_pass import Pass, Slot
+from ._flat import Bucket, Slot
+from ._gradient_pass import Pass
 
 __all__ = ["Arriving", "Delivery", "Receiver", "hooks_of"]
 
@@ -127,19 +129,28 @@ def _hook(arriving: Arriving, delivery: Delivery) -> Hook:
     layout = _torch.layout_of(parameter)
 
     def take_whole(leaf: Tensor) -> None:
+        local = leaf.grad
+        if local is None:
+            return
         if arriving.number != number():
             begin(number(), parameter)
-        arriving.whole.append((parameter, layout, leaf.grad))
+        arriving.whole.append((parameter, layout, local))
         leaf.grad = None
 
     def take_summand(leaf: Tensor) -> None:
+        local = leaf.grad
+        if local is None:
+            return
         if arriving.number != number():
             begin(number(), parameter)
-        arriving.summands.append((slot, bucket, placements, leaf.grad))
+        arriving.summands.append((slot, bucket, placements, local))
         leaf.grad = None
 
     def take_at_once(leaf: Tensor) -> None:
-        local, leaf.grad, receiver = leaf.grad, None, arriving.receiver
+        local, receiver = leaf.grad, arriving.receiver
+        if local is None:
+            return
+        leaf.grad = None
         if bucket is None or local.requires_grad or not receiver.synchronises:
             receiver.add(parameter, local, placements)
         else:

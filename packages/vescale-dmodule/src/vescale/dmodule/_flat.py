@@ -14,7 +14,9 @@ in the buffer an element is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from . import _torch
 
-__all__ = ["Bucket", "FlatReduction", "has_partial", "num_buckets", "pack", "partial_dims"]
+__all__ = ["Bucket", "FlatReduction", "Slot", "has_partial", "num_buckets", "pack", "partial_dims"]
 
 
 def partial_dims(gradient: Sequence[Placement], parameter: Sequence[Placement]) -> tuple[int, ...] | None:
@@ -88,6 +90,20 @@ def num_buckets(numbers: Sequence[int]) -> int:
     return len(set(numbers))
 
 
+class Slot(Protocol):
+    """One parameter; compared by identity.
+
+    Attributes:
+        position: order of the parameter in its module.
+        parameter: the DTensor.
+    """
+
+    position: int
+
+    @property
+    def parameter(self) -> DTensor: ...
+
+
 class Bucket:
     """Gradients that one collective per axis reduces: of one bucket of parameters, axes and dtype.
 
@@ -97,10 +113,24 @@ class Bucket:
         waits: whether some of its members are handed in at the end of a pass, so that it leaves no earlier.
     """
 
+    MANY = 64  # orders of arrival that are remembered
+
     def __init__(self, number: int, dims: tuple[int, ...], mesh: DeviceMesh, dtype: torch.dtype):
         self.order = number, tuple(mesh.mesh_dim_names or ()), dims, str(dtype)
         self.reductions = [_torch.sum_later(mesh.get_group(dim)) for dim in dims if mesh.size(dim) > 1]
         self.waits = False
+        self._orders: dict[tuple[Slot, ...], Callable[[tuple], tuple]] = {}
+
+    def order_of(self, slots: tuple[Slot, ...]) -> Callable[[tuple], tuple]:
+        """Return what brings values of ``slots``, none of them twice, into the order of a launch."""
+        order = self._orders.get(slots)
+        if order is None:
+            positions = sorted(range(len(slots)), key=lambda index: -slots[index].position)
+            order = operator.itemgetter(*positions) if len(slots) > 1 else tuple
+            if len(self._orders) == self.MANY:
+                self._orders.clear()
+            self._orders[slots] = order
+        return order
 
 
 class FlatReduction:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from operator import is_not
+from operator import is_not, ne
 from typing import Protocol
 
 import torch
@@ -12,24 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from . import _torch
-from ._flat import Bucket, FlatReduction
+from ._flat import Bucket, FlatReduction, Slot
 from ._profile import Meter, is_watched, profiler_range
 
-__all__ = ["Arrivals", "Owner", "Pass", "Slot", "accumulate", "as_gradient"]
-
-
-class Slot(Protocol):
-    """One parameter; compared by identity.
-
-    Attributes:
-        position: order of the parameter in its module.
-        parameter: the DTensor.
-    """
-
-    position: int
-
-    @property
-    def parameter(self) -> DTensor: ...
+__all__ = ["Arrivals", "Owner", "Pass", "accumulate", "as_gradient"]
 
 
 Counts = dict[tuple[Slot, Bucket], int]
@@ -142,33 +128,62 @@ class Pass:
 
     def end(self) -> None:
         """Hand on what has come, launch what is left, await all, and add the sums to ``.grad``."""
-        with torch.no_grad():
-            self._hand_on()
-            left = {*self.waiting, *self.owner.unreduced()}
-            for bucket in sorted(left, key=lambda bucket: bucket.order):
-                self._launch(bucket)
-            if is_watched(self.owner.meter):
-                with profiler_range("gradients end", self.owner.meter):
-                    self._await_all()
-            else:
-                self._await_all()
-            for reduction, slots in self.launched:
-                for slot, total in zip(slots, reduction.results(), strict=True):
-                    self._deliver(slot, total)
+        if not self._end_at_once():
+            with torch.no_grad():
+                self._end_in_order()
         if self.counts != self.expected.counts:
             self.owner.learn(self.counts)
 
-    def _hand_on(self) -> None:
-        """Take what waited for the end, and leave the lists empty, which others know."""
-        if self.whole:
-            parameters, layouts, locals_ = zip(*self.whole, strict=True)
-            self.whole.clear()
-            _attach(self.owner, parameters, layouts, locals_)
+    def _end_at_once(self) -> bool:
+        """End a pass that has nothing but gradients that waited, sums of one bucket at most; tell whether it is one.
+
+        So is most every pass, and what it does lies between two steps of a training loop: everything that depends on
+        the parameters alone is kept by the bucket, and nothing here loops in Python.
+        """
+        owner = self.owner
+        if self.launched or self.waiting or owner.unreduced() or is_watched(owner.meter):
+            return False
+        launched = None
+        if self.summands:
+            slots, buckets, _, locals_ = zip(*self.summands, strict=True)
+            if buckets.count(buckets[0]) < len(buckets) or len(set(slots)) < len(slots):
+                return False
+            order = buckets[0].order_of(slots)
+            launched = FlatReduction(buckets[0], order(locals_)), order(slots)
+        self._attach_whole()
+        if launched is not None:
+            self.summands.clear()
+            reduction, slots = launched
+            while not reduction.is_done:
+                reduction.advance()
+            _deliver_all([slot.parameter for slot in slots], reduction.results())
+        return True
+
+    def _end_in_order(self) -> None:
+        self._attach_whole()
         waiting = self.waiting
         for slot, bucket, _, local in self.summands:
             members = waiting.setdefault(bucket, {})
             members[slot] = members[slot] + local if slot in members else local
         self.summands.clear()
+        left = {*waiting, *self.owner.unreduced()}
+        for bucket in sorted(left, key=lambda bucket: bucket.order):
+            self._launch(bucket)
+        if is_watched(self.owner.meter):
+            with profiler_range("gradients end", self.owner.meter):
+                self._await_all()
+        else:
+            self._await_all()
+        for reduction, slots in self.launched:
+            for slot, total in zip(slots, reduction.results(), strict=True):
+                self._deliver(slot, total)
+
+    def _attach_whole(self) -> None:
+        """Hand on the gradients that are whole, and leave the list empty, which others know."""
+        if self.whole:
+            parameters, layouts, locals_ = zip(*self.whole, strict=True)
+            self.whole.clear()
+            _attach(self.owner, parameters, layouts, locals_)
 
     def _await_all(self) -> None:
         while running := [reduction for reduction, _ in self.launched if not reduction.is_done]:
@@ -177,15 +192,11 @@ class Pass:
 
     def _deliver(self, slot: Slot, total: Tensor) -> None:
         parameter = slot.parameter
-        old = parameter.grad
-        if self.replaced and slot in self.replaced:
+        if slot in self.replaced:
             self.replaced.discard(slot)
             self.owner.mark_reduced(slot)
-            old = None
-        if old is None:
-            parameter.grad = _torch.wrap_like(_own(total, _torch.local_of(parameter)), parameter)
-        else:
-            accumulate(parameter, _torch.wrap_like(total, parameter))
+            parameter.grad = None
+        _add_sum(parameter, total)
 
 
 def _attach(owner: Owner, parameters: Sequence[DTensor], layouts: Sequence[object], locals_: Sequence[Tensor]) -> None:
@@ -196,6 +207,24 @@ def _attach(owner: Owner, parameters: Sequence[DTensor], layouts: Sequence[objec
             owner.add(parameter, local, parameter.placements)
     else:
         _torch.set_gradients(parameters, map(_torch.wrap, locals_, layouts))
+
+
+def _deliver_all(parameters: Sequence[DTensor], totals: Sequence[Tensor]) -> None:
+    """Add sums of the ranks to ``.grad``."""
+    grads, locals_ = map(_torch.gradient_of, parameters), map(_torch.local_of, parameters)
+    if any(map(is_not, grads, repeat(None))) or any(map(ne, map(Tensor.stride, totals), map(Tensor.stride, locals_))):
+        for parameter, total in zip(parameters, totals, strict=True):
+            _add_sum(parameter, total)
+    else:
+        _torch.set_gradients(parameters, map(_torch.wrap, totals, map(_torch.layout_of, parameters)))
+
+
+def _add_sum(parameter: DTensor, total: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = _torch.wrap_like(_own(total, _torch.local_of(parameter)), parameter)
+    else:
+        with torch.no_grad():
+            accumulate(parameter, _torch.wrap_like(total, parameter))
 
 
 def _own(piece: Tensor, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from . import _torch
 from ._attention import attention_handlers
 from ._cache_keys import complete_cache_keys
 from ._composite import composite_handlers
+from ._fused_steps import fused_step_handlers
 from ._linear import install_whole_summands
 from ._loss import loss_handlers
 from ._operators import fallback, forget_copies, operator_handlers, review
@@ -35,7 +36,7 @@ INSTALLED: set[str] = set()
 @functools.cache
 def families() -> dict[str, Table]:
     """Return our handlers by family; no operator is in two of them."""
-    others = operator_handlers() | composite_handlers() | scalar_handlers()
+    others = operator_handlers() | composite_handlers() | scalar_handlers() | fused_step_handlers()
     for special in (attention_handlers(), loss_handlers(), vocab_handlers()):
         others |= special
     random = {op: switchable(handler) for op, handler in handlers().items() if op not in attention_handlers()}

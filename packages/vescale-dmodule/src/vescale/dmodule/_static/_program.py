@@ -45,6 +45,7 @@ from ._learning import learn, watch_arguments
 from ._leaves import LocalParameters, Twin
 from ._modules import local_forward, silent_axes
 from ._names import describe, is_inside, join
+from ._overlap import forwards_of
 from ._random import Draw, DrawHooks, stream_of
 from ._record import Crossing, Observer
 from ._region import EagerRegion
@@ -109,7 +110,8 @@ class StaticProgram:
         self.recomputations = Recomputations()
         self.switches = [part for part in self.modules.values() if hasattr(part, CHECKPOINTING)]
         self.quiet: set[Hashable] = set()  # calls that draw no random numbers
-        self.stream = stream_of(model.mesh.device_type)
+        self.device_type = model.mesh.device_type
+        self.stream = stream_of(self.device_type)
         # the state of a call
         self.depth = 0
         self.before: Tensor | None = None  # state of the random stream, where it must not change
@@ -258,8 +260,8 @@ class StaticProgram:
         return None if output is None else map_leaves(self._globalize, output, self.place("returns"))
 
     def _signature(self, args: tuple, kwargs: dict) -> Hashable:
-        autocast = torch.is_autocast_enabled(self.model.mesh.device_type)
-        dtype = torch.get_autocast_dtype(self.model.mesh.device_type) if autocast else None
+        device = self.device_type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         switches = [getattr(part, CHECKPOINTING) for part in self.switches]
         values = describe_value(args), describe_value(kwargs) if kwargs else None
         return torch.is_grad_enabled(), self.module.training, dtype, *switches, *values
@@ -297,20 +299,26 @@ class StaticProgram:
                 self.refresh_twins()
             self.parameters.put()
             self.swaps.put()
-            # a compiler refuses to run where somebody watches operators
-            if self.observer is None and not _torch.has_dispatch_mode():
-                self.compiled.put()
-            if self.observer is None and not self.is_compiled and not is_watched(self.model.phase.meter):
-                if self.direct is None:
-                    self.direct = DirectCalls(self)
-                self.direct.put()
-            self.model.phase.convert, self.model.phase.local = self.convert, True
+            if self.observer is None:
+                self._put_calls()
+            phase = self.model.phase
+            phase.convert, phase.local = self.convert, True
         self.depth += 1
+
+    def _put_calls(self) -> None:
+        if self.is_compiled:
+            if not _torch.has_dispatch_mode():  # a compiler refuses to run where somebody watches operators
+                self.compiled.put()
+        elif not is_watched(self.model.phase.meter):
+            if self.direct is None:
+                self.direct = DirectCalls(self)
+            self.direct.put()
 
     def _close(self) -> None:
         self.depth -= 1
         if self.depth == 0:
-            self.model.phase.convert, self.model.phase.local = None, False
+            phase = self.model.phase
+            phase.convert, phase.local = None, False
             if self.direct is not None:
                 self.direct.take_back()
             self.compiled.take_back()
@@ -332,7 +340,8 @@ class StaticProgram:
         self.parameters = LocalParameters(own.items(), is_hooked, silent_axes)
         if before is not None and before.trained != self.parameters.trained:
             self.known.clear()
-        self.swaps = Swaps.of(own, self.model.local_attributes, local_forward)
+        # a compiler orders communication and computation itself
+        self.swaps = Swaps.of(own, self.model.local_attributes, local_forward if self.is_compiled else forwards_of(own))
         self.tell_twins()
         self._recompile()
 
@@ -348,13 +357,16 @@ class StaticProgram:
     def _arrived(self, twin: Twin, leaf: Tensor) -> None:
         """Keep a gradient of a rehearsal; refuse one that a rehearsal has not seen."""
         gradient, leaf.grad = leaf.grad, None
+        if gradient is None:
+            return  # as in ``_deliveries``
         if self.checked is None:
             raise NotLocalFriendlyError(
                 f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: a "
                 "branch that depends on data? Run the model in mode 'eager', or keep the module that branches on "
                 f'DTensors: "eager": [r"{twin.name.rpartition(".")[0]}"]'
             )
-        self.checked.gradients[twin.name] = (gradient, None)
+        earlier, _ = self.checked.gradients.get(twin.name, (None, None))
+        self.checked.gradients[twin.name] = (gradient if earlier is None else earlier + gradient, None)
 
     # --------------------------------------------------------------------------------------------- values
 

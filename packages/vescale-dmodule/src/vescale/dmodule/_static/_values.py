@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Hashable, Mapping
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,7 @@ def map_leaves(fn: Callable[[Tensor, str], object], value: object, where: str, d
         return value
     if isinstance(value, tuple | list):
         items = [map_leaves(fn, item, f"{where} [{i}]", depth + 1) for i, item in enumerate(value)]
-        changed = any(new is not old for new, old in zip(items, value, strict=True))
-        return rebuild_sequence(value, items) if changed else value
+        return rebuild_sequence(value, items) if any(map(is_not, items, value)) else value
     fields = fields_of(value)
     if fields is not None:
         items = {name: map_leaves(fn, item, f"{where} {name!r}", depth + 1) for name, item in fields.items()}
@@ -61,7 +61,7 @@ def describe_value(value: object, depth: int = 0) -> Hashable:
     if depth > DEPTH:
         return type(value)
     if isinstance(value, tuple | list):
-        return type(value), tuple(describe_value(item, depth + 1) for item in value)
+        return type(value), *[describe_value(item, depth + 1) for item in value]
     if isinstance(value, Mapping):
         return type(value), tuple((key, describe_value(item, depth + 1)) for key, item in value.items())
     fields = fields_of(value) or dict(_attributes(value))
