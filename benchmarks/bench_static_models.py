@@ -10,6 +10,7 @@ Before anything is timed, every case is compared with one device on four gloo ra
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ from targets import Target, Targets, processor_time_in_turns
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale.dmodule import parallelize_module, plans
@@ -39,7 +41,8 @@ SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
 }
-HAND, HAND_EARLY, STOCK = "hand-written", "hand-written, summed at the experts", "stock"
+HAND, HAND_EARLY = "hand-written", "hand-written, summed at the experts"
+STOCK, STOCK_HAND = "stock", "stock, hand-written experts"
 COMPILED = {"vescale compile": "vescale static"}  # case -> what it compiles
 OPTIMIZER = "with AdamW, "
 
@@ -53,7 +56,8 @@ def run(num_rounds: int) -> Result:
     collectives: dict[str, str] = {}
     notes = [
         "values compared with one device on gloo ranks in float64: " + ", ".join(names),
-        "stock has no style for experts: in its Mixtral they are the hand-written ones",
+        "stock has no style for experts: their weights are sharded DTensors in the unchanged forward, gathered at use, "
+        "or they are the hand-written ones",
         "AdamW is fused, but in stock foreach: fused it would gather parameters, as gradients of norms are "
         "partial there",
     ]
@@ -69,7 +73,7 @@ def run(num_rounds: int) -> Result:
                     check_repeats(name, case, cases[COMPILED[name]])
             steps = {f"{family}, {name}": case.step for name, case in cases.items()}
             steps |= {
-                f"{family}, {OPTIMIZER}{name}": _with_optimizer(case, fused=name != STOCK)
+                f"{family}, {OPTIMIZER}{name}": _with_optimizer(case, fused=name not in (STOCK, STOCK_HAND))
                 for name, case in cases.items()
             }
             seconds |= processor_time_in_turns(steps, num_rounds=num_rounds)
@@ -136,9 +140,18 @@ def model_cases(
         return case(model, lambda: reduce_shared(shared, group))
 
     def stock() -> Case:
-        model = huggingface.parallelize_as_stock(build(), mesh)
-        routers = [layer.mlp.gate.weight for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-        return case(model, (lambda: reduce_shared(routers, group)) if routers else lambda: None)
+        model, open_ = huggingface.parallelize_as_stock(build(), mesh), contextlib.ExitStack()
+
+        def forward() -> Tensor:
+            open_.enter_context(implicit_replication())
+            return model(input_ids=tokens, labels=tokens).loss
+
+        return Case(model, forward, after=open_.close)
+
+    def stock_by_hand() -> Case:
+        model = huggingface.parallelize_as_stock(build(), mesh, experts_by_hand=True)
+        routers = [layer.mlp.gate.weight for layer in model.model.layers]
+        return case(model, lambda: reduce_shared(routers, group))
 
     def ours(mode: str) -> Case:
         model = build()
@@ -147,7 +160,7 @@ def model_cases(
 
     cases: dict[str, Callable[[], Case]] = {HAND: hand, STOCK: stock}
     if hasattr(build().model.layers[0].mlp, "experts"):
-        cases[HAND_EARLY] = lambda: hand(sum_at_experts=True)
+        cases |= {STOCK_HAND: stock_by_hand, HAND_EARLY: lambda: hand(sum_at_experts=True)}
     for mode in MODES:
         if reason := refusal(mode, mesh):
             notes.append(f"vescale {mode} left out: {reason}")

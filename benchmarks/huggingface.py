@@ -18,7 +18,7 @@ import torch.distributed as dist
 from handwritten import gather, gather_equal, partial_sum, scatter, share, split, whole_from_equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as stock
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.utils import logging
@@ -166,10 +166,17 @@ def _shard(module: nn.Module, name: str, dim: int, group: dist.ProcessGroup) -> 
 # --------------------------------------------------------------------------------------------------------- stock torch
 
 
-def parallelize_as_stock(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def parallelize_as_stock(model: nn.Module, mesh: DeviceMesh, *, experts_by_hand: bool = False) -> nn.Module:
     """Parallelise a model of `build` with torch's own styles, with sequence parallelism, as its tutorial does.
 
-    There is no style for experts: their layers' feed-forward is done by hand.
+    There is no style for experts. What torch offers without a rewritten forward is to shard their weights as DTensors,
+    one share of the experts per rank, and let DTensor find out the rest, which gathers the weights; plain tensors
+    that meet DTensors in there must be taken as replicated, so the step runs in `implicit_replication()`.
+
+    Args:
+        model: of `build`.
+        mesh: of one axis.
+        experts_by_hand: whether the experts are those of `by_hand` instead.
     """
     cut, whole = Shard(1), Replicate()
     column, row = stock.ColwiseParallel(), stock.RowwiseParallel(output_layouts=cut)
@@ -192,9 +199,32 @@ def parallelize_as_stock(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if hasattr(model.model.layers[0].mlp, "experts"):
         styles["model.layers.*.post_attention_layernorm"] = stock.SequenceParallel(use_local_output=True)
         for layer in model.model.layers:
-            _feed_forward(layer.mlp, mesh.get_group())
+            if experts_by_hand:
+                _feed_forward(layer.mlp, mesh.get_group())
+            else:
+                _shard_experts(layer.mlp.experts, mesh)
+        if not experts_by_hand:
+            styles["model.layers.*.mlp"] = stock.PrepareModuleInputOutput(
+                input_layouts=(cut,),
+                desired_input_layouts=(whole,),
+                use_local_input=True,
+                output_layouts=(whole,),
+                desired_output_layouts=(cut,),
+            )
+            styles["model.layers.*.mlp.experts"] = stock.PrepareModuleInputOutput(
+                input_layouts=(whole, None, whole),
+                desired_input_layouts=(whole, None, whole),
+                use_local_input=False,
+                output_layouts=(whole,),
+                desired_output_layouts=(whole,),
+            )
     else:
         styles["model.layers.*.mlp"] = stock.PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,))
         styles["model.layers.*.mlp.gate_proj"] = styles["model.layers.*.mlp.up_proj"] = column
         styles["model.layers.*.mlp.down_proj"] = row
     return stock.parallelize_module(model, mesh, styles)
+
+
+def _shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        setattr(experts, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))

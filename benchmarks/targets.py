@@ -1,8 +1,8 @@
 """A table whose ratios are to a case of the same group, with the bounds that they should keep.
 
-A benchmark with groups (one per model, say) names for every case the one that counts as 1. A ratio is the median of the
-ratios of all rounds, because cases that run in turns share what else slows the machine down for a while. A target bounds
-one; the table says of each whether this run met it.
+A benchmark with groups (one per model, say) names for every case the one that counts as 1. A ratio is the median of
+the ratios of all rounds: cases that run in turns share what else slows the machine down for a while. A target bounds a
+ratio; the table says of each whether this run met it.
 """
 
 from __future__ import annotations

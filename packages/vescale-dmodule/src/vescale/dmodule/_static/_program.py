@@ -239,7 +239,9 @@ class StaticProgram:
         self._open(is_fresh=True)
         if self.own_draws is not None:
             self.own_draws.enter(module, args)
-        return self._localize(args), self._localize(kwargs) if kwargs else kwargs
+        where = self.place("enters")
+        args = map_leaves(self._localize, args, where)
+        return args, map_leaves(self._localize, kwargs, where) if kwargs else kwargs
 
     def leave(self, module: nn.Module, args: tuple, output: object) -> object:
         """Close the program; return what eager mode returns, before it makes plain tensors of whole ones."""
@@ -256,14 +258,16 @@ class StaticProgram:
         if self.own_draws is not None:
             self.own_draws.leave(module, args, output)
         self._close()
-        self._check_draws(output)
+        before, self.before = self.before, None
+        if before is not None and output is not None:
+            self._check_draws(before)
         return None if output is None else map_leaves(self._globalize, output, self.place("returns"))
 
     def _signature(self, args: tuple, kwargs: dict) -> Hashable:
         device = self.device_type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         switches = [getattr(part, CHECKPOINTING) for part in self.switches]
-        values = describe_value(args), describe_value(kwargs) if kwargs else None
+        values = *map(describe_value, args), describe_value(kwargs) if kwargs else None
         return torch.is_grad_enabled(), self.module.training, dtype, *switches, *values
 
     def _learn(self, signature: Hashable, args: tuple, kwargs: dict) -> bool:
@@ -298,7 +302,8 @@ class StaticProgram:
             if not is_fresh:
                 self.refresh_twins()
             self.parameters.put()
-            self.swaps.put()
+            if self.swaps.places:
+                self.swaps.put()
             if self.observer is None:
                 self._put_calls()
             phase = self.model.phase
@@ -321,8 +326,10 @@ class StaticProgram:
             phase.convert, phase.local = None, False
             if self.direct is not None:
                 self.direct.take_back()
-            self.compiled.take_back()
-            self.swaps.take_back()
+            if self.is_compiled:
+                self.compiled.take_back()
+            if self.swaps.places:
+                self.swaps.take_back()
             self.parameters.take_back()
 
     def _recompile(self) -> None:
@@ -396,14 +403,13 @@ class StaticProgram:
             raise self._unknown(where, local)
         return crossing
 
-    def _check_draws(self, output: object) -> None:
+    def _check_draws(self, before: Tensor) -> None:
         """Refuse a call that drew random numbers although its rehearsal did not.
 
         Raises:
             NotLocalFriendlyError: it did.
         """
-        before, self.before = self.before, None
-        if before is not None and output is not None and not torch.equal(before, self.stream()):
+        if not torch.equal(before, self.stream()):
             raise NotLocalFriendlyError(
                 f"{describe(self.name)} drew random numbers, but the recorded call did not, so nothing says which "
                 "parts of one device's draws they are (a rate of dropout that was 0?); call "
@@ -417,10 +423,7 @@ class StaticProgram:
             "data, or on state that is not in the arguments; keep the modules around it in eager mode"
         )
 
-    def _localize(self, value: object) -> object:
-        return map_leaves(self._localize_leaf, value, self.place("enters"))
-
-    def _localize_leaf(self, tensor: Tensor, where: str) -> Tensor:
+    def _localize(self, tensor: Tensor, where: str) -> Tensor:
         if isinstance(tensor, DTensor):
             local = _torch.local_of(tensor)
             if tensor.requires_grad:

@@ -49,18 +49,14 @@ class Swaps:
 
     def put(self) -> None:
         """Set the values of the inside."""
-        if not self.places:
-            return
         self.outside = [table.get(name, ABSENT) for table, name, _ in self.places]
         for table, name, value in self.places:
             table[name] = value
 
     def take_back(self) -> None:
         """Set the values of the outside again; nothing if those of the inside are not set."""
-        if self.outside is None:
-            return
         outside, self.outside = self.outside, None
-        for (table, name, _), value in zip(self.places, outside, strict=True):
+        for (table, name, _), value in zip(self.places, outside, strict=True) if outside is not None else ():
             if value is ABSENT:
                 table.pop(name, None)
             else:
