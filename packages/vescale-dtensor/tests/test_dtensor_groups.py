@@ -46,6 +46,21 @@ def test_all_ranks_are_the_world():
     assert group_of_ranks([1, 0]) is dist.group.WORLD
 
 
+@ranks(2)
+def test_a_group_for_a_purpose():
+    """Its collectives have no order among those of others: one rank begins with the one, the other with the other."""
+    group = group_of_ranks([0, 1], purpose="gathers")
+    assert group is not dist.group.WORLD
+    assert group is group_of_ranks([1, 0], purpose="gathers")
+    assert group is not group_of_ranks([0, 1], purpose="sums")
+    ones, twos = torch.ones(1), torch.full((1,), 2.0)
+    both = [(ones, dist.group.WORLD), (twos, group)]
+    works = [dist.all_reduce(each, group=where, async_op=True) for each, where in both[:: 1 - 2 * dist.get_rank()]]
+    for work in works:
+        work.wait()
+    assert (ones.item(), twos.item()) == (2, 4)
+
+
 @ranks(4)
 def test_stock_names_differ():
     """Stock makes the same group under two names, and its members wait for each other."""

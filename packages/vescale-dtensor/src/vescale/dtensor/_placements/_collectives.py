@@ -32,7 +32,7 @@ __all__ = [
 
 # by the world, too: another one may be initialised after this one has ended
 _groups: dict[tuple[object, DeviceMesh, tuple[int, ...]], Group] = {}
-_process_groups: dict[tuple[object, tuple[int, ...]], dist.ProcessGroup] = {}
+_process_groups: dict[tuple[object, tuple[int, ...], str], dist.ProcessGroup] = {}
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -95,15 +95,16 @@ def group_of(mesh: DeviceMesh, axes: Sequence[int]) -> Group:
     return _groups[key]
 
 
-def group_of_ranks(ranks: Sequence[int], *, keep_order: bool = False) -> dist.ProcessGroup:
+def group_of_ranks(ranks: Sequence[int], *, keep_order: bool = False, purpose: str = "") -> dist.ProcessGroup:
     """Return the process group of some ranks, which is made when it is first asked for.
 
     Only its members take part in making it, whatever other groups they know; all of them must ask for it. It is one
-    object per set of ranks (and order), for the life of the default process group.
+    object per set of ranks (order and purpose), for the life of the default process group.
 
     Args:
         ranks: global ranks, this one among them, in any order.
         keep_order: whether they have that order in the group, too; else they ascend.
+        purpose: a group of its own for whoever gives the same name, for collectives that have no order among others'.
 
     Raises:
         ValueError: a rank is listed twice, or this one is not listed.
@@ -118,11 +119,11 @@ def group_of_ranks(ranks: Sequence[int], *, keep_order: bool = False) -> dist.Pr
             f"group_of_ranks({list(ranks)}) on rank {dist.get_rank()}: each rank once, and only the ranks of the group "
             "ask for it"
         )
-    if members == tuple(range(dist.get_world_size())):
+    if members == tuple(range(dist.get_world_size())) and not purpose:
         return dist.group.WORLD
-    key = (dist.group.WORLD, members)
+    key = (dist.group.WORLD, members, purpose)
     if key not in _process_groups:
-        _process_groups[key] = _torch.new_group(members, f"vescale.dtensor:{members}")
+        _process_groups[key] = _torch.new_group(members, f"vescale.dtensor:{members}{purpose}")
     return _process_groups[key]
 
 
