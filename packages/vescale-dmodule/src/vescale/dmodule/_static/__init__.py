@@ -15,10 +15,12 @@ Files, from data to execution::
     _swaps.py          attributes with local values
     _direct.py         boundaries without hooks
     _modules.py        embeddings and biases
+    _overlap.py        weight gradients while a reduction is under way
     _random.py         draws of sharded tensors
     _region.py         parts that stay in eager mode
     _experts.py        experts
     _compile.py        blocks as compiled functions
+    _async_tp.py       products and collectives in pieces
     _learning.py       how a program is made
     _program.py        a module that runs on local tensors
 """

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from .. import _torch
+from . import _async_tp
 from ._compiled_draws import CompiledDraws, draws_obstacle
 from ._compiled_hooks import compiled_hooks, hook_kinds
 from ._names import is_inside, join
@@ -70,6 +71,7 @@ class CompiledBlocks:
         return self._made[1]
 
     def _make(self, program: StaticProgram, state: tuple[int, int]) -> _CompiledSwaps:
+        _async_tp.check(program.model.mesh)
         swaps = _CompiledSwaps(lambda: self._make(program, state), self.refused)
         shared: dict[Hashable, Callable] = {}
         for name, block in find_blocks(program):
@@ -181,7 +183,7 @@ def _compiled(entry: _Entry) -> Callable:
 
     code = run.__code__.replace(co_name=f"{type(entry.block).__name__}_forward")
     alone = types.FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
-    options = OPTIONS if BACKEND == "inductor" else None
+    options = OPTIONS | _async_tp.compiler_options() if BACKEND == "inductor" else None
     return torch.compile(alone, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
 
 

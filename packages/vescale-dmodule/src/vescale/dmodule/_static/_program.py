@@ -45,7 +45,7 @@ from ._learning import learn, watch_arguments
 from ._leaves import LocalParameters, Twin
 from ._modules import local_forward, silent_axes
 from ._names import describe, is_inside, join
-from ._overlap import forwards_of
+from ._overlap import overlapping
 from ._random import Draw, DrawHooks, stream_of
 from ._record import Crossing, Observer
 from ._region import EagerRegion
@@ -347,8 +347,9 @@ class StaticProgram:
         self.parameters = LocalParameters(own.items(), is_hooked, silent_axes)
         if before is not None and before.trained != self.parameters.trained:
             self.known.clear()
-        # a compiler orders communication and computation itself
-        self.swaps = Swaps.of(own, self.model.local_attributes, local_forward if self.is_compiled else forwards_of(own))
+        self.swaps = Swaps.of(own, self.model.local_attributes, local_forward)
+        if not self.is_compiled:  # a compiler orders communication and computation itself
+            self.swaps = overlapping(self.swaps, own)
         self.tell_twins()
         self._recompile()
 
