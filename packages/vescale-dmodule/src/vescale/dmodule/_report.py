@@ -288,7 +288,8 @@ def report(module: nn.Module, *, num_steps: int = 1) -> Report:
     """Measure what each boundary of a parallelized module moves, in what runs inside of the context.
 
     Every rank sees its own traffic. Measured conversions are awaited one by one, so their times do not overlap with
-    anything; the step as a whole takes longer than without a report. Values and gradients do not change, except that
+    anything (the backward of a boundary includes the weight gradients that are computed while its reduction is under
+    way); the step as a whole takes longer than without a report. Values and gradients do not change, except that
     compiled blocks run in static mode meanwhile. Static mode should have met the call before, or its rehearsal is
     listed among the other collectives.
 

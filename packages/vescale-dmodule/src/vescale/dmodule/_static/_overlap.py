@@ -9,7 +9,8 @@ the layer computes the gradient of its input, and leaves the rest at the boundar
 
 The gradients are what autograd would compute, by the same operators on the same tensors, so they are equal bit for bit,
 and they are delivered as autograd does: added to ``.grad`` of the leaf, then its hooks. What is kept longer are the
-gradients of the layers' outputs, until the boundary's turn comes, which is next.
+gradients of the layers' outputs, until the boundary's turn comes, which is next. Where other code of the module reads
+the same weight, both parts come to ``.grad`` one after the other, so a sum with earlier passes has another order.
 
 A layer does all this in a pass where it is sure that nobody can tell; else it leaves everything to autograd, or
 computes all gradients at once:
@@ -40,9 +41,10 @@ from ._swaps import Swaps
 
 __all__ = ["overlapping"]
 
-# Leaving a gradient for later costs some ten microseconds of a processor, so it must take longer than that: elements of
-# a weight on a rank below which a layer is left as it is, and products of two numbers in a gradient by type of device.
-# These are estimates on the safe side: a core takes 10 ms for its number, a device of 500 TFLOPS 30 us for the other.
+# Leaving a gradient for later costs some hundred microseconds of a processor, so it must take longer than that: elements
+# of a weight on a rank below which a layer is left as it is, and products of two numbers in a gradient by type of device.
+# These are estimates, not tuned: a core takes 10 ms for its number, a device of 500 TFLOPS 30 us for the other (there the
+# processor runs ahead).
 MIN_WEIGHT = 1 << 18
 MIN_PRODUCTS = {"cpu": 1 << 28}
 MIN_PRODUCTS_ELSEWHERE = 1 << 33
