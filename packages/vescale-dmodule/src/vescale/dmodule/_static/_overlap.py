@@ -41,10 +41,10 @@ from ._swaps import Swaps
 
 __all__ = ["overlapping"]
 
-# Leaving a gradient for later costs some hundred microseconds of a processor, so it must take longer than that: elements
-# of a weight on a rank below which a layer is left as it is, and products of two numbers in a gradient by type of device.
-# These are estimates, not tuned: a core takes 10 ms for its number, a device of 500 TFLOPS 30 us for the other (there the
-# processor runs ahead).
+# Leaving a gradient for later costs some hundred microseconds of a processor, so it must take longer than that:
+# elements of a weight on a rank below which a layer is left as it is, and products of two numbers in a gradient by type
+# of device. These are estimates, not tuned: a core takes 10 ms for its number, a device of 500 TFLOPS 30 us for the
+# other, while its processor runs ahead.
 MIN_WEIGHT = 1 << 18
 MIN_PRODUCTS = {"cpu": 1 << 28}
 MIN_PRODUCTS_ELSEWHERE = 1 << 33
