@@ -64,7 +64,8 @@ class Problem:
             norm = getattr(optimizer, "grad_norm", None) if norm is None else norm
             norms += [] if norm is None else [norm]
             optimizer.zero_grad()
-        return TrainingRecord.collect(getattr(model, "module", model), optimizer, losses=losses, grad_norms=norms)
+        with model.unsharded() if isinstance(model, DDP) else contextlib.nullcontext():
+            return TrainingRecord.collect(getattr(model, "module", model), optimizer, losses=losses, grad_norms=norms)
 
     def one_process(self, optimizer_class, *, clip=None, **kwargs):
         """Train in this process alone, with torch's own optimizer and clipping."""

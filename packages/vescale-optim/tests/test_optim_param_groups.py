@@ -144,7 +144,7 @@ def test_no_groups_later():
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "SparseAdam"])
 def test_optimizers_that_are_not_elementwise(name):
     class Derived(getattr(torch.optim, name)):
         pass

@@ -3,5 +3,6 @@
 from .clip import clip_grad_norm_
 from .ddp import DDP
 from .distributed_optimizer import DistributedOptimizer
+from .muon import Muon
 
-__all__ = ["DDP", "DistributedOptimizer", "clip_grad_norm_"]
+__all__ = ["DDP", "DistributedOptimizer", "Muon", "clip_grad_norm_"]

@@ -1,29 +1,32 @@
-"""The collectives of one mesh axis: thin, and silent where the axis has one rank.
+"""The collectives of one mesh axis: thin, silent where the axis has one rank, and named where they fail.
 
-Every call here is made by all ranks of the axis in the same order; who calls is responsible for that.
+Every call here is made by all ranks of the axis in the same order; who calls is responsible for that. ``what`` says, in
+errors, what a collective was for ("bucket 3"); a rank that is gone is named on all the others (`_failures.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _torch
+from . import _failures, _torch
 
-__all__ = ["Axis"]
+__all__ = ["Axis", "Pending"]
 
 
 @dataclass(frozen=True)
 class Axis:
     """A mesh axis: its size, this rank's coord, and the collectives that the package needs.
 
-    Asynchronous calls return a ``Work`` to wait for, or None where there is nothing to wait for.
+    Asynchronous calls return a `Pending` to wait for, or None where there is nothing to wait for.
     """
 
     name: str
@@ -50,28 +53,63 @@ class Axis:
         name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"mesh axis {dim}"
         return cls(name, mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim), mesh.device_type)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks of the axis: its identity, whatever mesh it was sliced from."""
         return tuple(dist.get_process_group_ranks(self.group))
 
+    @cached_property
+    def failures(self) -> _failures.Failures:
+        """Where the ranks of the axis tell each other about failures."""
+        return _failures.Failures(self.ranks, self.ranks[self.coord])
+
+    @property
+    def copies_to_scatter(self) -> bool:
+        """Whether a reduce-scatter is an all-reduce of a copy: gloo has no other."""
+        return self.device_type == "cpu" and self.size > 1
+
     def __repr__(self) -> str:
         return f"{self.name}({self.coord} of {self.size})"
 
-    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM) -> dist.Work | None:
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM, *, what: str = "") -> Pending | None:
         """Start the reduction of ``tensor``, in place."""
-        return None if self.size == 1 else dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        if self.size == 1:
+            return None
+        return self._start("all-reduce", what, dist.all_reduce, tensor, op=op)
 
-    def reduce_scatter(self, shard: Tensor, buffer: Tensor) -> dist.Work | None:
+    def reduce_scatter(self, shard: Tensor, buffer: Tensor, *, what: str = "") -> Pending | None:
         """Start summing ``buffer`` over the ranks; this coord's part of the sum goes to ``shard``."""
         if self.size == 1:
             shard.copy_(buffer)
             return None
-        return _torch.reduce_scatter(shard, buffer, group=self.group, async_op=True)
+        if not self.copies_to_scatter:
+            return self._start("reduce-scatter", what, _torch.reduce_scatter, shard, buffer)
+        # As torch does it; but its own work cannot be waited for by turns.
+        whole = buffer.clone()
+        pending = self._start("reduce-scatter", what, dist.all_reduce, whole)
+        pending.at_end = lambda: shard.copy_(whole.view(self.size, -1)[self.coord].view(shard.shape))
+        return pending
 
-    def all_gather(self, buffer: Tensor, shard: Tensor) -> dist.Work | None:
+    def all_gather(self, buffer: Tensor, shard: Tensor, *, what: str = "") -> Pending | None:
         """Start filling ``buffer`` with every coord's ``shard``, which may be its own part of ``buffer``."""
-        return None if self.size == 1 else _torch.all_gather(buffer, shard, group=self.group, async_op=True)
+        if self.size == 1:
+            return None
+        return self._start("all-gather", what, _torch.all_gather, buffer, shard)
+
+    def exchange(self, received: Tensor, buffer: Tensor, *, what: str = "") -> Pending | None:
+        """Start an all-to-all: part i of ``received`` is what coord i has as this coord's part of ``buffer``."""
+        if self.size == 1:
+            received.copy_(buffer)
+            return None
+        return self._start("all-to-all", what, dist.all_to_all_single, received, buffer)
+
+    def _start(self, kind: str, what: str, collective: Callable, *tensors: Tensor, **kwargs: object) -> Pending:
+        name = f"the {kind}{what and ' of '}{what} over axis {self.name!r}"
+        try:
+            work = collective(*tensors, group=self.group, async_op=True, **kwargs)
+        except dist.DistError as error:  # the backend's; what is wrong with the arguments is not a failed rank
+            raise RuntimeError(self.failures.describe(name, _first_line(error))) from error
+        return Pending(work, name, self)
 
     def broadcast_(self, tensors: Iterable[Tensor], *, chunk_bytes: int) -> None:
         """Overwrite ``tensors``, of any dtype and bit for bit, by those of coord 0, a few chunks at a time."""
@@ -92,7 +130,7 @@ class Axis:
             return
         pieces = [t.contiguous().view(-1).view(torch.uint8) for t in chunk]
         flat = torch.cat(pieces)
-        dist.broadcast(flat, group=self.group, group_src=0)
+        self._start("broadcast", "parameters and buffers", dist.broadcast, flat, group_src=0).wait()
         if self.coord != 0:
             for tensor, bytes_ in zip(chunk, flat.split([p.numel() for p in pieces]), strict=True):
                 # clone: a slice of bytes need not be aligned for the wider dtype
@@ -109,12 +147,65 @@ class Axis:
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
         mine = torch.tensor([digest], dtype=torch.int64, device=self.device_type)
         every = torch.empty(self.size, dtype=torch.int64, device=mine.device)
-        _torch.all_gather(every, mine, group=self.group)
+        self._start("all-gather", f"a digest of {what}", _torch.all_gather, every, mine).wait()
         other = [coord for coord, value in enumerate(every.tolist()) if value != every[0].item()]
         if other:
             texts: list[str | None] = [None] * self.size
             dist.all_gather_object(texts, text, group=self.group)
             raise ValueError(f"{what} differ over axis {self.name!r}:\n{_first_difference(texts, other[0])}")
+
+
+class Pending:
+    """A collective on its way. Its failure names it, this rank, and the ranks that are gone.
+
+    Attributes:
+        at_end: What `wait` does, once, when the collective has ended well.
+    """
+
+    def __init__(self, work: dist.Work, name: str, axis: Axis):
+        self._work = work
+        self._name = name
+        self._axis = axis
+        self.at_end: Callable[[], object] | None = None
+
+    def wait(self) -> None:
+        """Wait for the result: on the CPU the process, on an accelerator its current stream.
+
+        Raises:
+            RuntimeError: If the collective failed, here or on another rank.
+        """
+        heard = False
+        try:
+            if self._axis.device_type == "cpu":
+                heard = self._wait_and_listen()
+            else:
+                self._work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(self._axis.failures.describe(self._name, _first_line(error))) from error
+        if heard:
+            raise RuntimeError(self._axis.failures.describe(self._name, ""))
+        if self.at_end is not None:
+            self.at_end()
+            self.at_end = None
+
+    def _wait_and_listen(self) -> bool:
+        """Wait, and tell whether another rank has seen a failure while this one was still waiting."""
+        while True:
+            began = time.monotonic()
+            try:
+                self._work.wait(_failures.POLL)
+                return False
+            except RuntimeError:
+                # The time-out of this wait and a failure of the work look alike. A work that has failed raises at
+                # once: now, or in the next turn.
+                if time.monotonic() - began < 0.9 * _failures.POLL.total_seconds():
+                    raise
+            if self._axis.failures.seen():
+                return True
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _first_difference(texts: list[str | None], other: int) -> str:

@@ -1,14 +1,17 @@
 """Flat buffers at run time: gradients, the shard of reduced gradients, parameter values, and the views into them.
 
     grads        | slot | slot | slot |pad|     local gradients of all parameters of the bucket (full size)
+    kept         | slot | slot | slot |pad|     ZeRO 0: reduced gradients, while ``grads`` takes new local ones
     grad_shard             | part |             ZeRO 1, 2: this coord's part of the reduced gradient
     values       | slot | slot | slot |pad|     ZeRO 1, 2: the parameters themselves are views of this buffer
 
 Note: state of a slot
     ``param.grad`` decides whether a parameter has a gradient at all, so that every way of clearing it is understood:
-    None means that neither buffer counts. Otherwise ``unreduced`` says that ``grads`` holds a local gradient, and, for
-    ZeRO 1 and 2, ``reduced`` that ``grad_shard`` holds one. Both may: micro-batches under ``no_sync`` after a
-    reduction. The next reduction adds.
+    None means that no buffer counts. Otherwise ``unreduced`` says that ``grads`` holds a local gradient, and
+    ``reduced`` that there is a reduced one: with ZeRO 1 and 2 in ``grad_shard``, with ZeRO 0 in ``grads`` and, once a
+    local gradient comes to lie there, in ``kept``. Both may be set: after a reduction a backward, or several under
+    ``no_sync``, brought more. The next reduction adds its mean to the reduced gradient, which is never reduced again:
+    so all stages add in the same order.
 
 With ZeRO 2 the storage of ``grads`` exists from the first gradient of a bucket to the end of its reduction. It is
 resized to nothing and back, which keeps the views valid.
@@ -17,13 +20,14 @@ resized to nothing and back, which keeps the views valid.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import _torch
-from ._axis import Axis
+from ._axis import Axis, Pending
 from ._buckets import Bucket, Part, Slot
 from ._grads import ShardedGradient, aligned
+from ._reduction import Reduction
+from ._rules import ReduceRules
 
 __all__ = ["FlatBucket", "FlatSlot"]
 
@@ -53,22 +57,33 @@ class FlatSlot:
         self.grad_view = _torch.wrap_like(self.local_view, param)
         self.placeholder = ShardedGradient(self) if bucket.sharded else None
 
+    @property
+    def published(self) -> Tensor:
+        """What ``param.grad`` is between backward passes, if there is a gradient."""
+        return self.grad_view if self.placeholder is None else self.placeholder
+
     def before_accumulation(self, grad: Tensor | None) -> Tensor | None:
-        """Return the gradient as it is to be accumulated, into a real tensor: take the placeholder away.
+        """Return the gradient as it is to be accumulated, into a tensor of local gradients or into nothing.
 
         ``None`` comes from an autograd function that has no gradient for the parameter: nothing is accumulated then.
         """
         if grad is None:
             return None
-        if self.placeholder is not None:
-            self._take_placeholder_away()
+        if self.param.grad is not self.published:
+            self.unreduced = self.reduced = False  # cleared or replaced since: what the buffers hold does not count
+        elif self.unreduced:
+            self.param.grad = self.grad_view
+        else:
+            self.bucket.set_aside(self)
+            self.param.grad = None
         return aligned(self.fqn, self.param, grad)
 
-    def _take_placeholder_away(self) -> None:
-        if self.param.grad is self.placeholder:
-            self.param.grad = self.grad_view if self.unreduced else None
-        else:
-            self.unreduced = self.reduced = False  # cleared or replaced since: what the buffers hold does not count
+    def has_arrived(self) -> bool:
+        """Tell whether there is a local gradient: autograd calls also where it had nothing to accumulate."""
+        grad = self.param.grad
+        if grad is None or grad is self.placeholder:
+            return False
+        return self.unreduced or grad is not self.grad_view
 
     def take(self) -> None:
         """Move the gradient that autograd has left in ``param.grad`` into the bucket."""
@@ -82,7 +97,7 @@ class FlatSlot:
 
     def publish(self) -> None:
         """Set ``param.grad`` to what it is between backward passes."""
-        self.param.grad = self.grad_view if self.placeholder is None else self.placeholder
+        self.param.grad = self.published
 
     def settle(self) -> None:
         """Before a reduction: give ``grads`` a value also where this backward brought no gradient."""
@@ -90,8 +105,10 @@ class FlatSlot:
         if grad is None:
             self.unreduced = self.reduced = False
         elif grad is not self.grad_view and grad is not self.placeholder:
-            self.take()  # assigned by hand
-        if grad is None or (grad is self.placeholder and not self.unreduced):
+            self.reduced = False  # assigned by hand
+            self.take()
+        if not self.unreduced:
+            self.bucket.set_aside(self)
             self.local_view.zero_()
 
     def zero(self) -> None:
@@ -116,26 +133,39 @@ class FlatBucket:
         params: The parameters of ``plan.slots``, in that order.
         axis: Data-parallel axis.
         zero: 0, 1 or 2.
+        rules: Dtypes, and the order of sums.
     """
 
-    def __init__(self, plan: Bucket, params: list[nn.Parameter], axis: Axis, *, zero: int):
+    def __init__(
+        self,
+        plan: Bucket,
+        params: list[nn.Parameter],
+        axis: Axis,
+        *,
+        zero: int,
+        rules: ReduceRules = ReduceRules(),  # noqa: B008 - immutable
+    ):
         self.plan = plan
         self.axis = axis
+        self.label = f"bucket {plan.index} ({plan.slots[0].fqn!r} and {len(plan.slots) - 1} more)"
+        self.ordered = rules.ordered
+        self.wire_dtype = rules.wire(plan.dtype)
         self.sharded = zero >= 1
-        self.frees_grads = zero == 2
+        self.frees_grads = zero >= 2
         self.start, self.stop = plan.shard(axis.coord)
         device = _torch.local_tensor(params[0]).device
-        self.grads = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
+        self.grads = torch.zeros(plan.numel, dtype=rules.kept(plan.dtype), device=device)
+        self._kept: Tensor | None = None
         parts = plan.parts(axis.coord)
         self.slots = [FlatSlot(self, *each) for each in zip(plan.slots, params, parts, strict=True)]
         if self.sharded:
-            self.grad_shard = torch.zeros(plan.shard_numel, dtype=plan.dtype, device=device)
-            self.values = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
+            self.grad_shard = torch.zeros(plan.shard_numel, dtype=self.grads.dtype, device=device)
             self._adopt_parameters()
         self.release()
 
     def _adopt_parameters(self) -> None:
         """Move the parameters into ``values`` and cut this coord's parts."""
+        self.values = torch.zeros(self.plan.numel, dtype=self.plan.dtype, device=self.grads.device)
         shard = self.values[self.start : self.stop]
         for slot, plan in zip(self.slots, self.plan.slots, strict=True):
             local = _torch.local_tensor(slot.param)
@@ -150,56 +180,69 @@ class FlatBucket:
         """Give ``grads`` its storage, if it has none."""
         storage = self.grads.untyped_storage()
         if storage.nbytes() == 0:
-            storage.resize_(self.plan.num_bytes)
+            storage.resize_(self.grads.numel() * self.grads.element_size())
 
     def release(self) -> None:
         """Free the storage of ``grads`` (ZeRO 2)."""
         if self.frees_grads:
             self.grads.untyped_storage().resize_(0)
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether the mean is to be added to a reduced gradient."""
+        return any(slot.reduced for slot in self.slots)
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether a reduction in flight holds memory that its end gives back."""
+        copied = self.sharded and self.axis.copies_to_scatter
+        return self.frees_grads or self.ordered or copied or self.wire_dtype != self.grads.dtype
+
+    def set_aside(self, slot: FlatSlot) -> None:
+        """Make room in ``grads`` for a local gradient where a reduced one lies (ZeRO 0)."""
+        if self.sharded or not slot.reduced:
+            return
+        if self._kept is None:
+            self._kept = torch.empty_like(self.grads)
+        self._place(self._kept, slot).copy_(self._place(self.grads, slot))
+
+    def _place(self, buffer: Tensor, slot: FlatSlot) -> Tensor:
+        start = slot.local_view.storage_offset()
+        return buffer[start : start + slot.local_view.numel()]
+
     def reduce(self) -> Reduction:
         """Start the reduction of ``grads``."""
         self.allocate()
         for slot in self.slots:
             slot.settle()
-        if not self.sharded:
-            return Reduction(self, self.grads, self.axis.all_reduce(self.grads))
-        accumulates = any(slot.reduced for slot in self.slots)
-        out = torch.empty_like(self.grad_shard) if accumulates else self.grad_shard
-        return Reduction(self, out, self.axis.reduce_scatter(out, self.grads))
+        return Reduction(self)
 
-    def gather_values(self) -> dist.Work | None:
-        """Start filling ``values`` with what every coord's optimizer has made of its shard."""
-        return self.axis.all_gather(self.values, self.values[self.start : self.stop])
-
-
-class Reduction:
-    """A reduction on its way; ``finish`` leaves the mean in its place."""
-
-    def __init__(self, bucket: FlatBucket, out: Tensor, work: dist.Work | None):
-        self.bucket = bucket
-        self.out = out
-        self.work = work
-
-    def finish(self) -> None:
-        """Wait, divide by the number of ranks, and store or add the result."""
-        bucket = self.bucket
-        if self.work is not None:
-            self.work.wait()
-        if bucket.axis.size > 1:
-            self.out.div_(bucket.axis.size)  # after the sum: one rounding, and exact for a power of two
-        if bucket.sharded and self.out is not bucket.grad_shard:
-            self._add()
-        for slot in bucket.slots:
+    def store(self, mean: Tensor) -> None:
+        """Put the mean, of this coord's shard or (ZeRO 0) of all, in its place, or add it to the reduced gradient."""
+        target = self.grad_shard if self.sharded else self.grads
+        if not self.accumulates:
+            target.copy_(mean)  # nothing to do, and nothing done, where it is the same memory
+        else:
+            for slot in self.slots:
+                self._add(slot, mean)
+        self._kept = None
+        for slot in self.slots:
             slot.unreduced = False
-            slot.reduced = bucket.sharded
-        bucket.release()
+            slot.reduced = True
+        self.release()
 
-    def _add(self) -> None:
-        for slot in self.bucket.slots:
-            start = slot.grad_part.storage_offset()
-            fresh = self.out[start : start + slot.grad_part.numel()]
-            if slot.reduced:
-                slot.grad_part.add_(fresh)
-            else:
-                slot.grad_part.copy_(fresh)
+    def _add(self, slot: FlatSlot, mean: Tensor) -> None:
+        place = slot.grad_part if self.sharded else slot.local_view.view(-1)
+        start = place.storage_offset()
+        fresh = mean[start : start + place.numel()]
+        if not slot.reduced:
+            place.copy_(fresh)
+        elif self.sharded:
+            place.add_(fresh)
+        else:
+            torch.add(self._place(self._kept, slot), fresh, out=place)
+
+    def gather_values(self) -> Pending | None:
+        """Start filling ``values`` with what every coord's optimizer has made of its shard."""
+        shard = self.values[self.start : self.stop]
+        return self.axis.all_gather(self.values, shard, what=f"the parameters of {self.label}")

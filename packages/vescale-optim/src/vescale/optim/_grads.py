@@ -34,7 +34,7 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, slot: FlatSlot) -> ShardedGradient:
-        placeholder = _torch.make_placeholder(cls, slot.param)
+        placeholder = _torch.make_placeholder(cls, slot.param, slot.grad_view.dtype)
         placeholder.slot = slot
         return placeholder
 
@@ -54,7 +54,7 @@ class ShardedGradient(torch.Tensor):
         operands = _flatten([*args, *(kwargs or {}).values()])
         fqn = next(a.slot.fqn for a in operands if isinstance(a, ShardedGradient))
         raise RuntimeError(
-            f"the gradient of {fqn!r} is sharded by DDP(zero=1 or 2), so {func} cannot read param.grad. Use "
+            f"the gradient of {fqn!r} is sharded by DDP(zero=1, 2 or 3), so {func} cannot read param.grad. Use "
             "vescale.optim.DistributedOptimizer to step, vescale.optim.clip_grad_norm_ to clip, or DDP(zero=0)"
         )
 

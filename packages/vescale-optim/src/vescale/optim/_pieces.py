@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from vescale.dtensor import flat_range_boxes, local_views
 
 from . import _torch
-from ._grads import local_gradient
+from ._grads import ShardedGradient, local_gradient
 from .ddp import DDP
 
 __all__ = ["Piece", "StatePiece", "cut_pieces"]
@@ -38,36 +38,61 @@ class Piece:
     Attributes:
         fqn: Name of the parameter.
         param: The parameter.
-        tensor: What the torch optimizer updates: the parameter, its local tensor, or a flat view of a part of it.
+        tensor: What the torch optimizer updates: the parameter, its local tensor, a flat view of a part of it, or a
+            copy of that in a wider dtype (`_master.py`).
+        value: If ``tensor`` is such a copy, the memory that gets its rounded values.
+        loaded: The ``param.grad`` for which ``tensor.grad`` is the right part, if that stays so between steps.
     """
 
-    def __init__(self, fqn: str, param: nn.Parameter, tensor: Tensor, start: int, stop: int):
+    def __init__(
+        self, fqn: str, param: nn.Parameter, tensor: Tensor, start: int, stop: int, *, value: Tensor | None = None
+    ):
         self.fqn = fqn
         self.param = param
         self.tensor = tensor
         self.start = start
         self.stop = stop
+        self.value = value
+        self.loaded: Tensor | None = None
 
-    def load_gradient(self) -> None:
-        """Point ``tensor.grad`` at this rank's part of the gradient."""
-        if self.tensor is self.param:
-            return
+    def gradient(self) -> Tensor | None:
+        """Return this rank's part of the gradient, in the dtype in which it is kept.
+
+        Raises:
+            RuntimeError: If it has not been reduced, or belongs to a ``DDP`` that the optimizer does not know.
+        """
         grad = local_gradient(self.param)
         if grad is not None and grad.shape != self.tensor.shape:
             raise RuntimeError(f"the gradient of {self.fqn!r} is sharded by a DDP; pass that DDP as model=")
+        return grad
+
+    def load_gradient(self) -> None:
+        """Set ``tensor.grad`` to this rank's part of the gradient."""
+        if self.tensor is self.param:
+            return
+        grad = self.gradient()
+        in_bucket = isinstance(self.param.grad, ShardedGradient)
+        if grad is not None and grad.dtype != self.tensor.dtype:
+            grad, in_bucket = grad.to(self.tensor.dtype), False
         self.tensor.grad = grad
+        self.loaded = self.param.grad if in_bucket else None
 
     def drop_gradient(self) -> None:
-        """Forget it, so that nothing stale is read after the next ``zero_grad``."""
-        if self.tensor is not self.param:
+        """Forget it, if that frees memory; a part of a bucket stays, for the next step to find."""
+        if self.loaded is None and self.tensor is not self.param:
             self.tensor.grad = None
 
     def __repr__(self) -> str:
         return f"Piece({self.fqn!r}, [{self.start}, {self.stop}) of {_torch.local_tensor(self.param).numel()})"
 
 
-def cut_pieces(model: nn.Module) -> list[Piece]:
+def cut_pieces(model: nn.Module, *, master_dtype: torch.dtype | None = None, detached: bool = False) -> list[Piece]:
     """Return one piece per trainable parameter of a module, or what this rank owns of those of a ``DDP``.
+
+    Args:
+        model: The module.
+        master_dtype: Dtype of the copies of parameters of fewer bits; None: no copies.
+        detached: Never let a piece's tensor be the parameter itself.
 
     Raises:
         ValueError: If a ``DDP`` is hidden inside the module, or its parameters are no longer those that it wrapped.
@@ -76,7 +101,8 @@ def cut_pieces(model: nn.Module) -> list[Piece]:
         hidden = next((fqn for fqn, part in model.named_modules() if isinstance(part, DDP)), None)
         if hidden is not None:
             raise ValueError(f"the module holds a DDP at {hidden!r}; pass the DDP itself as model=")
-        return [_whole(fqn, p) for fqn, p in model.named_parameters() if p.requires_grad]
+        named = [(fqn, p) for fqn, p in model.named_parameters() if p.requires_grad]
+        return [_whole(fqn, p, master_dtype, detached) for fqn, p in named]
     slots = model.slots()
     for fqn, param in model.named_parameters():
         if param.requires_grad and (fqn not in slots or slots[fqn].param is not param):
@@ -85,14 +111,29 @@ def cut_pieces(model: nn.Module) -> list[Piece]:
                 "first, then wrap it in DDP"
             )
     if not model.zero:
-        return [_whole(fqn, slot.param) for fqn, slot in slots.items()]
-    return [Piece(fqn, slot.param, nn.Parameter(slot.value_part), *slot.part) for fqn, slot in slots.items()]
+        return [_whole(fqn, slot.param, master_dtype, detached) for fqn, slot in slots.items()]
+    return [_cut(fqn, slot.param, slot.value_part, *slot.part, master_dtype) for fqn, slot in slots.items()]
 
 
-def _whole(fqn: str, param: nn.Parameter) -> Piece:
+def _whole(fqn: str, param: nn.Parameter, master_dtype: torch.dtype | None, detached: bool) -> Piece:
     """Return a piece of all of a parameter; a DTensor is updated through its local tensor, which is much faster."""
-    tensor = nn.Parameter(_torch.local_tensor(param.detach())) if isinstance(param, DTensor) else param
-    return Piece(fqn, param, tensor, 0, _torch.local_tensor(param).numel())
+    local = _torch.local_tensor(param.detach())
+    itself = not (detached or isinstance(param, DTensor) or _is_narrow(param, master_dtype))
+    if itself and _torch.grad_dtype(param) == param.dtype:
+        return Piece(fqn, param, param, 0, local.numel())
+    return _cut(fqn, param, local, 0, local.numel(), master_dtype)
+
+
+def _cut(
+    fqn: str, param: nn.Parameter, value: Tensor, start: int, stop: int, master_dtype: torch.dtype | None
+) -> Piece:
+    if not _is_narrow(param, master_dtype):
+        return Piece(fqn, param, nn.Parameter(value), start, stop)
+    return Piece(fqn, param, nn.Parameter(value.to(master_dtype)), start, stop, value=value)
+
+
+def _is_narrow(param: Tensor, master_dtype: torch.dtype | None) -> bool:
+    return master_dtype is not None and param.dtype.itemsize < master_dtype.itemsize
 
 
 class StatePiece:

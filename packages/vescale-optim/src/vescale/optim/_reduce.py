@@ -30,11 +30,12 @@ from torch import nn
 
 from . import _torch
 from ._axis import Axis
-from ._flat import FlatBucket, FlatSlot, Reduction
+from ._flat import FlatBucket, FlatSlot
+from ._reduction import Reduction
 
 __all__ = ["Reducer"]
 
-#: Buckets of ZeRO 2 whose storage may wait for a collective while backward fills the next.
+#: Buckets whose memory may wait for a collective while backward fills the next.
 MAX_IN_FLIGHT = 2
 
 
@@ -46,7 +47,17 @@ class _Round:
         self.missing = [len(bucket.slots) for bucket in buckets]
         self.arrived: set[FlatSlot] = set()
         self.next_bucket = 0
-        self.in_flight: deque[Reduction] = deque()
+        self.in_flight: deque[Reduction] = deque()  # in the order of their launch
+        self.gathering: deque[Reduction] = deque()  # those of ordered sums that have proceeded; older than in_flight
+
+    def finish(self) -> None:
+        """Wait for everything that has been launched."""
+        for reduction in self.in_flight:  # all, before the first is awaited: their gathers overlap
+            reduction.proceed()
+        for reduction in [*self.gathering, *self.in_flight]:
+            reduction.finish()
+        self.gathering.clear()
+        self.in_flight.clear()
 
 
 class Reducer:
@@ -85,7 +96,7 @@ class Reducer:
         slot.param.register_post_accumulate_grad_hook(lambda _param: self._arrive(slot))
 
     def _arrive(self, slot: FlatSlot) -> None:
-        if slot.param.grad is None or slot.param.grad is slot.placeholder:  # torch calls also where nothing came
+        if not slot.has_arrived():
             return
         if self.synchronises or self._round is not None:
             self._join_round(slot)
@@ -120,8 +131,13 @@ class Reducer:
         bucket = self.buckets[now.next_bucket]
         now.next_bucket += 1
         now.in_flight.append(bucket.reduce())
-        if bucket.frees_grads and len(now.in_flight) > MAX_IN_FLIGHT:
-            now.in_flight.popleft().finish()
+        # Which bucket is finished when depends on the number of launches only: the same on all ranks.
+        if bucket.needs_room and len(now.in_flight) > MAX_IN_FLIGHT:
+            oldest = now.in_flight.popleft()
+            oldest.proceed()
+            now.gathering.append(oldest)
+            while now.gathering and not (now.gathering[0].is_gathering and len(now.gathering) <= MAX_IN_FLIGHT):
+                now.gathering.popleft().finish()
 
     def _backward_ended(self) -> None:
         now = self._round
@@ -129,24 +145,19 @@ class Reducer:
             return
         while now.next_bucket < len(self.buckets):
             self._launch_next()
-        used = self._used_anywhere()
-        while now.in_flight:
-            now.in_flight.popleft().finish()
+        used = torch.tensor([slot.param.grad is not None for slot in self.slots], dtype=torch.int32)
+        pending = None
+        if self.find_unused:
+            used = used.to(self.axis.device_type)
+            pending = self.axis.all_reduce(used, dist.ReduceOp.MAX, what="the parameters that were used")
+        now.finish()
+        if pending is not None:
+            pending.wait()
         self._round = None
-        for slot, is_used in zip(self.slots, used, strict=True):
+        for slot, is_used in zip(self.slots, used.tolist(), strict=True):
             if is_used:
                 slot.publish()
         self._check_complete()
-
-    def _used_anywhere(self) -> list[bool]:
-        """Tell for each slot whether any rank has a gradient."""
-        used = [slot.param.grad is not None for slot in self.slots]
-        if self.axis.size == 1 or not self.find_unused:
-            return used
-        flags = torch.tensor(used, dtype=torch.int32, device=self.axis.device_type)
-        work = self.axis.all_reduce(flags, dist.ReduceOp.MAX)
-        work.wait()
-        return [bool(flag) for flag in flags.tolist()]
 
     def _check_complete(self) -> None:
         """Raise what must not pass silently, after the collectives, so that no other rank waits."""
@@ -176,6 +187,5 @@ class Reducer:
     def reset(self) -> None:
         """Forget an unfinished reduction, waiting for what is on its way."""
         if self._round is not None:
-            for reduction in self._round.in_flight:
-                reduction.finish()
+            self._round.finish()
             self._round = None

@@ -15,7 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StateTemplate", "probe_state"]
+__all__ = ["StateTemplate", "is_scalar", "probe_state"]
+
+#: What optimizers of torch keep once per parameter, and what it is before the first step.
+_SCALARS: dict[str, Callable[[dict], float]] = {
+    "step": lambda _group: 0.0,
+    "mu_product": lambda _group: 1.0,  # NAdam
+    "mu": lambda _group: 1.0,  # ASGD
+    "eta": lambda group: float(group["lr"]),  # ASGD
+}
+
+
+def is_scalar(name: str, value: Any) -> bool:
+    """Tell whether a state entry is one number per parameter."""
+    return isinstance(value, Tensor) and value.ndim == 0 and name in _SCALARS
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,8 @@ def probe_state(
     Raises:
         NotImplementedError: If it keeps a per-parameter value whose initial value this cannot know.
     """
-    dummy = nn.Parameter(torch.zeros(2, dtype=like.dtype, device=like.device))
+    # Two dims: any part of a tensor is as good as another for what is element-wise, and Muon wants a matrix.
+    dummy = nn.Parameter(torch.zeros(1, 2, dtype=like.dtype, device=like.device))
     dummy.grad = torch.zeros_like(dummy)
     hyperparameters = {key: _copy(value) for key, value in group.items() if key != "params"}
     optimizer = make_optimizer([{**hyperparameters, "params": [dummy]}])
@@ -61,9 +75,9 @@ def probe_state(
         if value is None:
             continue
         if isinstance(value, Tensor) and value.shape == dummy.shape:
-            elementwise[name] = value[0].clone()
-        elif name == "step" and isinstance(value, Tensor):
-            scalars[name] = torch.zeros_like(value)
+            elementwise[name] = value.flatten()[0].clone()
+        elif is_scalar(name, value):
+            scalars[name] = torch.full_like(value, _SCALARS[name](group))
         else:
             raise NotImplementedError(
                 f"{type(optimizer).__name__} keeps {name!r} per parameter, and its initial value is unknown; take the "

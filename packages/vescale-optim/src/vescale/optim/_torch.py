@@ -5,29 +5,45 @@ Everything here exists in torch 2.11 to 2.13 with the same meaning; what differs
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+
+from vescale.dtensor import local_views
 
 __all__ = [
+    "IncompatibleKeys",
     "UnmovableModule",
     "all_gather",
     "backward_is_nested",
     "backward_number",
+    "base_of",
+    "default_store",
+    "foreach_copy_",
     "foreach_mul_",
     "foreach_norms",
+    "grad_dtype",
     "has_strided_shard",
     "is_deferred_storage",
     "local_tensor",
     "make_placeholder",
     "on_backward_end",
+    "on_whole_matrix",
+    "own_parameters",
+    "plain_functions",
     "reduce_scatter",
     "shard_offsets",
+    "unscale_",
+    "unscale_operator",
+    "version",
     "wrap_like",
     "zero_operators",
 ]
@@ -43,11 +59,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def wrap_like(local: Tensor, like: Tensor) -> Tensor:
-    """Wrap ``local`` with the mesh, placements, global shape and strides of ``like`` if that is a DTensor."""
+    """Wrap ``local``, of any dtype, with mesh, placements, global shape and strides of ``like`` if it is a DTensor."""
     if not isinstance(like, DTensor):
         return local
-    # from_local would make a new view of `local`; the spec of `like` is exactly what is wanted.
-    return DTensor(local, like._spec, requires_grad=False)
+    # from_local would make a new view of `local`; the spec of `like` is, but for the dtype, exactly what is wanted.
+    spec = like._spec
+    if local.dtype != like.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
@@ -59,6 +78,11 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
 def has_strided_shard(tensor: DTensor) -> bool:
     """Tell whether a placement interleaves shards, so that a rank's part is not one rectangle."""
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
+
+
+def grad_dtype(param: Tensor) -> torch.dtype:
+    """Return the dtype in which autograd delivers a parameter's gradient."""
+    return getattr(param, "grad_dtype", None) or param.dtype
 
 
 def is_deferred_storage(tensor: Tensor) -> bool:
@@ -81,6 +105,61 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def base_of(view: Tensor) -> Tensor | None:
+    """Return the tensor whose memory a view shares for autograd, None for a tensor that is no view."""
+    return view._base
+
+
+def version(tensor: Tensor) -> int:
+    """Return the number of in-place changes of a tensor's memory that torch has counted."""
+    return tensor._version
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's table of the parameters that it holds itself."""
+    return module._parameters
+
+
+def plain_functions() -> contextlib.AbstractContextManager[None]:
+    """Treat tensors of subclasses as plain ones in functions of torch: their ``__torch_function__`` is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def default_store() -> dist.Store:
+    """Return the store by which the processes of the default process group found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def on_whole_matrix(shard: Tensor, param: DTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply ``function`` to the matrix of which ``shard`` is this rank's part; return this rank's part of the result.
+
+    ``shard`` is one matrix of ``param``, whose last two dims are the matrix and distributed as there, and whose first,
+    if there are three, only says which matrices a rank has. All ranks of its mesh that have the same matrix call it.
+    """
+    stack_dims = param.ndim - 2
+    placements = [_without_dims(placement, stack_dims) for placement in param.placements]
+    if all(placement.is_replicate() for placement in placements):
+        return function(shard)
+    shape = param.shape[stack_dims:]
+    part = DTensor.from_local(shard, param.device_mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
+    whole = function(part.full_tensor())
+    result = torch.empty(shard.shape, dtype=whole.dtype, device=whole.device)
+    for (offsets, sizes), view in local_views(result, shape, param.device_mesh, placements):
+        view.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))])
+    return result
+
+
+def _without_dims(placement: Placement, num_dims: int) -> Placement:
+    """Return a placement of what is left when the first dims are taken away, which it does not cut any more."""
+    if num_dims == 0 or not (placement.is_shard() or isinstance(placement, _StridedShard)):
+        return placement
+    if placement.dim < num_dims:
+        return Replicate()
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim - num_dims, split_factor=placement.split_factor)
+    return Shard(placement.dim - num_dims)
+
+
 def foreach_norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
     """Return each tensor's p-norm as a 0-dim tensor, computed in ``dtype``; all tensors on one device."""
     # The infinity norm of an empty tensor is undefined in torch; here it is 0, as for every other norm.
@@ -88,9 +167,24 @@ def foreach_norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtyp
     return list(torch._foreach_norm(filled, norm_type, dtype=dtype)) if filled else []
 
 
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy every source into its target, in place, of whatever dtypes."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every tensor by the 0-dim tensor ``factor``, in place; all of one dtype and device."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def unscale_operator() -> torch._ops.OpOverload:
+    """Return the operator by which ``torch.amp.GradScaler`` unscales a list of gradients."""
+    return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def unscale_(tensors: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
+    """Multiply tensors by a 0-dim tensor, in place; set ``found`` to 1 if a value is not finite."""
+    unscale_operator()(list(tensors), found, inverse_scale)
 
 
 class UnmovableModule(nn.Module):
@@ -102,10 +196,10 @@ class UnmovableModule(nn.Module):
         )
 
 
-def make_placeholder(cls: type, like: Tensor) -> Tensor:
-    """Return an instance of the tensor subclass ``cls`` with the metadata of ``like`` and no storage."""
+def make_placeholder(cls: type, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an instance of the tensor subclass ``cls`` with the metadata of ``like``, or ``dtype``, and no storage."""
     return torch.Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
+        cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=like.device, requires_grad=False
     )
 
 

@@ -28,10 +28,11 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch
 from ._axis import Axis
+from ._exact_norm import EXACT_NORMS, exact_norm
 from ._grads import ShardedGradient, align_gradients, local_gradient
 from .ddp import DDP
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["clip_grad_norm_", "distribution_axes"]
 
 Ranks = tuple[int, ...]
 
@@ -100,6 +101,15 @@ def _parameters(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> l
     return list(model_or_parameters)
 
 
+def distribution_axes(
+    parameters: Sequence[Tensor], model: DDP | None, norm_axes: Iterable[DeviceMesh] = ()
+) -> list[Axis]:
+    """Return the axes whose ranks hold other gradients: other parts of these parameters, or other parameters."""
+    extra = _extra_axes(norm_axes, parameters, model)
+    axes = {ranks: axis for each in _classes(parameters, model) for ranks, axis in each.axes.items()}
+    return [*axes.values(), *extra]
+
+
 @dataclass
 class _Class:
     """Parameters whose gradients are sharded over the same axes, perhaps none."""
@@ -156,6 +166,9 @@ def _global_norm(parameters: Sequence[Tensor], model: DDP | None, norm_type: flo
     """Return the p-norm over all ranks as a 0-dim float64 tensor."""
     device = _device(parameters, extra_axes)
     classes = _classes(parameters, model)
+    if model is not None and model.reduction == "ordered" and norm_type in EXACT_NORMS:
+        parts = [(_gradients(each.parameters), each.axes.values()) for each in classes]
+        return exact_norm(parts, norm_type, extra_axes, device)
     sums = [_power_sum(_gradients(each.parameters), norm_type, device) for each in classes]
     axes = {ranks: axis for each in classes for ranks, axis in each.axes.items()}
     for ranks, axis in axes.items():

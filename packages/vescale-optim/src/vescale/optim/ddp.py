@@ -1,4 +1,4 @@
-"""Data parallelism with optional sharding of gradients and optimizer state (ZeRO 1 and 2).
+"""Data parallelism with optional sharding of gradients, optimizer state (ZeRO 1, 2) and parameters (ZeRO 3).
 
 Each rank of a mesh axis holds the module and runs it on its part of the batch; gradients are averaged over the axis in
 flat buckets while backward runs. What is left after ``backward()``:
@@ -7,10 +7,16 @@ flat buckets while backward runs. What is left after ``backward()``:
     0      the averaged gradient         gradients                              all-reduce
     1      a placeholder that raises     gradients + 1/N of reduced gradients   reduce-scatter
     2      a placeholder that raises     1/N of reduced gradients               reduce-scatter
+    3      a placeholder that raises     1/N of gradients and of parameters     reduce-scatter, gathers of parameters
+
+``reduction="ordered"`` replaces these collectives: an all-to-all, a sum in the order of coords, and for ZeRO 0 an
+all-gather of the sums. An element's sum then has the same bits whatever the bucket size, overlap and stage are; the
+table of costs is in `_reduction.py`, the dtypes of gradients and of sums in `_rules.py`.
 
 With ZeRO 1 and 2 ``DistributedOptimizer`` updates this rank's part of the parameters, with 1/N of the optimizer state,
-and gathers them. The mean over ranks of the gradients of local means is the gradient of the mean over the global batch:
-the convention of torch's DistributedDataParallel, for local batches of equal size.
+and gathers them. With ZeRO 3 (`_zero3.py`) it updates the shard, and the next forward gathers. The mean over ranks of
+the gradients of local means is the gradient of the mean over the global batch: the convention of torch's
+DistributedDataParallel, for local batches of equal size.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2019), section 5.
 """
@@ -19,9 +25,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,10 +38,22 @@ from vescale.dtensor import is_deferred, materialize
 from . import _torch
 from ._axis import Axis
 from ._buckets import BucketPlan, ParamInfo, plan_buckets
-from ._checks import check_module, check_zero, mark_wrapped, refuse_local_statistics
+from ._checks import (
+    check_grad_dtype,
+    check_module,
+    check_units,
+    check_zero,
+    mark_wrapped,
+    refuse_hybrid,
+    refuse_local_statistics,
+    set_grad_dtype,
+)
 from ._flat import FlatBucket, FlatSlot
 from ._local_batch import attach_local_batch
 from ._reduce import Reducer
+from ._rules import ReduceRules
+from ._tokens import global_mean_scale
+from ._zero3 import ShardedModule, materialize_in_shards
 
 __all__ = ["DDP"]
 
@@ -55,19 +75,41 @@ class DDP(_torch.UnmovableModule):
     Args:
         module: Module with at least one trainable parameter, on its final device and with its final dtype.
         mesh_axis: 1-D mesh, for example ``mesh["dp"]``. With one rank nothing is communicated.
-        zero: 0, 1 or 2, see above. With 1 and 2 parameters become views of flat buffers.
-        bucket_bytes: Size at which a gradient bucket is closed.
+        zero: 0, 1, 2 or 3, see above. From 1 on parameters become views of flat buffers. With 3 each rank keeps 1/N of
+            them, and makes them whole, unit by unit, where they are used; otherwise they have no values, and reading
+            one is an error: see `unsharded` and `state_dict`. All ranks must run the same units in the same order.
+        bucket_bytes: Size at which a gradient bucket is closed, in the dtype of its parameters.
         overlap: Reduce buckets while backward runs, or all at its end. The result is the same.
+        reduction: Order in which the gradients of ranks are added. ``"backend"`` leaves it to the backend, where it may
+            depend on an element's place in its bucket. ``"ordered"`` adds in the order of coords, so that gradients,
+            and with them parameters and state of element-wise optimizers, have the same bits for any ``bucket_bytes``,
+            ``overlap`` and ``zero``. Both send, per rank of N and reduction, 2 (N-1)/N of the bytes of the gradients
+            with ZeRO 0, and (N-1)/N with others (gloo has no reduce-scatter: ``"backend"`` sends twice that there).
+            ``"ordered"`` needs up to three more buffers of ``bucket_bytes`` during backward, and adds N - 1 times a
+            shard in torch. `clip_grad_norm_` then takes its norm of order 1 or 2 exactly, too, whatever the layout.
+        grad_dtype: Dtype in which gradients are kept, and added over several backwards; ``param.grad`` has it, too. By
+            default each parameter's own. A gradient is rounded to it once, as autograd delivers it.
+        reduce_dtype: Dtype of gradients on the wire and of the sum over ranks; by default that in which they are kept.
+            Local gradients are rounded to it, added in it, divided by the number of ranks in the wider of both dtypes,
+            and rounded to ``grad_dtype``. With one rank it means nothing.
         find_unused_parameters: Find out, in each backward, which parameters no rank has used: they keep ``grad`` None,
             as in one process. It takes one small all-reduce that the host waits for. If False, every trainable
             parameter must get a gradient on every rank in each synchronising backward; a missing one is an error.
+        units: With ``zero=3``: names of modules, or regular expressions for whole names, whose parameters are made
+            whole and freed together. By default the elements of the outermost ``nn.ModuleList`` and ``nn.Sequential``
+            containers. The rest, and what several units share, is whole from the beginning of the forward to the end of
+            the backward.
+        reshard_after_forward: With ``zero=3``: free a unit after its forward and gather it again for its backward.
+            False keeps it, which takes the memory of all parameters and saves a third of the communication.
+        prefetch: With ``zero=3``: gather the next unit while one runs.
 
     Raises:
-        ValueError: If ``mesh_axis`` is not 1-D, ``zero`` is unknown, nothing is trainable, a parameter has no storage,
-        is
-            not a floating-point number, is on another device, is a DTensor over this axis, shares memory with another
-            (ZeRO 1, 2) or has been wrapped before; or if modules or settings differ between ranks.
-        NotImplementedError: For ``zero=3``.
+        ValueError: If ``mesh_axis`` is not 1-D, ``zero`` or ``reduction`` is unknown, a dtype is not a floating-point
+            one, nothing is trainable, a parameter has no storage, is not a floating-point number, is on another device,
+            is a DTensor over this axis, shares memory with another (ZeRO 1, 2), has a gradient of another dtype or has
+            been wrapped before; or if modules or settings differ between ranks.
+        NotImplementedError: For ``zero=3`` on a mesh of several axes, or with a module of `vescale.dmodule` in mode
+            ``"static"`` or ``"compile"``.
 
     Note:
         ``param.grad`` is a view of a flat buffer that the next backward overwrites: clone a gradient to keep it.
@@ -93,49 +135,82 @@ class DDP(_torch.UnmovableModule):
         zero: int = 0,
         bucket_bytes: int = 25 * 2**20,
         overlap: bool = True,
+        reduction: str = "backend",
+        grad_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
         find_unused_parameters: bool = True,
+        units: Iterable[str | re.Pattern] | None = None,
+        reshard_after_forward: bool = True,
+        prefetch: bool = True,
     ):
         super().__init__()
         check_zero(zero)
-        if is_deferred(module):
-            materialize(module)
+        units = units if units is None or isinstance(units, str) else list(units)
+        check_units(zero, units)
+        refuse_hybrid(zero, mesh_axis)
+        rules = ReduceRules(reduction, grad_dtype, reduce_dtype)
         axis = Axis.of(mesh_axis, role="DDP(mesh_axis=...)")
+        shards = {}
+        if is_deferred(module) and zero == 3 and axis.size > 1:
+            shards = materialize_in_shards(module, mesh_axis, axis)
+        elif is_deferred(module):
+            materialize(module)
         trainable = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
         frozen = {fqn: p for fqn, p in module.named_parameters() if not p.requires_grad}
         check_module(module, trainable, axis, moves_parameters=zero > 0)
-        plan = plan_buckets(
-            [ParamInfo(fqn, _torch.local_tensor(p).numel(), p.dtype) for fqn, p in trainable.items()],
-            num_shards=axis.size,
-            bucket_bytes=bucket_bytes,
-        )
-        settings = f"zero={zero} find_unused_parameters={find_unused_parameters}"
+        check_grad_dtype(trainable, rules)
+        sharded = None
+        if zero == 3:
+            sharded = ShardedModule(module, axis, units=units, bucket_bytes=bucket_bytes, shards=shards)
+            plan = sharded.plan
+        else:
+            infos = [ParamInfo(fqn, _torch.local_tensor(p).numel(), p.dtype) for fqn, p in trainable.items()]
+            plan = plan_buckets(infos, num_shards=axis.size, bucket_bytes=bucket_bytes)
+        settings = f"zero={zero} find_unused_parameters={find_unused_parameters}\n{rules}"
+        settings += f"\n{reshard_after_forward} {prefetch}\n{sharded}" if sharded else ""
         axis.check_same(f"{settings}\n{_describe(module, plan)}", what="the modules given to DDP")
         logger.debug("zero=%d over %r\n%s", zero, axis, plan)
-        tensors = [*trainable.values(), *frozen.values(), *module.buffers()]
+        tensors = [*(p for fqn, p in module.named_parameters() if fqn not in shards), *module.buffers()]
         axis.broadcast_([_torch.local_tensor(t.detach()) for t in tensors], chunk_bytes=bucket_bytes)
 
         self.module = module
         self.mesh_axis = mesh_axis
         self._axis = axis
         self.zero = zero
+        self.reduction = reduction
+        set_grad_dtype(trainable, rules)
         mark_wrapped(trainable.values())
         self._order = {fqn: position for position, fqn in enumerate(trainable)}
-        buckets = [FlatBucket(b, [trainable[s.fqn] for s in b.slots], axis, zero=zero) for b in plan.buckets]
+        self._sharded = sharded
+        if sharded is not None:
+            buckets = sharded.make(rules)
+        else:
+            buckets = [
+                FlatBucket(b, [trainable[s.fqn] for s in b.slots], axis, zero=zero, rules=rules) for b in plan.buckets
+            ]
         self._reducer = Reducer(buckets, frozen, axis, overlap=overlap, find_unused=find_unused_parameters)
         refuse_local_statistics(module, axis)
         attach_local_batch(module, mesh_axis)
+        if sharded is not None:
+            settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
+            sharded.attach(synchronises=lambda: self._reducer.synchronises, **settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on this rank's part of the batch."""
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, reshard: bool = False) -> Iterator[None]:
         """Accumulate gradients locally: a ``backward()`` inside this context does not reduce.
 
         The next ``backward()`` outside reduces the sum. Only where ``backward()`` runs matters, not the forward. With
-        ``zero=2`` it keeps full gradients meanwhile; without this context each backward adds to the reduced shard.
+        ``zero=2`` it keeps full gradients meanwhile; without this context each backward adds to the reduced shard, or
+        with ``zero=0`` to the reduced gradient, which takes the memory of all gradients once more during backward.
         ``DistributedOptimizer.step`` and ``clip_grad_norm_`` refuse gradients that have not been reduced.
+
+        Args:
+            reshard: With ``zero=3``, free parameters after each use inside, too. By default they are gathered once and
+                stay whole until a backward outside has ended.
 
         Raises:
             RuntimeError: If it is entered, or left, during a backward.
@@ -147,10 +222,13 @@ class DDP(_torch.UnmovableModule):
             >>> loss(model(micro_batches[-1])).backward()  # doctest: +SKIP
         """
         before = self._switch(synchronises=False)
+        kept = None if self._sharded is None else self._sharded.keep(not reshard)
         try:
             yield
         finally:
             self._switch(synchronises=before)
+            if self._sharded is not None:
+                self._sharded.keep(kept)
 
     def _switch(self, *, synchronises: bool) -> bool:
         if _torch.backward_number() != -1:
@@ -158,12 +236,57 @@ class DDP(_torch.UnmovableModule):
         before, self._reducer.synchronises = self._reducer.synchronises, synchronises
         return before
 
+    def global_mean_scale(self, count: int | float | torch.Tensor) -> float:
+        """Return the factor by which to multiply a local *sum* of losses, for the loss to be the mean over the batch.
+
+        Ranks may hold different numbers of terms, for example of tokens that are not masked. The mean over ranks of
+        local means would then weigh terms differently; the mean over ranks of ``local sum * scale`` is the sum of all
+        losses over the sum of all counts. Every rank calls it once per optimizer step, also one without terms, and the
+        host waits.
+
+        Args:
+            count: Number of terms (or sum of weights) in all of this rank's micro-batches of the step.
+
+        Raises:
+            ValueError: On every rank, if the count of any rank is not a finite number of 0 or more, or all are 0.
+
+        Example:
+            >>> scale = model.global_mean_scale(sum((y != -100).sum() for _, y in micro_batches))  # doctest: +SKIP
+            >>> for x, y in micro_batches:                                                         # doctest: +SKIP
+            ...     losses = F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
+            ...     (losses * scale).backward()  # the last one outside of no_sync()
+        """
+        return global_mean_scale(count, self._axis)
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Make all parameters whole (``zero=3``): to read, write or export them, or to call parts of the module.
+
+        All ranks enter and leave it. What is written to a parameter, alike on all ranks, is kept. It needs the memory
+        of all parameters, which views made inside keep. With other stages parameters are whole anyway.
+
+        Raises:
+            RuntimeError: If it is entered during forward or backward.
+
+        Example:
+            >>> with model.unsharded():                          # doctest: +SKIP
+            ...     torch.save(model.state_dict(), "whole.pt")
+        """
+        with contextlib.nullcontext() if self._sharded is None else self._sharded.unsharded():
+            yield
+
     def slots(self) -> dict[str, FlatSlot]:
         """Return each trainable parameter's place in the flat buffers, by name, in registration order."""
         return dict(sorted(((s.fqn, s) for s in self._reducer.slots), key=lambda item: self._order[item[0]]))
 
     def gather_parameters(self) -> None:
-        """Fill the parameters with what the optimizers of all ranks have made of their parts (ZeRO 1, 2)."""
+        """Fill the parameters with what the optimizers of all ranks have made of their parts (ZeRO 1, 2).
+
+        With ZeRO 3 nothing is filled: whole parameters are forgotten, and the next forward gathers them.
+        """
+        if self._sharded is not None:
+            self._sharded.values_changed()
+            return
         works = [bucket.gather_values() for bucket in self._reducer.buckets if bucket.sharded]
         for work in works:
             if work is not None:
@@ -176,21 +299,38 @@ class DDP(_torch.UnmovableModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and forget a backward that ended with an exception."""
         self._reducer.reset()
+        if self._sharded is not None:
+            self._sharded.backward_failed()
         super().zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the module's state dict, under the module's names."""
-        return self.module.state_dict(*args, **kwargs)
+        """Return the module's state dict, under the module's names.
+
+        With ``zero=3`` a parameter's value is a `StatePiece`, this rank's part of it, which checkpoints store and
+        reshard; inside `unsharded` it is the whole tensor.
+        """
+        if self._sharded is None or self._sharded.is_unsharded or kwargs.get("keep_vars"):
+            return self.module.state_dict(*args, **kwargs)
+        from . import _zero3_state  # it needs the pieces, which need DDP
+
+        return _zero3_state.state_of_pieces(self.module, self._sharded.parts, *args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the module's state dict, in place.
+        """Load the module's state dict, in place; with ``zero=3`` values of parameters may be pieces or whole.
 
         Raises:
             ValueError: For ``assign=True``, which would replace the parameters that this wrapper manages.
         """
         if assign:
             raise ValueError("assign=True would replace the parameters that DDP manages; load in place (assign=False)")
-        return self.module.load_state_dict(state_dict, strict=strict)
+        if self._sharded is None or self._sharded.axis.size == 1:
+            return self.module.load_state_dict(state_dict, strict=strict)
+        from . import _zero3_state  # it needs the pieces, which need DDP
+
+        try:
+            return _zero3_state.load_pieces(self.module, self._sharded.parts, state_dict, strict=strict)
+        finally:
+            self._sharded.values_changed()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the module's named parameters, under the module's names."""

@@ -1,36 +1,43 @@
-"""Any element-wise torch optimizer, on plain, tensor-parallel and ZeRO-sharded parameters.
+"""Any element-wise torch optimizer, and Muon, on plain, tensor-parallel and ZeRO-sharded parameters.
 
 An element-wise optimizer computes each element of a parameter from that element's gradient and state alone, so it may
 be given any part of a parameter. This one gives it, for every parameter, the part that this rank owns (`_pieces.py`):
 
-    backward        DDP leaves the mean gradient, or this rank's shard of it
-    step            clip by the global norm | torch optimizer on the pieces | ZeRO 1, 2: all-gather parameters per
-    bucket state_dict      by parameter name, every state as rectangles of the global tensor (`StatePiece`)
+    backward          DDP leaves the mean gradient, or this rank's shard of it
+    step              clip by the global norm | torch optimizer on the pieces | ZeRO 1, 2: gather parameters per bucket
+    state_dict        by parameter name, every state as rectangles of the global tensor (`StatePiece`)
+    full_state_dict   whole tensors, as the torch optimizer of one process has them (`_full_state.py`)
 
-The update of an element is the same arithmetic whoever owns it: with equal gradients, ZeRO 0, 1 and 2 give the same
-bits.
+The update of an element is the same arithmetic whoever owns it: with equal gradients, all ZeRO stages give the same
+bits. Muon, whose update of a matrix needs all of it, brings matrices together (`_matrices.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from ._amp import PieceList, Unscaler
+from ._axis import Axis
+from ._full_state import NOT_SAVED, gather_whole, named_state, numbered_state
 from ._grads import align_gradients
+from ._groups import build_optimizer, check_class, group_pieces
+from ._master import MasterWeights
 from ._pieces import Piece, StatePiece, cut_pieces
-from ._state import StateTemplate, probe_state
-from .clip import clip_grad_norm_
+from ._state import StateTemplate, is_scalar, probe_state
+from .clip import clip_grad_norm_, distribution_axes
 from .ddp import DDP
 
 __all__ = ["DistributedOptimizer"]
 
-#: Optimizers of torch whose update of an element needs others (rows, matrices, the whole model).
-NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+#: Name of master weights in a state dict.
+MASTER = "master_weight"
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -39,15 +46,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
     With a ``DDP(zero=1)`` or ``DDP(zero=2)`` it keeps 1/N of the state and gathers parameters after the step; with
     ``zero=0`` or a module that is not a ``DDP`` it updates whole local tensors. It works where a torch optimizer does:
     ``param_groups`` is live (learning-rate schedulers, changed hyperparameters) and holds the tensors that are updated,
-    which with ZeRO are flat parts of the model's parameters.
+    which with ZeRO are flat parts of the model's parameters. ``torch.amp.GradScaler`` takes it as it takes others: all
+    ranks, over ``norm_axes``, too, find the same infinities and skip the same steps.
 
     Args:
-        optimizer_class: Element-wise ``torch.optim`` class, or a user's own: AdamW, Adam, SGD, Adagrad, RMSprop, …
+        optimizer_class: Element-wise ``torch.optim`` class, or a user's own: AdamW, Adam, SGD, Adagrad, RMSprop, …; or
+            ``vescale.optim.Muon``, or ``torch.optim.Muon`` for a model of matrices only.
         model: The ``DDP``, or a module.
         param_groups: As in torch: dicts with ``"params"``, a list of the model's parameters, and hyperparameters. Every
             trainable parameter must be in exactly one. By default one group of all.
         clip_grad_norm: Clip by this global norm before each step. ``math.inf`` only measures it.
         norm_axes: 1-D meshes whose ranks hold different parameters, such as ``(mesh["pp"],)``, for that norm.
+        master_dtype: Keep and update parameters of fewer bits than this, typically ``torch.float32``, in this dtype, in
+            which the optimizer has its state, too. What is written into parameters between steps is taken over.
         **optimizer_kwargs: Defaults of the optimizer class, such as ``lr``.
 
     Attributes:
@@ -55,7 +66,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: If the class is known not to be element-wise, if the model has no trainable parameter, or groups
-            do not hold each trainable parameter once.
+            do not hold each trainable parameter once; as Muon's constructor.
         TypeError: If ``optimizer_class`` is not a subclass of ``torch.optim.Optimizer``.
 
     Example:
@@ -75,25 +86,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
         param_groups: Iterable[dict[str, Any]] | None = None,
         clip_grad_norm: float | None = None,
         norm_axes: Iterable[DeviceMesh] = (),
+        master_dtype: torch.dtype | None = None,
         **optimizer_kwargs: Any,
     ):
-        _check_class(optimizer_class)
+        check_class(optimizer_class)
         self.model = model
         self.clip_grad_norm = clip_grad_norm
         self.norm_axes = (norm_axes,) if isinstance(norm_axes, DeviceMesh) else tuple(norm_axes)
         self.grad_norm: Tensor | None = None
-        self.pieces = cut_pieces(model)
+        _check_master_dtype(master_dtype)
+        other_stages = any(axis.size() > 1 for axis in self.norm_axes)
+        self.pieces = cut_pieces(model, master_dtype=master_dtype, detached=other_stages)
         if not self.pieces:
             raise ValueError(
                 f"{type(model).__name__} has no trainable parameter; freeze fewer, or do without an optimizer"
             )
-        groups = _group_pieces(self.pieces, param_groups)
-        self._make = lambda groups: optimizer_class(groups, **optimizer_kwargs)
-        self._base = self._make([{**h, "params": [piece.tensor for piece in pieces]} for h, pieces in groups])
-        self._pieces_by_group = [pieces for _, pieces in groups]
+        groups = group_pieces(self.pieces, param_groups)
+        self._base, self._make = build_optimizer(optimizer_class, groups, optimizer_kwargs, model)
+        by_tensor = {piece.tensor: piece for piece in self.pieces}
+        self._pieces_by_group = [[by_tensor[t] for t in group["params"]] for group in self._base.param_groups]
+        self._apart = [piece for piece in self.pieces if piece.tensor is not piece.param]
+        self._distributed = [piece.param for piece in self.pieces if isinstance(piece.param, DTensor)]
+        self._masters = MasterWeights(self.pieces)
+        self._unscaler = Unscaler(self.pieces, self._distribution_axes)
         self._complete = False
-        super().__init__(self._base.param_groups, self._base.defaults)
+        super().__init__(self._base.param_groups, {})
         self._complete = True
+        self.defaults = self._base.defaults
+        for group in self._base.param_groups:
+            group["params"] = PieceList(group["params"], self._unscaler)
         # One list and one dict for both: a change through either is seen by both.
         self.param_groups = self._base.param_groups
         self.state = self._base.state
@@ -114,18 +135,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model = self.model if isinstance(self.model, DDP) else None
         if model is not None:
             model.check_reduced()
-        align_gradients(piece.param for piece in self.pieces)
+        align_gradients(self._distributed)
+        self._masters.follow()
         if self.clip_grad_norm is not None:
             target = model or [piece.param for piece in self.pieces]
             self.grad_norm = clip_grad_norm_(target, self.clip_grad_norm, norm_axes=self.norm_axes)
-        for piece in self.pieces:
-            piece.load_gradient()
-        self._base.step()
-        for piece in self.pieces:
-            piece.drop_gradient()
+        self._step_pieces()
+        self._masters.store()
         if model is not None:
             model.gather_parameters()
+        self._masters.remember()
         return loss
+
+    def _step_pieces(self) -> None:
+        lists = [group["params"] for group in self.param_groups]
+        for params in lists:
+            params.is_stepping = True
+        try:
+            for piece in self._apart:
+                if piece.loaded is None or piece.loaded is not piece.param.grad:
+                    piece.load_gradient()
+            self._base.step()
+        finally:
+            for piece in self._apart:
+                piece.drop_gradient()
+            for params in lists:
+                params.is_stepping = False
+
+    def _distribution_axes(self) -> list[Axis]:
+        model = self.model if isinstance(self.model, DDP) else None
+        return distribution_axes([piece.param for piece in self.pieces], model, self.norm_axes)
+
+    def refresh_master_weights(self) -> None:
+        """Take over parameters that were written through ``.data`` since the last step; other writes are seen."""
+        self._masters.refresh()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model's parameters."""
@@ -148,9 +191,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return ``{"state": {fqn: {name: value}}, "param_groups": [hyperparameters]}``.
 
         State that is as large as the parameter is a `StatePiece`: a view of this rank's part that knows its place in
-        the global tensor. ``step`` is a 0-dim tensor. State that the optimizer has not allocated yet is there, too,
-        with its initial value, so that a checkpoint can be loaded in place and given to ``load_state_dict``. Keys are
-        the same on all ranks that hold the model. Hyperparameters are JSON values.
+        the global tensor. Numbers such as ``step`` are 0-dim tensors. State that the optimizer has not allocated yet
+        is there, too, with its initial value, so that a checkpoint can be loaded in place and given to
+        ``load_state_dict``. Keys are the same on all ranks that hold the model. Hyperparameters are JSON values.
 
         Note:
             For SGD with momentum and ``dampening``, a parameter without state differs from one with zero momentum; such
@@ -162,7 +205,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for piece in pieces:
                 entries = self.state.get(piece.tensor) or self._fresh_state(templates, group, piece)
                 state[piece.fqn] = {k: _expose(piece, k, v) for k, v in entries.items() if v is not None}
-        groups = [{k: _to_json(k, v) for k, v in group.items() if k != "params"} for group in self.param_groups]
+                if piece.value is not None:
+                    state[piece.fqn][MASTER] = StatePiece(piece, piece.tensor.detach())
+        groups = [{k: _to_json(k, v) for k, v in group.items() if k not in NOT_SAVED} for group in self.param_groups]
         return {"state": {piece.fqn: state[piece.fqn] for piece in self.pieces}, "param_groups": groups}
 
     def _fresh_state(self, templates: dict[torch.dtype, StateTemplate], group: dict, piece: Piece) -> dict[str, Tensor]:
@@ -191,56 +236,63 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for fqn, entries in ours.items():
             _check_names(state_dict["state"][fqn], set(entries), f"state of {fqn!r}")
         for piece in self.pieces:
-            self.state[piece.tensor] = {
-                name: _take(entry, state_dict["state"][piece.fqn][name]) for name, entry in ours[piece.fqn].items()
-            }
+            theirs = state_dict["state"][piece.fqn]
+            taken = {name: _take(entry, theirs[name]) for name, entry in ours[piece.fqn].items()}
+            master = taken.pop(MASTER, None)
+            if master is not None and master.data_ptr() != piece.tensor.data_ptr():
+                piece.tensor.detach().copy_(master)
+            self.state[piece.tensor] = taken
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for key, value in loaded.items():
                 group[key] = _from_json(value, like=group.get(key))
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the state dict that the torch optimizer of one process would have, on every rank.
 
-def _check_class(optimizer_class: Any) -> None:
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r}")
-    refused = next((base.__name__ for base in optimizer_class.__mro__ if base.__name__ in NOT_ELEMENTWISE), None)
-    if refused is not None:
-        raise ValueError(
-            f"{refused} is not element-wise: its update of an element depends on other elements, which may be on other "
-            f"ranks. Use an element-wise optimizer such as torch.optim.AdamW, or torch.optim.{refused} itself with "
-            "DDP(zero=0) and without tensor parallelism"
-        )
+        A plain optimizer of the same class and groups, over the trainable parameters of the whole model, can load it.
+        Every rank calls it. Master weights are whole tensors, too, by name under ``"master_weights"``.
+        """
+        state = {piece.fqn: self.state[piece.tensor] for piece in self.pieces if piece.tensor in self.state}
+        masters = {piece.fqn: {MASTER: piece.tensor} for piece in self.pieces if piece.value is not None}
+        whole = gather_whole(state, self.pieces, self.model)
+        found = numbered_state(whole, self._names_by_group(), self.param_groups)
+        if masters:
+            wide = gather_whole(masters, self.pieces, self.model)
+            found["master_weights"] = {fqn: entries[MASTER] for fqn, entries in wide.items()}
+        return found
+
+    def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take state from what a torch optimizer of one process, or ``full_state_dict``, has returned.
+
+        Each rank copies its part; no rank communicates. Parameters without state in it lose theirs.
+
+        Raises:
+            ValueError: If groups, parameters, names of state or shapes differ.
+        """
+        model = self.model.module if isinstance(self.model, DDP) else self.model
+        every = [fqn for fqn, _ in model.named_parameters()]
+        found = named_state(state_dict, self._names_by_group(), every)
+        absent = [piece for piece in self.pieces if piece.fqn not in found]
+        ours = self.state_dict()["state"]
+        masters = state_dict.get("master_weights", {})
+        for fqn, entries in ours.items():
+            given = {name: value for name, value in found.get(fqn, entries).items() if value is not None}
+            if MASTER in entries:
+                given[MASTER] = masters.get(fqn, entries[MASTER])
+            found[fqn] = given
+        kept = {fqn: found[fqn] for fqn in ours}
+        groups = [{k: v for k, v in group.items() if k not in NOT_SAVED} for group in state_dict["param_groups"]]
+        self.load_state_dict({"state": kept, "param_groups": groups})
+        for piece in absent:
+            self.state.pop(piece.tensor, None)
+
+    def _names_by_group(self) -> list[list[str]]:
+        return [[piece.fqn for piece in pieces] for pieces in self._pieces_by_group]
 
 
-def _group_pieces(
-    pieces: Sequence[Piece], param_groups: Iterable[dict[str, Any]] | None
-) -> list[tuple[dict[str, Any], list[Piece]]]:
-    """Return each group's hyperparameters and pieces."""
-    if param_groups is None:
-        return [({}, list(pieces))]
-    by_param = {piece.param: piece for piece in pieces}
-    groups, seen = [], set()
-    for index, group in enumerate(param_groups):
-        params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-        params = [p[1] if isinstance(p, tuple) else p for p in params]
-        params = [p for p in params if p.requires_grad]
-        foreign = [tuple(p.shape) for p in params if p not in by_param]
-        if foreign:
-            raise ValueError(f"param group {index} has parameters that are not the model's, of shapes {foreign}")
-        twice = [by_param[p].fqn for p in params if p in seen] + _duplicates([by_param[p].fqn for p in params])
-        if twice:
-            raise ValueError(f"parameters are in param groups more than once: {twice}")
-        seen.update(params)
-        groups.append(({k: v for k, v in group.items() if k != "params"}, [by_param[p] for p in params]))
-    left = [piece.fqn for piece in pieces if piece.param not in seen]
-    if left:
-        raise ValueError(
-            f"trainable parameters are in no param group: {left}; list them, or freeze them before wrapping"
-        )
-    return groups
-
-
-def _duplicates(names: list[str]) -> list[str]:
-    return sorted({name for name in names if names.count(name) > 1})
+def _check_master_dtype(dtype: Any) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"master_dtype must be a floating-point dtype such as torch.float32, or None, got {dtype!r}")
 
 
 def _check_names(came: Iterable[str], expected: set[str], what: str) -> None:
@@ -253,7 +305,7 @@ def _check_names(came: Iterable[str], expected: set[str], what: str) -> None:
 
 def _expose(piece: Piece, name: str, value: Any) -> Any:
     """Return a state entry as the state dict shows it: what is as large as the piece becomes a `StatePiece`."""
-    elementwise = isinstance(value, Tensor) and name != "step" and value.shape == piece.tensor.shape
+    elementwise = isinstance(value, Tensor) and not is_scalar(name, value) and value.shape == piece.tensor.shape
     return StatePiece(piece, value) if elementwise else value
 
 

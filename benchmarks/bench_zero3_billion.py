@@ -1,0 +1,94 @@
+"""A step of a LLaMA of a billion parameters on four processes, with deferred initialisation and ZeRO 3.
+
+float32 and AdamW take 16 bytes per parameter: 16 GB together, 4 GB per rank, and no rank ever holds the model. Counted
+are the tensors of a rank between the second backward and `step()`, when parameters, gradients and state are all there.
+The peak is that of the process over everything, initialisation included, less what it took before. The machine needs
+about 20 GiB.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+import warnings
+
+import torch
+from bench_zero_memory import Memory, held
+from measure import Result
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vescale.dtensor import deferred_init, init_device_mesh
+from vescale.optim import DDP, DistributedOptimizer
+from vescale_testing import run_ranks
+
+WORLD, BATCH, SEQ = 4, 1, 16
+SIZES = {
+    "vocab_size": 16000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+BYTES = 16  # per parameter: value, gradient, two moments
+
+
+def run(num_rounds: int) -> Result:
+    """Run two steps; ``num_rounds`` does not matter."""
+    del num_rounds
+    records = run_ranks(_train, WORLD, timeout=1500)
+    num_parameters, unit, root = records[0]["parameters"], records[0]["unit"], records[0]["root"]
+    share = BYTES * num_parameters / WORLD
+    # whole values and gradients: of the root unit, of the layer that runs, and the next one's values
+    peak = share + 2 * root + 3 * unit
+    rows = {}
+    for rank, record in enumerate(records):
+        rows[f"rank {rank}, tensors"] = record["counted"], share, 0.02 * share + unit
+        rows[f"rank {rank}, peak of the process"] = record["peak"], peak, 0.02 * share + 2 * unit
+    seconds = ", ".join(f"{record['seconds']:.0f}" for record in records)
+    losses = ", ".join(f"{loss:.4f}" for loss in records[0]["losses"])
+    notes = (f"losses of rank 0: {losses}", f"seconds from nothing to the end of two steps, by rank: {seconds}")
+    title = f"LLaMA with {num_parameters:,} parameters, zero 3 on {WORLD} ranks, float32, AdamW"
+    return Memory(title, "formula", {}, rows, "one layer of the model, the peak two", notes)
+
+
+def _train() -> dict[str, object]:
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    start, before = time.perf_counter(), _peak()
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = deferred_init(LlamaForCausalLM, LlamaConfig(**SIZES, use_cache=False))
+    num_parameters = sum(p.numel() for p in model.parameters())
+    unit = 4 * sum(p.numel() for p in model.model.layers[0].parameters())
+    root = 4 * num_parameters - unit * len(model.model.layers)
+    model = DDP(model, mesh["dp"], zero=3)
+    optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    tokens = torch.randint(SIZES["vocab_size"], (BATCH, SEQ), generator=generator)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.item())
+        del loss
+        gc.collect()
+        counted = held()
+        optimizer.step()
+    if not losses[1] < losses[0]:
+        raise RuntimeError(f"nothing was learnt: losses {losses}")
+    return {
+        "parameters": num_parameters,
+        "unit": unit,
+        "root": root,
+        "counted": counted,
+        "peak": _peak() - before,
+        "losses": losses,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
