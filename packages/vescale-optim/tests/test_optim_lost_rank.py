@@ -26,7 +26,7 @@ def leave(*_):
 
 
 def step_of_which_a_rank_leaves(lost, when, settings):
-    _failures.POLL, _failures.PATIENCE = timedelta(seconds=0.1), 1.5  # this process ends with the test
+    _failures.POLL, _failures.PATIENCE = timedelta(seconds=0.1), 3.0  # this process ends with the test
     model = wrapped(**settings)
     optimizer = DistributedOptimizer(torch.optim.SGD, model=model, lr=0.1)
     if dist.get_rank() == lost and when == "backward":
