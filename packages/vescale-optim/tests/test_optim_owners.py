@@ -31,9 +31,9 @@ def test_jobs_that_cost_nothing_are_spread_too():
 def test_a_model_of_many_layers_is_balanced_and_quick():
     layer = [(4096, 4096)] * 4 + [(14336, 4096)] * 2 + [(4096, 14336)]
     costs = [matrix_cost(*shape) for shape in layer * 80] + [matrix_cost(2048, 768)] * 4096
-    start = time.perf_counter()
+    start = time.process_time()
     found = loads(costs, assign_owners(costs, 64), 64)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
     assert max(found) / (sum(found) / 64) < 1.02
 
 
