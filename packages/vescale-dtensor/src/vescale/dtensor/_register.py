@@ -13,6 +13,7 @@ from . import _torch
 from ._attention import attention_handlers
 from ._cache_keys import complete_cache_keys
 from ._composite import composite_handlers
+from ._exit import wait_at_exit
 from ._fused_steps import fused_step_handlers
 from ._linear import install_whole_summands
 from ._loss import loss_handlers
@@ -53,6 +54,7 @@ def register() -> None:
     install_placements()
     install_factories()
     _torch.keep_handlers_after_loss_parallel()
+    wait_at_exit()
     for name in families():
         _install(name)
 
