@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 from blocks import GPTBlock, stack
+from cases import check_same_losses
 from measure import Result, time_in_turns, with_processor_time
 from targets import Target, Targets
 from torch import nn
@@ -72,7 +73,7 @@ def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], dict[str, li
     fully_shard(sharded, mesh=mesh)
     steps[STOCK_SHARDED] = _stock(sharded)
     steps["vescale zero 3"] = _ours(3, mesh)
-    note = _check_same_losses({name: [step() for _ in range(CHECKED_STEPS)] for name, step in steps.items()})
+    note = check_same_losses({name: [step() for _ in range(CHECKED_STEPS)] for name, step in steps.items()}, STOCK_DDP)
     processor: dict[str, list[float]] = {name: [] for name in steps}
     timed = {name: with_processor_time(step, processor[name]) for name, step in steps.items()}
     seconds = time_in_turns(timed, num_rounds=num_rounds, num_warmup=1)
@@ -104,14 +105,3 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], fl
         return loss.item()
 
     return step
-
-
-def _check_same_losses(losses: dict[str, list[float]]) -> str:
-    """Return a line with the losses of the first steps; stop where cases differ, or where nothing is learnt."""
-    expected = losses[STOCK_DDP]
-    for name, actual in losses.items():
-        if any(abs(a - e) > 1e-4 * e for a, e in zip(actual, expected, strict=True)):
-            raise RuntimeError(f"{name} does not train the same model: losses {actual}, {STOCK_DDP} {expected}")
-    if not expected[-1] < expected[0]:
-        raise RuntimeError(f"the model learns nothing in {CHECKED_STEPS} steps: losses {expected}")
-    return "same losses in all cases: " + ", ".join(f"{loss:.4f}" for loss in expected)

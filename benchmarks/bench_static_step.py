@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import huggingface
 import torch
-from cases import MODES, refusal
+from cases import MODES, check_same_losses, refusal
 from measure import Result, time_in_turns, with_processor_time
 from targets import Target, Targets
 from torch import nn
@@ -68,7 +68,9 @@ def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], dict[str, li
         model = _model()
         plan = plans.plan_for(model, degree=WORLD, sequence_parallel=True)
         steps[f"vescale {mode}"] = _step(parallelize_module(model, mesh, plan, mode=mode), fused=True)
-    notes.append(_check_same_losses({name: [step() for _ in range(CHECKED_STEPS)] for name, step in steps.items()}))
+    notes.append(
+        check_same_losses({name: [step() for _ in range(CHECKED_STEPS)] for name, step in steps.items()}, STOCK)
+    )
     processor: dict[str, list[float]] = {name: [] for name in steps}
     timed = {name: with_processor_time(step, processor[name]) for name, step in steps.items()}
     seconds = time_in_turns(timed, num_rounds=num_rounds, num_warmup=1)
@@ -91,14 +93,3 @@ def _step(model: nn.Module, **implementation: bool) -> Callable[[], float]:
         return loss.item()
 
     return step
-
-
-def _check_same_losses(losses: dict[str, list[float]]) -> str:
-    """Return a line with the losses of the first steps; stop where cases differ, or where nothing is learnt."""
-    expected = losses[STOCK]
-    for name, actual in losses.items():
-        if any(abs(a - e) > 1e-4 * e for a, e in zip(actual, expected, strict=True)):
-            raise RuntimeError(f"{name} does not train the same model: losses {actual}, stock {expected}")
-    if not expected[-1] < expected[0]:
-        raise RuntimeError(f"the model learns nothing in {CHECKED_STEPS} steps: losses {expected}")
-    return "same losses in all cases: " + ", ".join(f"{loss:.4f}" for loss in expected)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.dmodule import parallelize_module
 
-__all__ = ["MODES", "Case", "check_repeats", "check_same", "describe_traffic", "refusal"]
+__all__ = ["MODES", "Case", "check_repeats", "check_same", "check_same_losses", "describe_traffic", "refusal"]
 
 MODES = ("eager", "static", "compile")
 
@@ -80,6 +80,21 @@ def check_same(name: str, case: Case, reference: Case, *, bound: float = 1e-10) 
             distance = (_whole(actual[key], value) - value).abs().max() / largest
             if not distance < bound:
                 raise RuntimeError(f"{name}, step {attempt}: {key} is off by {distance:.1e} of the largest value")
+
+
+def check_same_losses(losses: dict[str, list[float]], reference: str, *, bound: float = 1e-4) -> str:
+    """Return a line with the losses of the first steps of all cases, float32 in other orders of additions.
+
+    Raises:
+        RuntimeError: a case differs by more than `bound` of the reference's loss, or that learns nothing.
+    """
+    expected = losses[reference]
+    for name, actual in losses.items():
+        if any(abs(a - e) > bound * e for a, e in zip(actual, expected, strict=True)):
+            raise RuntimeError(f"{name} does not train the same model: losses {actual}, {reference} {expected}")
+    if not expected[-1] < expected[0]:
+        raise RuntimeError(f"the model learns nothing in {len(expected)} steps: losses {expected}")
+    return "same losses in all cases: " + ", ".join(f"{loss:.4f}" for loss in expected)
 
 
 def _whole(tensor: Tensor, like: Tensor) -> Tensor:

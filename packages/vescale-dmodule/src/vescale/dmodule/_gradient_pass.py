@@ -137,8 +137,8 @@ class Pass:
     def _end_at_once(self) -> bool:
         """End a pass that has nothing but gradients that waited, sums of one bucket at most; tell whether it is one.
 
-        So is most every pass, and what it does lies between two steps of a training loop: everything that depends on
-        the parameters alone is kept by the bucket, and nothing here loops in Python.
+        Most passes are. What it does stands in the way of the next step, so it takes tensors in columns, and the order
+        of a bucket from the last time.
         """
         owner = self.owner
         if self.launched or self.waiting or owner.unreduced() or is_watched(owner.meter):

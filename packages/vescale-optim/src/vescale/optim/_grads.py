@@ -3,7 +3,7 @@
 Note: what ``param.grad`` holds after backward
     None                no gradient since the last ``zero_grad``, on any rank
     a tensor, DTensor   the gradient (its local part)
-    ShardedGradient     ZeRO 1 or 2: it is distributed over the data-parallel axis, and this rank holds a flat part
+    ShardedGradient     ZeRO 1 to 3: it is distributed over the data-parallel axis, and this rank holds a flat part
 
 A ``ShardedGradient`` has the metadata of a gradient and no values. Whoever reads it (a plain ``torch.optim`` optimizer,
 ``torch.nn.utils.clip_grad_norm_``, a user's ``param.grad.norm()``) gets an error that says what to use instead. Zeroing

@@ -106,8 +106,8 @@ class DDP(_torch.UnmovableModule):
     Raises:
         ValueError: If ``mesh_axis`` is not 1-D, ``zero`` or ``reduction`` is unknown, a dtype is not a floating-point
             one, nothing is trainable, a parameter has no storage, is not a floating-point number, is on another device,
-            is a DTensor over this axis, shares memory with another (ZeRO 1, 2), has a gradient of another dtype or has
-            been wrapped before; or if modules or settings differ between ranks.
+            is a DTensor over this axis, shares memory with another (ZeRO 1 to 3), has a gradient of another dtype or
+            has been wrapped before; or if modules or settings differ between ranks.
         NotImplementedError: For ``zero=3`` on a mesh of several axes, or with a module of `vescale.dmodule` in mode
             ``"static"`` or ``"compile"``.
 

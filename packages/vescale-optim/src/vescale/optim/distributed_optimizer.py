@@ -43,7 +43,7 @@ MASTER = "master_weight"
 class DistributedOptimizer(torch.optim.Optimizer):
     """Step a torch optimizer on what this rank owns of a model's parameters.
 
-    With a ``DDP(zero=1)`` or ``DDP(zero=2)`` it keeps 1/N of the state and gathers parameters after the step; with
+    With a ``DDP`` of ZeRO 1, 2 or 3 it keeps 1/N of the state; with 1 and 2 it gathers parameters after the step. With
     ``zero=0`` or a module that is not a ``DDP`` it updates whole local tensors. It works where a torch optimizer does:
     ``param_groups`` is live (learning-rate schedulers, changed hyperparameters) and holds the tensors that are updated,
     which with ZeRO are flat parts of the model's parameters. ``torch.amp.GradScaler`` takes it as it takes others: all
