@@ -14,13 +14,13 @@ import time
 import warnings
 
 import torch
-from bench_zero_memory import Memory, held
+from bench_zero_memory import Memory
 from measure import Result
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vescale.dtensor import deferred_init, init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import run_ranks
+from vescale_testing import held_bytes, run_ranks
 
 WORLD, BATCH, SEQ = 4, 1, 16
 SIZES = {
@@ -75,7 +75,7 @@ def _train() -> dict[str, object]:
         losses.append(loss.item())
         del loss
         gc.collect()
-        counted = held()
+        counted = held_bytes()
         optimizer.step()
     if not losses[1] < losses[0]:
         raise RuntimeError(f"nothing was learnt: losses {losses}")

@@ -15,7 +15,6 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ from torch import nn
 
 from vescale.dtensor import init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import run_ranks
+from vescale_testing import held_bytes, run_ranks
 
 WORLDS, STAGES = (2, 4), (0, 1, 2, 3)
 DEPTH, HIDDEN, HEADS, BATCH, SEQ = 12, 256, 8, 1, 8
@@ -88,7 +87,7 @@ def _bytes_per_parameter(zero: int, dtype: torch.dtype, world: int) -> float:
 
 def _count(zero: int, dtype: torch.dtype, num_steps: int) -> tuple[int, int]:
     gc.collect()
-    before = held()
+    before = held_bytes()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
     model = stack(GPTBlock, DEPTH, hidden=HIDDEN, num_heads=HEADS, seq=SEQ).to(dtype)
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -101,19 +100,8 @@ def _count(zero: int, dtype: torch.dtype, num_steps: int) -> tuple[int, int]:
         optimizer.zero_grad()
     _backward(model, dtype)
     gc.collect()
-    return held() - before, num_parameters
+    return held_bytes() - before, num_parameters
 
 
 def _backward(model: nn.Module, dtype: torch.dtype) -> None:
     model(torch.ones(BATCH, SEQ, HIDDEN, dtype=dtype)).sum().backward()
-
-
-def held() -> int:
-    """Return the bytes of the memory behind all tensors of this process."""
-    storages = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor):
-            storage = each.untyped_storage()
-            with contextlib.suppress(RuntimeError):  # a tensor subclass that has no memory itself
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())

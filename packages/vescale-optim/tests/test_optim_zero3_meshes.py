@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from vescale.dtensor import deferred_init
 from vescale.optim import DDP, DistributedOptimizer, _zero3
-from vescale_testing import gather_named, ranks, run_ranks
+from vescale_testing import gather_named, held_bytes, ranks, run_ranks
 
-PLAIN = torch.Tensor.__torch_dispatch__  # others are wrappers without memory
 PLACEMENTS = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
 
 
@@ -160,24 +159,15 @@ class Large(nn.Module):
         return x + self.row
 
 
-def held():
-    found = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and type(each).__torch_dispatch__ is PLAIN:
-            storage = each.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
-
-
 def test_a_deferred_module_is_never_whole_on_a_rank():
     def body():
         gc.collect()
-        before, peak, fill = held(), [0], _zero3.ShardedModule._fill
+        before, peak, fill = held_bytes(), [0], _zero3.ShardedModule._fill
 
         def noting(self, plan):
             params = fill(self, plan)
             gc.collect()
-            peak[0] = max(peak[0], held() - before)
+            peak[0] = max(peak[0], held_bytes() - before)
             return params
 
         pytest.MonkeyPatch().setattr(_zero3.ShardedModule, "_fill", noting)
