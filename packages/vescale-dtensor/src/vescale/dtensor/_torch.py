@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -299,14 +300,11 @@ def placements_of(tensor: DTensor) -> tuple[Placement, ...]:
     return tensor._spec.placements
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
-    """Return this rank's shard itself, outside autograd."""
-    return tensor._local_tensor
+local_tensor: Callable[[DTensor], Tensor] = operator.attrgetter("_local_tensor")
+"""Return this rank's shard itself, outside autograd."""
 
-
-def spec(tensor: DTensor) -> Spec:
-    """Return mesh, placements, global shape and strides in one hashable object, whose hash is kept."""
-    return tensor._spec
+spec: Callable[[DTensor], Spec] = operator.attrgetter("_spec")
+"""Return mesh, placements, global shape and strides in one hashable object, whose hash is kept."""
 
 
 def has_default_order(spec: Spec) -> bool:
