@@ -4,6 +4,7 @@ Every rank draws the same examples, as they follow from the test's source alone.
 """
 
 import hypothesis.strategies as st
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -89,10 +90,11 @@ def check(name, function, shape, mesh, placements):
         torch.testing.assert_close(actual, one, rtol=1e-10, atol=1e-10, msg=lambda m, where=where: f"{where}: {m}")
 
 
+@pytest.mark.parametrize("number", [4, pytest.param(20, marks=pytest.mark.thorough)])
 @ranks(8, timeout=180)
-def test_equal_one_device(meshes_of_1_to_8_ranks, draw_placements):
+def test_equal_one_device(number, meshes_of_1_to_8_ranks, draw_placements):
     meshes = [mesh for mesh in meshes_of_1_to_8_ranks() if mesh.ndim < 3]  # torch searches long on more axes
-    examples = draw_examples(meshes, draw_placements, 8)
+    examples = draw_examples(meshes, draw_placements, number)
     assert {mesh.size() for _, _, _, mesh, _ in examples} == {1, 2, 3, 4, 5, 6, 7, 8}
     for name, function, shape, mesh, placements in examples:
         if mesh.get_coordinate() is not None:

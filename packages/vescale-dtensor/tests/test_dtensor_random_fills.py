@@ -77,7 +77,7 @@ def meshes(world, made={}):  # noqa: B006 - one per process
         yield from ((made[sizes], placements) for placements in many)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_fills_in_place(world, assert_drawn_alike):
     @ranks(world)
     def on_every_rank():

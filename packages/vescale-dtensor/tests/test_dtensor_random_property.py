@@ -6,6 +6,7 @@ test's source alone.
 """
 
 import hypothesis.strategies as st
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -143,9 +144,10 @@ def draw_examples(meshes, draw_placements, number):
     return examples
 
 
-@ranks(8, timeout=180)
-def test_draws_are_those_of_one_device(meshes_of_1_to_8_ranks, draw_placements):
-    examples = draw_examples(meshes_of_1_to_8_ranks(), draw_placements, 8)
+@pytest.mark.parametrize("number", [4, pytest.param(20, marks=pytest.mark.thorough)])
+@ranks(8, timeout=400)
+def test_draws_are_those_of_one_device(number, meshes_of_1_to_8_ranks, draw_placements):
+    examples = draw_examples(meshes_of_1_to_8_ranks(), draw_placements, number)
     assert {mesh.size() for _, _, mesh, _ in examples} == {1, 2, 3, 4, 5, 6, 7, 8}
     refused = set()
     for name, shape, mesh, placements in examples:
