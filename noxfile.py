@@ -182,7 +182,7 @@ def unit(session: nox.Session, package: str) -> None:
 @nox.session(default=False)
 @each_project
 def thorough(session: nox.Session, package: str) -> None:
-    """Run the tests of one package that take long, such as those that generate kernels."""
+    """Run the tests of one package that take long: the whole products of which the unit session runs a part."""
     start_environment(session, [*family(package), TESTING])
     install(session, family(package))
     install(session, [TESTING], *PROJECTS[package].test_requirements)
