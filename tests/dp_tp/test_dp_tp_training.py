@@ -14,6 +14,7 @@ LAYOUTS = [
     Plan(dp=2, tp=2, zero=1, axis_order=("tp", "pp", "dp")),
     Plan(dp=2, tp=2, zero=2, sequence_parallel=True, mode="static"),
     Plan(dp=2, tp=2, zero=0, mode="static"),
+    Plan(dp=2, tp=2, zero=3, sequence_parallel=True, mode="static"),
 ]
 
 

@@ -1,4 +1,7 @@
-"""What static mode does in short ways (gradients at the end of a pass, boundaries without hooks) is what others see."""
+"""What static mode does in short ways is what others see.
+
+Gradients handed on at the end of a pass, boundaries without hooks, attributes that are found at once.
+"""
 
 import pytest
 import torch
@@ -116,3 +119,83 @@ def test_boundaries_are_called_directly(in_all_modes):
     assert found == [*[[False] * 3] * 4, *[[False, True, True]] * 2], found
     assert not any("_compiled_call_impl" in vars(part) for part in model.modules())
     assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+class Hiding(nn.Module):
+    """Finds attributes in a way of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(1, 2, 6, dtype=torch.float64))
+
+    def __getattr__(self, name):
+        found = super().__getattr__(name)
+        return found * 3 if name == "gain" else found
+
+    def forward(self, x):
+        return x * self.gain
+
+
+class Looking(Layer):
+    """With children of all kinds, and one that its class hides."""
+
+    hidden = None
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.extra, self.hiding, self.hidden = nn.Tanh(), nn.ReLU(), Hiding(), nn.ReLU()
+        self.register_module("empty", None)
+        self.found, self.fails, self.changes = [], False, False
+
+    def forward(self, x):
+        assert self.hidden is None
+        assert self.empty is None
+        self.found.append(["weight" in vars(self.up), "act" in vars(self), "gain" in vars(self.hiding)])
+        if self.fails:
+            raise ZeroDivisionError
+        if self.changes:
+            self.act = nn.Sigmoid()
+        return self.act(super().forward(self.hiding(x)))
+
+
+@ranks(2)
+def test_attributes_are_found_at_once(in_all_modes):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+    def step(model):
+        model(X).square().sum().backward()
+        assert not {"weight", "act", "_compiled_call_impl"} & {key for part in model.modules() for key in vars(part)}
+
+    def replace_a_child(model):
+        step(model)
+        model.act = nn.Softplus()
+        step(model)
+        return {}
+
+    def delete_a_child(model):
+        step(model)
+        del model.extra
+        step(model)
+        return {}
+
+    def replace_in_forward(model):
+        step(model)
+        model.changes = True
+        step(model)
+        assert isinstance(model.act, nn.Sigmoid)
+        return {}
+
+    def fail(model):
+        step(model)
+        model.fails = True
+        with pytest.raises(ZeroDivisionError):
+            step(model)
+        model.fails = False
+        step(model)
+        return {}
+
+    for program in (replace_a_child, delete_a_child, replace_in_forward, fail):
+        model = in_all_modes(Looking, PLAN, mesh, program, modes=("eager", "static"))
+        after = [True, True, False] if program is not delete_a_child else [False, False, False]
+        assert model.found[-1] == after, (program, model.found)
+        assert [True, True, False] in model.found or program is delete_a_child

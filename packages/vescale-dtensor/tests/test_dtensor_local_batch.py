@@ -108,6 +108,26 @@ def test_sharded_tensors_inside_data_parallelism(names, shard, shard_of):
     on_every_rank()
 
 
+@ranks(2)
+def test_code_that_is_not_watched():
+    axis = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(4)
+    whole, unwatched = torch.rand(2 * B, 5), torch.rand(B, 5)
+    torch.manual_seed(4)
+    assert not random.is_watched_alone()
+    with random.local_batch(axis):
+        assert random.is_watched_alone()
+        rows = torch.rand(B, 5)
+        with random.unwatched():
+            assert not random.is_watched_alone()
+            assert torch.equal(torch.rand(B, 5), unwatched)  # not a part of what one device draws
+        assert random.is_watched_alone()
+        with random.forbidden("of this test"), random.unwatched():  # somebody else watches, too
+            with pytest.raises(RuntimeError, match="of this test"):
+                torch.rand(1)
+    assert torch.equal(rows, whole.chunk(2)[axis.get_local_rank()])
+
+
 @ranks(4)
 def test_nested_axes_cut_parts_of_parts():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))

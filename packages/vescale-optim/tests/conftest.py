@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.optim import DDP
+from vescale.optim._awaited import AwaitedValues
+from vescale.optim._flat import FlatBucket
 from vescale_testing import TrainingRecord
 
 
@@ -93,3 +95,27 @@ def problem():
 @pytest.fixture
 def accumulating_problem():
     return Problem(accumulation=3)
+
+
+class LateGather:
+    """A gather that begins when somebody waits for it, so that nobody can have read its result before."""
+
+    gather = staticmethod(FlatBucket.gather_values)
+
+    def __init__(self, bucket):
+        self.bucket = bucket
+
+    def wait(self):
+        self.gather(self.bucket).wait()
+
+
+@pytest.fixture
+def late_gathers():
+    """Return what gives a monkeypatch these gathers; all ranks must wait for buckets in the same order."""
+
+    def install(patch):
+        patch.setattr(FlatBucket, "gather_values", lambda bucket: LateGather(bucket))
+        # A late thread of gloo may hold the memory of the last gather: on one rank, which would then wait earlier.
+        patch.setattr(AwaitedValues, "is_shared", lambda _values, _num_views: False)
+
+    return install

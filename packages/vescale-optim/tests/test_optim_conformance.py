@@ -8,6 +8,7 @@ four optimizers for tensor-parallel modules).
 
 import contextlib
 import itertools
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -136,10 +137,11 @@ class Training:
 
     def on_ranks(self, mesh, row):
         tp = mesh["tp"] if "tp" in mesh.mesh_dim_names else None
-        model = DDP(build(tp), mesh["dp"], **row)
+        data = data_mesh(mesh)
+        model = DDP(build(tp), data, **row)
         optimizer_class, settings = OPTIMIZERS[self.optimizer]
         optimizer = DistributedOptimizer(optimizer_class, model=model, clip_grad_norm=self.clip, **settings)
-        return self.run(model, optimizer, coord=mesh.get_local_rank("dp"), size=mesh["dp"].size(), tp=tp)
+        return self.run(model, optimizer, coord=place(data), size=data.size(), tp=tp)
 
 
 def batch(index, coord, size):
@@ -179,9 +181,21 @@ CLIPPED = (Training(accumulation=3, clip=0.05), SOME_ROWS)
 
 
 def mesh_of(dp, tp):
+    """Return a mesh; a pair of numbers of data-parallel ranks is replicas and shards."""
+    shape, names = (dp, ("replicate", "shard")) if isinstance(dp, tuple) else ((dp,), ("dp",))
     if tp == 1:
-        return init_device_mesh("cpu", (dp,), mesh_dim_names=("dp",))
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh("cpu", (*shape, tp), mesh_dim_names=(*names, "tp"))
+
+
+def data_mesh(mesh):
+    names = tuple(name for name in mesh.mesh_dim_names if name != "tp")
+    return mesh[names]
+
+
+def place(mesh):
+    """Return this rank's number in a mesh, row by row."""
+    return mesh.mesh.flatten().tolist().index(dist.get_rank())
 
 
 def compare(expected, table, *, dp, tp=1, bitwise, reduction, prepare=lambda: None):
@@ -203,7 +217,7 @@ def compare(expected, table, *, dp, tp=1, bitwise, reduction, prepare=lambda: No
 def check(table, *, dp, tp=1, bitwise=True, reduction, **kwargs):
     expected = {training: training.on_one_process() for training, _ in table}
     options = {"dp": dp, "tp": tp, "bitwise": bitwise, "reduction": reduction, **kwargs}
-    run_ranks(compare, dp * tp, expected, table, timeout=1800, **options)
+    run_ranks(compare, math.prod(dp if isinstance(dp, tuple) else (dp,)) * tp, expected, table, timeout=1800, **options)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
@@ -219,6 +233,10 @@ def test_the_reduction_of_the_backend_on_up_to_two_ranks(dp):
 @pytest.mark.parametrize("dp", [3, 4])
 def test_the_reduction_of_the_backend_on_more_ranks_up_to_the_order_of_additions(dp):
     check([(Training(**ACCUMULATIONS[1]), SOME_ROWS)], dp=dp, reduction="backend", bitwise=False)
+
+
+def test_hybrid_sharding():
+    check([(Training(**ACCUMULATIONS[2]), SOME_ROWS), CLIPPED], dp=(2, 2), reduction="ordered")
 
 
 TENSOR_PARALLEL = tuple((Training(name, accumulation=3, clip=0.05), EACH_ZERO) for name in ("adamw", "sgd"))
@@ -247,6 +265,15 @@ def test_the_product_with_tensor_parallel_modules(dp, reduction, each):
     rows = ROWS if dp <= 2 else SOME_ROWS  # worlds of 6 and 8 ranks
     table = [(Training(name, **each), rows) for name in ("adamw", "sgd-foreach", "adagrad-fused", "lion")]
     check(table, dp=dp, tp=2, reduction=reduction, bitwise=reduction == "ordered" or dp <= 2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("each", ACCUMULATIONS, ids=["once", "no_sync", "every"])
+@pytest.mark.parametrize("reduction", ["ordered", "backend"])
+@pytest.mark.parametrize("dp", [(2, 2), (2, 3), (3, 2), (1, 4), (4, 1)], ids=str)
+def test_the_product_with_hybrid_sharding(dp, reduction, each):
+    table = [(Training(name, **each), SOME_ROWS) for name in OPTIMIZERS]
+    check(table, dp=dp, reduction=reduction, bitwise=reduction == "ordered")
 
 
 def add_in_an_order_that_depends_on_the_buffer():

@@ -142,10 +142,10 @@ def test_an_unknown_stage(zero):
 
 
 @ranks(4)
-def test_the_axis_must_be_a_mesh_of_one_dim():
-    with pytest.raises(ValueError, match=r"DDP\(mesh_axis=...\) expects a 1-D DeviceMesh .*, got axes \('dp', 'tp'\)"):
-        DDP(Model(), mesh(2, 2, names=("dp", "tp")))
-    with pytest.raises(ValueError, match=r"expects a 1-D DeviceMesh .*, got None"):
+def test_the_axis_must_be_a_mesh_of_one_or_two_dims():
+    with pytest.raises(ValueError, match=r"mesh_axis=...\) expects a 1-D DeviceMesh .*, got axes \('a', 'b', 'c'\)"):
+        DDP(Model(), mesh(2, 2, 1, names=("a", "b", "c")))
+    with pytest.raises(ValueError, match=r"expects a 1-D DeviceMesh .*, or a 2-D one .*, got None"):
         DDP(Model(), None)
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer, _reduction
+from vescale.optim._awaited import AwaitedValues
 from vescale.optim._flat import FlatBucket, FlatSlot
 from vescale.optim._unit_hooks import Unit
 from vescale_testing import assert_same_training, run_ranks
@@ -26,6 +27,8 @@ def train(problem, zero, reduction, inject, no_sync):
             return problem.train(model, optimizer, coord=dist.get_rank(), size=2, no_sync=no_sync)
         except AssertionError as error:  # replicas that differ between the ranks, said by all ranks alike
             return error
+        finally:
+            model.wait_for_parameters()
 
 
 def seen(problem, inject, *, ways=WAYS, no_sync=True):
@@ -104,6 +107,21 @@ def test_a_fault_is_seen(problem, fault):
 def test_a_stale_gather_is_seen(problem):
     ways = [way for way in WAYS if way[0] > 0]
     found = seen(problem, stale_gather, ways=ways)
+    assert set(found) == set(ways)
+    assert all("differ" in text for text in found.values())
+
+
+def test_a_missing_wait_is_seen(problem, late_gathers):
+    def late(patch, _module):
+        late_gathers(patch)
+
+    def late_and_not_awaited(patch, module):
+        late(patch, module)
+        patch.setattr(AwaitedValues, "guard", lambda _values: None)
+
+    ways = [way for way in WAYS if way[0] in (1, 2)]
+    assert seen(problem, late, ways=ways) == {}
+    found = seen(problem, late_and_not_awaited, ways=ways)
     assert set(found) == set(ways)
     assert all("differ" in text for text in found.values())
 

@@ -85,13 +85,13 @@ def test_local_masks_are_seen(monkeypatch):
 def test_masks_that_differ_in_the_recomputation_are_seen(monkeypatch):
     """The context around the wrapper's forward alone would not reach the second forward, in backward."""
 
-    def around_the_wrapper_only(module, axis):
+    def around_the_wrapper_only(module, meshes):
         from vescale.dtensor import random
 
         forward = module.forward
 
         def in_context(x):
-            with random.local_batch(axis):
+            with random.local_batch(*meshes):
                 return forward(x)
 
         module.forward = in_context

@@ -36,6 +36,13 @@ def step_of_which_a_rank_leaves(lost, when, settings):
         time.sleep(0.5)  # until the others are done with the backward, too
         leave()
     optimizer.step()
+    with pytest.raises(RuntimeError) as first:  # gathers of parameters are awaited where they are read
+        model(torch.ones(2, 8))
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=re.escape(str(first.value))):
+        optimizer.step()
+    assert time.monotonic() - began < 1  # it is known already
+    raise first.value
 
 
 def errors_of(world_size, lost, when, settings):

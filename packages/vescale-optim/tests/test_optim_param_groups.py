@@ -157,9 +157,9 @@ def test_optimizers_that_are_not_elementwise(name):
 
 
 def test_something_that_is_no_optimizer_class():
-    optimizer = torch.optim.SGD(build().parameters())
-    with pytest.raises(TypeError, match=r"optimizer_class must be a class such as torch.optim.AdamW, got SGD"):
-        DistributedOptimizer(optimizer, model=build())
+    for wrong in ("AdamW", nn.Linear, torch.optim.lr_scheduler.StepLR):
+        with pytest.raises(TypeError, match=r"must be a class such as torch.optim.AdamW, or an optimizer, got "):
+            DistributedOptimizer(wrong, model=build())
 
 
 def test_a_model_without_trainable_parameters():

@@ -1,9 +1,12 @@
 """ZeRO 3: a parameter that is not there is never read, and what cannot work says so."""
 
 import copy
+import gc
 import io
+import pickle
 import re
 import types
+import weakref
 
 import pytest
 import torch
@@ -207,18 +210,32 @@ def test_what_needs_parameters_after_their_unit():
 
 
 @ranks(2)
-def test_a_module_that_keeps_local_tensors():
-    message = r"zero=3 is not available for modules in mode \['static'\], and 'Layers' .* use zero=2"
-    module, execution = Layers(), types.SimpleNamespace(modes={"": "static", "first": "eager"})
-    vars(module)["_vescale_execution"] = execution  # what parallelize_module of vescale.dmodule leaves
-    with pytest.raises(NotImplementedError, match=message):
-        wrapped(module)
-    execution.modes = {"": "eager"}
+def test_another_tensor_over_the_memory_of_a_parameter():
+    """What `vescale.dmodule` keeps to run a module on local tensors."""
+    module, execution = Layers(), types.SimpleNamespace(any_rank=None)
+    vars(module)["_vescale_execution"] = execution  # what parallelize_module leaves
     model = wrapped(module)
-    model(torch.ones(2, 3)).sum().backward()
-    execution.modes = {"": "static"}  # set_mode
-    with pytest.raises(NotImplementedError, match=message):
-        model(torch.ones(2, 3))
+    weight = model.layers[0].weight
+    with model.unsharded():
+        other, copied = nn.Parameter(weight.detach()), nn.Parameter(weight.detach().clone())
+        weight._vescale_memory.share(weight, other, is_view=True)
+        weight._vescale_memory.share(weight, copied, is_view=False)
+    for tensor in (other, copied):
+        with pytest.raises(
+            RuntimeError, match=r"'mul' reads or writes the parameter 'layers.0.weight', which has no v"
+        ):
+            tensor * 2
+    for _ in range(2):  # the parameter moves each time
+        with model.unsharded():
+            assert other.data_ptr() == weight.data_ptr()
+            assert copied.data_ptr() != weight.data_ptr()
+            assert torch.equal(other, copied)
+            assert getattr(pickle.loads(pickle.dumps(weight)), "_vescale_memory", None) is None
+    gone = weakref.ref(other)
+    del tensor, other
+    gc.collect()
+    assert gone() is None
+    assert [execution.any_rank(flag) for flag in (False, dist.get_rank() == 1, True)] == [False, True, True]
 
 
 @ranks(2)
@@ -274,13 +291,6 @@ def test_a_step_between_forward_and_backward():
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"parameters of unit '\(root\)' were changed .* before its backward"):
         later.backward()
-
-
-@ranks(2)
-def test_a_mesh_of_two_axes():
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(NotImplementedError, match=r"mesh has \('replicate', 'shard'\): hybrid sharding .* one axis"):
-        DDP(Layers(), mesh, zero=3)
 
 
 @ranks(2)

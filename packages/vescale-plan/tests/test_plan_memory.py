@@ -19,6 +19,7 @@ DEGREES = (1, 2, 4, 8, 64)
         (StateBytes(2, 2, 12), 0, lambda p, _: 16 * p),  # ZeRO paper, mixed precision Adam
         (StateBytes(2, 2, 12), 1, lambda p, n: 4 * p + 12 * p // n),
         (StateBytes(2, 2, 12), 2, lambda p, n: 2 * p + 14 * p // n),
+        (StateBytes(2, 2, 12), 3, lambda p, n: 16 * p // n),
         (StateBytes(2, 2, 16), 1, lambda p, n: 4 * p + 16 * p // n),  # Megatron, 16-bit gradients
         (StateBytes(2, 4, 12), 1, lambda p, n: 6 * p + 12 * p // n),  # Megatron, bf16 with float32 gradients
         (StateBytes(4, 4, 8), 1, lambda p, n: 8 * p + 8 * p // n),  # Megatron, float32
@@ -35,6 +36,7 @@ def test_a_neighbouring_formula_does_not_fit():
 
 def test_shards_are_rounded_up():
     assert model_state_bytes(10, state=StateBytes(4, 4, 8), dp=4, zero=2) == (40, 12, 24)
+    assert model_state_bytes(10, state=StateBytes(4, 4, 8), dp=4, zero=3) == (12, 12, 24)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_pure_data_parallel_run_is_the_formula(build_gpt):
     """Through `estimate_memory` too: the whole model on every rank, states as in the ZeRO paper."""
     found = profile(build_gpt(4, 64, 4, 256, 128).to(torch.bfloat16))
     p = found.num_parameters
-    for n, zero in itertools.product((1, 2, 4), (0, 1, 2)):
+    for n, zero in itertools.product((1, 2, 4), (0, 1, 2, 3)):
         (stage,) = estimate_memory(
             found,
             Layout(dp=n, tp=1, pp=1, zero=zero),
@@ -56,7 +58,7 @@ def test_pure_data_parallel_run_is_the_formula(build_gpt):
             sequence_length=16,
             state=StateBytes(2, 2, 12),
         )
-        expected = {0: 16 * p, 1: 4 * p + 12 * p / n, 2: 2 * p + 14 * p / n}[zero]
+        expected = {0: 16 * p, 1: 4 * p + 12 * p / n, 2: 2 * p + 14 * p / n, 3: 16 * p / n}[zero]
         assert stage.parameters + stage.gradients + stage.optimizer == pytest.approx(expected, abs=14)
 
 
@@ -115,7 +117,7 @@ def test_gpipe_needs_more_than_1f1b(build_mixtral):
 def test_more_ranks_never_need_more_memory(build_mixtral, axis):
     """Doubling one degree, everything else fixed, never raises the fullest rank's bytes."""
     found = profile(build_mixtral(num_hidden_layers=8))
-    for other, zero, schedule in itertools.product((1, 2), (0, 1, 2), ("1f1b", "gpipe")):
+    for other, zero, schedule in itertools.product((1, 2), (0, 1, 2, 3), ("1f1b", "gpipe")):
         previous = None
         for degree in (1, 2, 4, 8):
             degrees = {"dp": other, "tp": other, "pp": other} | {axis: degree}
@@ -145,6 +147,22 @@ def test_buffers_of_each_zero_stage(build_mixtral):
     for (zero, pieces), buffers in expected.items():
         layout = Layout(dp=4, tp=1, pp=1, zero=zero, num_microbatches=pieces)
         assert estimate_memory(found, layout, **size)[0].buffers == buffers
+
+
+def test_sharded_parameters_are_whole_where_they_are_used(build_gpt):
+    """ZeRO-3 holds two blocks and what is outside of blocks, as parameters and as gradients."""
+    model = build_gpt(8, 64, 4, 256, 128)
+    found = profile(model)
+    block = sum(p.numel() for p in model.get_submodule(found.blocks)[0].parameters())
+    edges = found.num_parameters - 8 * block
+    for dp, expected in ((4, 2 * 4 * (edges + 2 * block)), (1, 0)):
+        layout = Layout(dp=dp, tp=1, pp=1, zero=3)
+        (stage,) = estimate_memory(found, layout, global_batch_size=8, sequence_length=8)
+        assert stage.buffers == expected
+    model.requires_grad_(False)
+    (stage,) = estimate_memory(profile(model), Layout(dp=4, tp=1, pp=1, zero=3), global_batch_size=8, sequence_length=8)
+    assert stage.parameters == found.num_parameters
+    assert stage.buffers == 4 * (edges + 2 * block)
 
 
 def test_batch_that_does_not_divide_is_refused(build_mixtral):

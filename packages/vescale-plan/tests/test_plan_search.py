@@ -124,7 +124,15 @@ def test_accumulation_is_tried_when_the_batch_is_too_large(small):
 
 @pytest.mark.parametrize(
     "fixed",
-    [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "tp": 2, "pp": 2}, {"zero": 2}, {"num_microbatches": 3, "dp": 4}],
+    [
+        {"dp": 2},
+        {"tp": 2},
+        {"pp": 2},
+        {"dp": 2, "tp": 2, "pp": 2},
+        {"zero": 2},
+        {"zero": 3},
+        {"num_microbatches": 3, "dp": 4},
+    ],
 )
 def test_fixed_choices_are_kept(small, fixed):
     plan = generate_plan(small, Cluster(8, memory_bytes=GIB), run(**fixed))
@@ -220,7 +228,7 @@ def test_table_shows_the_chosen_row_even_if_it_is_short(small):
         (lambda: Cluster(1, memory_bytes=1, device="gpu"), "Cluster: device must be one of 'cpu', 'cuda', got 'gpu'"),
         (lambda: run(global_batch_size=0), "Constraints: global_batch_size must be an integer >= 1, got 0"),
         (lambda: run(tp=0), "Constraints: tp must be an integer >= 1, got 0"),
-        (lambda: run(zero=3), "Constraints: zero must be one of 0, 1, 2, got 3"),
+        (lambda: run(zero=4), "Constraints: zero must be one of 0, 1, 2, 3, got 4"),
         (lambda: run(schedule="zb"), "Constraints: schedule must be one of '1f1b', 'gpipe', got 'zb'"),
         (lambda: run(memory_fraction=1.5), "Constraints: memory_fraction must be in (0, 1], got 1.5"),
         (lambda: run(sequence_parallel=2), "Constraints: sequence_parallel must be True or False, got 2"),

@@ -16,7 +16,7 @@ MODULE_PLAN = {
         r"layers\.\d+\.up\.(weight|bias)": {"tp": Shard(0)},
         r"layers\.\d+\.down\.weight": {"tp": Shard(1)},
     },
-    "forward": {r"layers\.\d+\.input": [{"tp": Replicate()}], r"layers\.\d+\.down\.output": [{"tp": Replicate()}]},
+    "forward": {r"layers\.\d+\.up\.input": [{"tp": Replicate()}], r"layers\.\d+\.down\.output": [{"tp": Replicate()}]},
 }
 
 
@@ -90,6 +90,8 @@ def train(plan, *, take=None):
     "layout",
     [
         {"dp": 4, "zero": 2},
+        {"dp": 2, "tp": 2, "zero": 3, "mode": "static"},
+        {"dp": 2, "pp": 2, "zero": 3, "num_microbatches": 2},
         {"tp": 4},
         {"pp": 4, "num_microbatches": 4},
         {"dp": 2, "tp": 2, "zero": 1},
@@ -106,6 +108,22 @@ def test_layout_trains_as_one_process(layout):
     plain_losses, plain_norms = train_plain()
     assert losses == pytest.approx(plain_losses, rel=1e-10)
     assert norms == pytest.approx(plain_norms, rel=1e-10)
+
+
+@ranks(2)
+def test_sharded_parameters_have_values_in_unsharded_and_parts_in_state_dict():
+    model, _ = vescale.parallelize(vescale.Plan(dp=2, zero=3), build(), torch.optim.SGD)
+    expected = build().state_dict()
+    state = model.state_dict()
+    assert state.keys() == expected.keys()
+    with pytest.raises(RuntimeError, match=r"'clone' reads or writes the parameter 'head.weight', which has no values"):
+        model.head.weight.clone()
+    with model.unsharded():
+        assert all(torch.equal(value, expected[fqn]) for fqn, value in model.state_dict().items())
+    assert sum(value.tensor.numel() for value in state.values()) <= sum(v.numel() for v in expected.values()) // 2 + 64
+    model.load_state_dict({fqn: value + 1 for fqn, value in expected.items()})
+    with model.unsharded():
+        assert all(torch.equal(value, expected[fqn] + 1) for fqn, value in model.state_dict().items())
 
 
 @ranks(2)

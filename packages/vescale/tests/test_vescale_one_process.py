@@ -73,7 +73,7 @@ def train_parallel(plan, *, lr=0.05, clip=0.5):
     return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @ranks(1)
 def test_training_is_that_of_plain_torch(zero):
     losses, _, state = train_parallel(vescale.Plan(zero=zero), clip=None)
@@ -83,7 +83,7 @@ def test_training_is_that_of_plain_torch(zero):
     assert all(torch.equal(state[name], value) for name, value in plain_state.items())
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @ranks(1)
 def test_clipping_is_that_of_plain_torch(zero):
     losses, norms, _ = train_parallel(vescale.Plan(zero=zero))

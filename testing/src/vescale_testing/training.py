@@ -144,4 +144,5 @@ def train_in_parallel(
             state["step"] = step + 1
         if save:
             vescale.save(save, {**state, "rng": torch.get_rng_state()})
-    return TrainingRecord.collect(model.module, optimizer, losses=losses, grad_norms=norms)
+    with model.unsharded():
+        return TrainingRecord.collect(model.module, optimizer, losses=losses, grad_norms=norms)

@@ -118,13 +118,20 @@ class ParallelModel(nn.Module):
         """Return a context in which gradients accumulate locally; see ``vescale.optim.DDP.no_sync``."""
         return self.ddp.no_sync()
 
+    def unsharded(self) -> Any:
+        """Return a context in which parameters are whole (``zero=3``); see ``vescale.optim.DDP.unsharded``."""
+        return self.ddp.unsharded()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients."""
         self.ddp.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the module's state dict, under the module's names: what this rank's stage holds."""
-        return self.module.state_dict(*args, **kwargs)
+        """Return the module's state dict, under the module's names: what this rank's stage holds.
+
+        With ``zero=3`` values of parameters are this rank's parts, see ``vescale.optim.DDP.state_dict``.
+        """
+        return self.ddp.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the module's state dict, in place."""

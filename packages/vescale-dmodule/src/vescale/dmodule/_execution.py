@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +37,9 @@ class Execution:
         sync: reduces partial gradients.
         local_attributes: module name -> attribute -> value that it has on local tensors.
         modes: mode by module name; the nearest owner with a mode decides. The root has one always.
+        any_rank: tells whether a flag is set on any rank that must make the same calls, a collective; None if there is
+            none but those of the mesh, which get the same arguments. Data parallelism that communicates during forward
+            sets it (ZeRO 3 of ``vescale.optim``), because a rehearsal is more calls.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Execution:
         self.scope = EagerScope(allow_implicit, self.sync)
         self.local_attributes = dict(local_attributes or {})
         self.modes: dict[str, str] = {"": mode} | dict.fromkeys(eager, "eager")
+        self.any_rank: Callable[[bool], bool] | None = None
         self.root: nn.Module | None = None
         self.program: StaticProgram | None = None
         self.parts: list[StaticProgram] = []
@@ -67,8 +71,8 @@ class Execution:
     def attach(self, root: nn.Module) -> None:
         """Hook the whole module; called once, also copies keep these two hooks."""
         vars(root)[ATTRIBUTE] = self
-        root.register_forward_pre_hook(_Entry(self), prepend=True, with_kwargs=True)
-        root.register_forward_hook(_Exit(self), always_call=True)
+        root.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
+        root.register_forward_hook(self.leave, always_call=True)
         self.install(root)
 
     # --------------------------------------------------------------------------------------------- modes
@@ -172,25 +176,3 @@ def execution_of(module: nn.Module) -> Execution | None:
             f"that it returned"
         )
     return vars(module)[ATTRIBUTE]
-
-
-class _Entry:
-    def __init__(self, execution: Execution):
-        self.execution = execution
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        return self.execution.enter(module, args, kwargs)
-
-    def __deepcopy__(self, memo: dict) -> _Entry:
-        return _Entry(copy.deepcopy(self.execution, memo))
-
-
-class _Exit:
-    def __init__(self, execution: Execution):
-        self.execution = execution
-
-    def __call__(self, module: nn.Module, args: tuple, output: object) -> object:
-        return self.execution.leave(module, args, output)
-
-    def __deepcopy__(self, memo: dict) -> _Exit:
-        return _Exit(copy.deepcopy(self.execution, memo))

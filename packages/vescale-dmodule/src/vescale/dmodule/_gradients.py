@@ -21,6 +21,9 @@ Note [whole gradients for hooks]: hooks of the user see the reduced gradient. So
 once, alone, inside our own hook; likewise for ``create_graph=True`` and for ``torch.autograd.grad``, whose results
 leave the engine at once.
 
+Note [taken gradients]: data parallelism may take gradients as they are, see ``_takers``. Then nothing is done here: the
+hooks pass what comes, and static mode hands it over (``_static/_handover.py``).
+
 Note [no_sync]: inside of it the partial sums stay in ``.grad``, as a DTensor whose placements say so. Clearing
 gradients forgets them, and nothing else remembers them.
 """
@@ -40,6 +43,7 @@ from ._deliveries import Arriving, Delivery, hooks_of
 from ._flat import Bucket, has_partial, num_buckets, pack, partial_dims
 from ._gradient_pass import Arrivals, Counts, Pass, accumulate, as_gradient
 from ._profile import Meter, profiler_range
+from ._takers import introduce, taker_of
 
 __all__ = ["GradientSync", "has_other_hooks"]
 
@@ -154,6 +158,7 @@ class GradientSync:
             slot = self._slots[id(parameter)]
             if not slot.keys.issubset(_torch.hook_keys(parameter)) or not slot.keys:
                 self._hook(parameter, slot)
+            introduce(parameter, slot.keys)
 
     def _register(self, parameters: Sequence[DTensor]) -> None:
         last_first = list(reversed(parameters))
@@ -161,7 +166,7 @@ class GradientSync:
         for offset, (parameter, bucket) in enumerate(zip(last_first, buckets, strict=True)):
             position = self._num_attached + len(parameters) - 1 - offset
             slot = self._slots[id(parameter)] = _Slot(parameter, position, bucket, self)
-            if has_partial(parameter.grad):  # the copy of a parameter between two passes
+            if has_partial(parameter.grad) and taker_of(parameter) is None:  # a copy, made between two passes
                 self._unreduced[slot] = None
         self._num_attached += len(parameters)
         self._num_buckets += num_buckets(buckets)
@@ -169,7 +174,9 @@ class GradientSync:
     def has_other_hooks(self, parameter: DTensor) -> bool:
         """Tell whether a parameter has gradient or post-accumulate hooks other than ours."""
         slot = self._slots.get(id(parameter))
-        return has_other_hooks(parameter, slot.keys if slot is not None else ())
+        keys = slot.keys if slot is not None else ()
+        introduce(parameter, keys)
+        return has_other_hooks(parameter, keys)
 
     def forget(self, number: int) -> None:
         """Drop what is known about a parameter that is no more, by its ``id``."""
@@ -200,7 +207,7 @@ class GradientSync:
         if not isinstance(gradient, DTensor):
             return None
         fits = gradient.placements == parameter.placements
-        if fits and not self._unreduced:
+        if (fits and not self._unreduced) or taker_of(parameter) is not None:
             return None
         if not _torch.accumulates(parameter):
             return None if fits else self._reduce_alone(parameter, gradient)

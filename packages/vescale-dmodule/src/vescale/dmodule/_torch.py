@@ -27,8 +27,12 @@ __all__ = [
     "DIRECT_CALL",
     "Collectives",
     "accumulates",
+    "accumulation_node",
+    "alias",
+    "arrive",
     "async_tp_obstacle",
     "backward_number",
+    "children_table",
     "deliver",
     "direct_apply",
     "explicit_redistribution",
@@ -46,6 +50,7 @@ __all__ = [
     "is_profiling",
     "is_traced",
     "layout_of",
+    "leaf_over",
     "leaf_states",
     "local_of",
     "module_hook_tables",
@@ -62,6 +67,7 @@ __all__ = [
     "sum_later",
     "tensor_hooks",
     "tensor_tables",
+    "train_flags",
     "tree_leaves",
     "tree_map",
     "without_hooks",
@@ -100,6 +106,11 @@ def plain_operands_replicated() -> Iterator[None]:
 def no_function_modes() -> contextlib.AbstractContextManager:
     """Return a context whose calls reach no ``TorchFunctionMode`` and no ``__torch_function__``."""
     return torch._C.DisableTorchFunction()
+
+
+def children_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the table of the modules that a module holds itself."""
+    return module._modules
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None]]:
@@ -143,6 +154,24 @@ def leaf_states(leaves: Sequence[DTensor]) -> tuple[list[bool], list[int]]:
 
 
 _requires_grad, _local = operator.attrgetter("requires_grad"), operator.attrgetter("_local_tensor")
+
+
+def train_flags(leaves: Sequence[Tensor]) -> list[bool]:
+    """Return of some tensors, whatever their classes answer at the moment, whether each requires a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_requires_grad, leaves))
+
+
+def leaf_over(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """Return a leaf parameter over the memory of a tensor, whatever that one's class answers at the moment."""
+    return Tensor._make_subclass(nn.Parameter, tensor, requires_grad)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return a plain tensor over the memory of another, outside autograd."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
 
 gradient_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 
@@ -333,6 +362,12 @@ def accumulates(leaf: Tensor) -> bool:
         return False
 
 
+def accumulation_node(leaf: Tensor) -> object:
+    """Return the node of a leaf in the graph of backward; it keeps the leaf alive."""
+    with torch._C.DisableTorchFunctionSubclass():  # whatever the leaf's class answers at the moment
+        return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
 def node_class(function: type[torch.autograd.Function]) -> type:
     """Return the class of the nodes of a function in the graph of backward."""
     return function._backward_cls
@@ -345,6 +380,25 @@ runs_in_backward: Callable[[object], bool] = torch._C._will_engine_execute_node
 def deliver(leaf: Tensor, gradient: Tensor) -> None:
     """Give a leaf a gradient as a running backward does: add it to ``.grad``, call the post-accumulate hooks."""
     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+    for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+        hook(leaf)
+
+
+def arrive(leaf: Tensor, gradient: Tensor, add: Callable[[Tensor, Tensor], None]) -> None:
+    """Do with the gradient of a leaf what a running backward does when it reaches the leaf.
+
+    Args:
+        leaf: it has a gradient from outside of its own graph.
+        gradient: brought to the dtype that the leaf asks for, then seen and perhaps changed by its gradient hooks.
+        add: adds it to ``.grad``; post-accumulate hooks follow.
+    """
+    dtype = getattr(leaf, "grad_dtype", None)
+    if dtype is not None and dtype != gradient.dtype:
+        gradient = gradient.to(dtype)
+    for hook in list((leaf._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    add(leaf, gradient)
     for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
         hook(leaf)
 

@@ -20,7 +20,7 @@ from ._philox import _rules, _state
 from ._place import WINDOWS, BatchWindow
 from ._streams import switchable
 
-__all__ = ["MicroBatches", "RandomMode", "window"]
+__all__ = ["MicroBatches", "RandomMode", "is_watched_alone", "unwatched", "window"]
 
 Windows = tuple[BatchWindow, ...]
 
@@ -59,6 +59,35 @@ def window(declared: BatchWindow) -> Iterator[None]:
             yield
     finally:
         WINDOWS.reset(token)
+
+
+def is_watched_alone() -> bool:
+    """Tell whether `local_batch` or `micro_batches` watches operators on plain tensors, and nobody else does."""
+    modes = _torch.dispatch_modes()
+    return len(modes) == 1 and isinstance(modes[0], RandomMode) and modes[0].handler is handle
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Run code that draws nothing without looking for random operators in it, as `local_batch` otherwise does.
+
+    Looking takes some microseconds per operator, and a compiler refuses to run meanwhile. Random operators on DTensors
+    still draw their part of the batch; those on plain tensors draw as if there were no other ranks. Nothing changes
+    where somebody else watches operators, too: ask `is_watched_alone` where that matters.
+
+    Example:
+        >>> with random.local_batch(mesh["dp"]), random.unwatched():    # doctest: +SKIP
+        ...     hidden = compiled_layer(hidden)
+    """
+    if not is_watched_alone():
+        yield
+        return
+    (mode,) = _torch.dispatch_modes()
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()
 
 
 def _nested(declared: BatchWindow, outer: Windows) -> Windows:

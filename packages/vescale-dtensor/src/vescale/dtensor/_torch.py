@@ -25,7 +25,11 @@ from torch.distributed.tensor._utils import ExplicitRedistributionContext, compu
 from torch.distributed.tensor.parallel import loss as loss_parallel
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    return_and_correct_aliasing,
+)
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .errors import UnsupportedOperator
@@ -40,6 +44,7 @@ __all__ = [
     "argument_names",
     "become",
     "decomposition",
+    "dispatch_modes",
     "from_spec",
     "handler_table",
     "has_default_order",
@@ -80,6 +85,11 @@ Handler = Callable[[Op, tuple, dict], object]
 
 
 # ------------------------------------------------------------------------------------------------- operators
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """Return the modes that watch operators in this thread, the innermost last."""
+    return _get_current_dispatch_mode_stack()
 
 
 def overload(name: str) -> Op | None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _random_state, _streams, _torch
-from ._batch_windows import MicroBatches, RandomMode, window
+from ._batch_windows import MicroBatches, RandomMode, is_watched_alone, unwatched, window
 from ._philox._modules import ModuleKeys
 from ._place import BatchWindow
 from .errors import UnsupportedRandomOperator
@@ -41,6 +41,7 @@ __all__ = [
     "forbidden",
     "fork",
     "get_state",
+    "is_watched_alone",
     "key_by_module",
     "local_batch",
     "manual_seed",
@@ -48,6 +49,7 @@ __all__ = [
     "set_state",
     "set_stream",
     "stream",
+    "unwatched",
 ]
 
 

@@ -21,19 +21,31 @@ from . import _failures, _torch
 
 __all__ = ["Axis", "Pending"]
 
+#: Seconds between two looks at a collective that is waited for within limits.
+_NAP = 0.0002
+
 
 @dataclass(frozen=True)
 class Axis:
     """A mesh axis: its size, this rank's coord, and the collectives that the package needs.
 
     Asynchronous calls return a `Pending` to wait for, or None where there is nothing to wait for.
+
+    Attributes:
+        name: Its name in errors.
+        size: Number of ranks.
+        coord: This rank's coord, which is its place in the group, too.
+        group: Its process group; an axis of this rank alone may have none.
+        device_type: Device type of the mesh.
+        listening: The ranks that hear of failures, if those of the axis are not all that wait for each other.
     """
 
     name: str
     size: int
     coord: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     device_type: str
+    listening: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, role: str) -> Axis:
@@ -53,15 +65,19 @@ class Axis:
         name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"mesh axis {dim}"
         return cls(name, mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim), mesh.device_type)
 
+    def of_this_rank(self) -> Axis:
+        """Return an axis that has only this rank of it, and no process group."""
+        return Axis(self.name, 1, 0, None, self.device_type)
+
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The global ranks of the axis: its identity, whatever mesh it was sliced from."""
-        return tuple(dist.get_process_group_ranks(self.group))
+        return (dist.get_rank(),) if self.group is None else tuple(dist.get_process_group_ranks(self.group))
 
     @cached_property
     def failures(self) -> _failures.Failures:
         """Where the ranks of the axis tell each other about failures."""
-        return _failures.Failures(self.ranks, self.ranks[self.coord])
+        return _failures.Failures(self.listening or self.ranks, self.ranks[self.coord])
 
     @property
     def copies_to_scatter(self) -> bool:
@@ -167,6 +183,15 @@ class Pending:
         self._name = name
         self._axis = axis
         self.at_end: Callable[[], object] | None = None
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait no longer than that, and tell whether it has ended, well or not, so that `wait` will not wait."""
+        end = time.monotonic() + seconds
+        while not self._work.is_completed():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_NAP)
+        return True
 
     def wait(self) -> None:
         """Wait for the result: on the CPU the process, on an accelerator its current stream.

@@ -12,6 +12,14 @@ owns the same number of elements, and a parameter may belong to several ranks. P
 the end only, and starts every parameter on a cache line: the views into the buffer are as fast as, and give the same
 bits as, tensors of their own.
 
+**Uneven shards.** Of a tensor-parallel parameter some ranks may have more than others. Its place has room for the
+largest local tensor, so that all ranks cut every parameter at the same places.
+
+**Blocks.** A parameter may consist of blocks that no shard boundary may cut (`_layout.py`). Its bucket is then filled
+until every shard has room for the largest of them, even beyond ``bucket_bytes``, for a shard cannot be smaller; the
+last bucket joins the one before if it would be padding for the most part; and parameters may lie in another order. A
+bucket without such parameters is as it always is.
+
 Everything here is integers: no tensors and no process group.
 """
 
@@ -22,6 +30,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ._layout import BlockedTensor, plan_layout
+
 __all__ = ["ALIGN_BYTES", "Bucket", "BucketPlan", "ParamInfo", "Part", "Slot", "plan_buckets"]
 
 #: A CPU cache line. It also covers the 16 bytes that GPU kernels and NCCL want for their fast paths.
@@ -30,11 +40,26 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What the plan needs to know of a parameter: its name, and the size and dtype of its local tensor."""
+    """What the plan needs to know of a parameter.
+
+    Attributes:
+        fqn: Its name.
+        numel: Size of its local tensor.
+        dtype: Dtype of it.
+        block: Elements of it that must stay together, from its first on.
+        room: Size of the place for it, if that is larger: that of the largest local tensor on any rank.
+    """
 
     fqn: str
     numel: int
     dtype: torch.dtype
+    block: int = 1
+    room: int = 0
+
+    @property
+    def size(self) -> int:
+        """Elements of its place."""
+        return max(self.numel, self.room)
 
 
 @dataclass(frozen=True)
@@ -63,7 +88,7 @@ class Bucket:
         index: Position in the plan, and so in the sequence of collectives.
         dtype: Dtype of all its parameters.
         slots: Its parameters, by increasing start.
-        num_shards: Size of the mesh axis.
+        num_shards: Size of the mesh axis over which it is sharded.
         shard_numel: Elements per coord; the buffer has ``num_shards * shard_numel``.
     """
 
@@ -89,13 +114,13 @@ class Bucket:
 
     def parts(self, coord: int) -> tuple[Part, ...]:
         """Return what ``coord`` owns of each slot, empty parts included, in the order of ``slots``."""
+        return tuple(self.part(slot, coord) for slot in self.slots)
+
+    def part(self, slot: Slot, coord: int) -> Part:
+        """Return what ``coord`` owns of one slot."""
         first, last = self.shard(coord)
-        parts = []
-        for slot in self.slots:
-            start = min(max(first - slot.start, 0), slot.numel)
-            stop = min(max(last - slot.start, start), slot.numel)
-            parts.append(Part(slot.fqn, start, stop))
-        return tuple(parts)
+        start = min(max(first - slot.start, 0), slot.numel)
+        return Part(slot.fqn, start, min(max(last - slot.start, start), slot.numel))
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
@@ -114,15 +139,22 @@ class BucketPlan:
 
 
 def plan_buckets(
-    params: Sequence[ParamInfo], *, num_shards: int, bucket_bytes: int, align_bytes: int = ALIGN_BYTES
+    params: Sequence[ParamInfo],
+    *,
+    num_shards: int,
+    bucket_bytes: int,
+    num_pieces: int = 1,
+    align_bytes: int = ALIGN_BYTES,
 ) -> BucketPlan:
     """Lay out parameters, given in registration order, in buckets.
 
     Args:
         params: Each parameter once, also if it is tied.
-        num_shards: Size of the mesh axis.
-        bucket_bytes: Largest size of a bucket that holds more than one parameter, before shards are made equal.
-        align_bytes: Parameters and shards start at a multiple of this.
+        num_shards: Size of the mesh axis over which buckets are sharded.
+        bucket_bytes: Largest size of a bucket that holds more than one parameter, before shards are made equal; where
+            parameters have blocks, a bucket may hold as many of the largest block as there are shards.
+        num_pieces: Number of equal pieces into which the replicas of a shard can cut it.
+        align_bytes: Parameters, shards and their pieces start at a multiple of this.
 
     Raises:
         ValueError: If ``num_shards`` or ``bucket_bytes`` is not positive, or a name comes twice.
@@ -145,35 +177,62 @@ def plan_buckets(
         if open_ is None or not open_.fits(param, bucket_bytes):
             if open_ is not None:
                 closed.append(open_)
-            open_ = filling[param.dtype] = _Open(param.dtype, max(1, align_bytes // param.dtype.itemsize))
+            open_ = filling[param.dtype] = _Open(param.dtype, max(1, align_bytes // param.dtype.itemsize), num_shards)
         open_.add(param, position)
-    # A bucket is complete when its last parameter is: sequence the open ones, too, by their last parameter.
-    sequence = sorted([*closed, *filling.values()], key=lambda bucket: bucket.last_position)
-    return BucketPlan(tuple(bucket.close(index, num_shards) for index, bucket in enumerate(sequence)))
+    for dtype, last in filling.items():
+        before = next((bucket for bucket in reversed(closed) if bucket.dtype == dtype), None)
+        if before is None or not last.is_mostly_padding(num_pieces):
+            closed.append(last)
+        else:
+            before.absorb(last)
+    # A bucket is complete when its last parameter is.
+    sequence = sorted(closed, key=lambda bucket: bucket.last_position)
+    return BucketPlan(tuple(bucket.close(index, num_pieces) for index, bucket in enumerate(sequence)))
 
 
 class _Open:
     """A bucket that still takes parameters."""
 
-    def __init__(self, dtype: torch.dtype, align: int):
+    def __init__(self, dtype: torch.dtype, align: int, num_shards: int):
         self.dtype = dtype
         self.align = align
-        self.slots: list[Slot] = []
+        self.num_shards = num_shards
+        self.params: list[ParamInfo] = []
         self.end = 0
+        self.longest = 0
         self.last_position = -1
 
     def fits(self, param: ParamInfo, bucket_bytes: int) -> bool:
-        return (_round_up(self.end, self.align) + param.numel) * self.dtype.itemsize <= bucket_bytes
+        room = max(bucket_bytes, self.num_shards * max(self.longest, _uncut(param)) * self.dtype.itemsize)
+        return (_round_up(self.end, self.align) + param.size) * self.dtype.itemsize <= room
 
     def add(self, param: ParamInfo, position: int) -> None:
-        slot = Slot(param.fqn, _round_up(self.end, self.align), param.numel)
-        self.slots.append(slot)
-        self.end = slot.start + slot.numel
+        self.params.append(param)
+        self.end = _round_up(self.end, self.align) + param.size
+        self.longest = max(self.longest, _uncut(param))
         self.last_position = position
 
-    def close(self, index: int, num_shards: int) -> Bucket:
-        shard_numel = _round_up(-(-self.end // num_shards), self.align)
-        return Bucket(index, self.dtype, tuple(self.slots), num_shards, shard_numel)
+    def absorb(self, other: _Open) -> None:
+        """Take the parameters of a bucket that would be complete later."""
+        for param in other.params:
+            self.add(param, other.last_position)
+
+    def is_mostly_padding(self, num_pieces: int) -> bool:
+        """Tell whether blocks that must not be cut make the bucket more than twice as large as its parameters."""
+        return self.longest > 0 and self.close(0, num_pieces).numel > 2 * _round_up(self.end, self.align)
+
+    def close(self, index: int, num_pieces: int) -> Bucket:
+        tensors = [BlockedTensor(param.size, param.block) for param in self.params]
+        layout = plan_layout(tensors, num_shards=self.num_shards, align=self.align, num_pieces=num_pieces)
+        places = zip(self.params, layout.starts, strict=True)
+        slots = [Slot(param.fqn, start, param.numel) for param, start in places]
+        slots.sort(key=lambda slot: (slot.start, slot.start + slot.numel))  # an empty one before what starts there, too
+        return Bucket(index, self.dtype, tuple(slots), self.num_shards, layout.shard_numel)
+
+
+def _uncut(param: ParamInfo) -> int:
+    """Return how many elements must stay together; 0 if that does not matter."""
+    return param.block if param.block > 1 and param.size else 0
 
 
 def _round_up(value: int, multiple: int) -> int:

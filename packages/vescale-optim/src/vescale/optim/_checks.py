@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch
+from ._axes import DataAxes
 from ._axis import Axis
 from ._rules import ReduceRules
 
@@ -19,10 +20,8 @@ __all__ = [
     "check_shared_memory",
     "check_units",
     "check_zero",
-    "is_parallelized",
+    "executions_of",
     "mark_wrapped",
-    "refuse_hybrid",
-    "refuse_local_modes",
     "refuse_local_statistics",
     "set_grad_dtype",
 ]
@@ -50,8 +49,10 @@ def check_units(zero: int, units: object) -> None:
         raise ValueError(f"units must be a list of module names or regular expressions, got {units!r}")
 
 
-def check_module(module: nn.Module, trainable: dict[str, nn.Parameter], axis: Axis, *, moves_parameters: bool) -> None:
-    """Refuse a module whose parameters cannot be reduced over the axis, or cannot be moved into flat buffers.
+def check_module(
+    module: nn.Module, trainable: dict[str, nn.Parameter], axes: DataAxes, *, moves_parameters: bool
+) -> None:
+    """Refuse a module whose parameters cannot be reduced over the axes, or cannot be moved into flat buffers.
 
     Raises:
         ValueError: Naming the parameter.
@@ -64,7 +65,7 @@ def check_module(module: nn.Module, trainable: dict[str, nn.Parameter], axis: Ax
         if _torch.is_deferred_storage(tensor):
             raise ValueError(f"{fqn!r} has no storage (device meta); materialize the module before wrapping it")
         if isinstance(tensor, DTensor):
-            _check_placements(fqn, tensor, axis)
+            _check_placements(fqn, tensor, axes)
     _check_trainable(trainable)
     if moves_parameters:
         check_shared_memory(module, trainable)
@@ -82,15 +83,18 @@ def _check_trainable(trainable: dict[str, nn.Parameter]) -> None:
         raise ValueError(f"trainable parameters are on several devices: {devices}; move them to one")
 
 
-def _check_placements(fqn: str, tensor: DTensor, axis: Axis) -> None:
+def _check_placements(fqn: str, tensor: DTensor, axes: DataAxes) -> None:
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"{fqn!r} has placements {tensor.placements}; redistribute it to Shard or Replicate")
     mesh = tensor.device_mesh
+    ours = {axis.ranks: axis.name for axis in (axes.all, axes.shard, axes.replicate)}
     for dim in range(mesh.ndim):
-        if mesh.size(dim) > 1 and Axis.of_dim(mesh, dim).ranks == axis.ranks:
+        ranks = Axis.of_dim(mesh, dim).ranks
+        if len(set(ranks) & set(axes.all.ranks)) > 1:
             raise ValueError(
-                f"{fqn!r} is a DTensor over the axis {axis.name!r} itself (mesh {mesh.mesh_dim_names}, placements "
-                f"{tensor.placements}); distribute parameters over the other axes only, and leave this one to DDP"
+                f"{fqn!r} is a DTensor over the axis {ours.get(ranks, axes.all.name)!r} itself (mesh "
+                f"{mesh.mesh_dim_names}, placements {tensor.placements}); distribute parameters over the other axes "
+                "only, and leave this one to DDP"
             )
 
 
@@ -113,39 +117,14 @@ def mark_wrapped(parameters: Iterable[nn.Parameter]) -> None:
         setattr(param, _WRAPPED, True)
 
 
-def refuse_hybrid(zero: int, mesh: object) -> None:
-    """Refuse to shard over one axis and to replicate over another.
+def executions_of(module: nn.Module) -> list[Any]:
+    """Return what `vescale.dmodule` knows of how a module, or parts of it, run.
 
-    Raises:
-        NotImplementedError: For a mesh of several axes.
+    Its attribute ``any_rank`` is a function that tells whether a flag is set on any of the ranks that must make the
+    same calls; None if there are no others.
     """
-    if zero == 3 and isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
-        raise NotImplementedError(
-            f"zero=3 shards over one axis, and the mesh has {mesh.mesh_dim_names}: hybrid sharding (shards over one, "
-            'replicas over another) is not available; pass one axis, such as mesh["dp"], of all data-parallel ranks'
-        )
-
-
-def is_parallelized(module: nn.Module) -> bool:
-    """Tell whether the module, or a part of it, was made by `vescale.dmodule`."""
-    return any(_EXECUTION in vars(part) for part in module.modules())
-
-
-def refuse_local_modes(module: nn.Module) -> None:
-    """Refuse a module that `vescale.dmodule` runs on local tensors: it keeps them, and ZeRO 3 frees their memory.
-
-    Raises:
-        NotImplementedError: Naming the mode.
-    """
-    for fqn, part in module.named_modules():
-        modes = getattr(vars(part).get(_EXECUTION), "modes", {})
-        local = {mode for mode in modes.values() if mode != "eager"}
-        if local:
-            raise NotImplementedError(
-                f"zero=3 is not available for modules in mode {sorted(local)}, and {fqn or type(module).__name__!r} is "
-                'in it: it keeps local tensors of parameters, whose memory zero=3 frees. Call set_mode(module, "eager")'
-                ", or use zero=2"
-            )
+    found = (vars(part).get(_EXECUTION) for part in module.modules())
+    return [execution for execution in found if execution is not None]
 
 
 def refuse_local_statistics(module: nn.Module, axis: Axis) -> None:

@@ -13,6 +13,9 @@ Note: state of a slot
     ``no_sync``, brought more. The next reduction adds its mean to the reduced gradient, which is never reduced again:
     so all stages add in the same order.
 
+A local gradient may be a partial sum over other axes, see `_partials.py`; the slot's ``form`` knows. It is one until
+the end of the backward that reduces it.
+
 With ZeRO 2 the storage of ``grads`` exists from the first gradient of a bucket to the end of its reduction. It is
 resized to nothing and back, which keeps the views valid.
 """
@@ -21,13 +24,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
 
 from . import _torch
-from ._axis import Axis, Pending
+from ._axes import DataAxes
+from ._axis import Pending
 from ._buckets import Bucket, Part, Slot
 from ._grads import ShardedGradient, aligned
+from ._partials import Agreement, Form
 from ._reduction import Reduction
 from ._rules import ReduceRules
+from ._taker import Taker
 
 __all__ = ["FlatBucket", "FlatSlot"]
 
@@ -40,6 +47,8 @@ class FlatSlot:
         grad_part: Its flat part in ``grad_shard`` (ZeRO 1, 2).
         value_part: Its flat part in ``values`` (ZeRO 1, 2).
         placeholder: What ``param.grad`` is while the gradient is sharded (ZeRO 1, 2).
+        form: Over which other axes the local gradient of a DTensor is a partial sum; None for a plain parameter.
+        taker: Takes local gradients of a DTensor from elsewhere; set by the `Reducer`.
     """
 
     grad_part: Tensor
@@ -56,11 +65,28 @@ class FlatSlot:
         self.local_view = bucket.grads[plan.start : plan.start + plan.numel].view(local.shape)
         self.grad_view = _torch.wrap_like(self.local_view, param)
         self.placeholder = ShardedGradient(self) if bucket.sharded else None
+        self.form = Form(param) if isinstance(param, DTensor) else None
+        self.taker: Taker | None = None
 
     @property
     def published(self) -> Tensor:
         """What ``param.grad`` is between backward passes, if there is a gradient."""
-        return self.grad_view if self.placeholder is None else self.placeholder
+        if self.placeholder is not None:
+            return self.placeholder
+        if self.form is not None and self.form.over:
+            return self.form.view(self.local_view, self.param)
+        return self.grad_view
+
+    @property
+    def partial_dims(self) -> tuple[int, ...]:
+        """The mesh dims over which the local gradient that is there, if any, is a partial sum."""
+        is_there = self.unreduced and self.param.grad is self.published
+        return self.form.over if is_there else ()
+
+    @property
+    def kept_part(self) -> Tensor:
+        """The flat part of the reduced gradient that this rank keeps."""
+        return self.grad_part if self.bucket.sharded else self.local_view.view(-1)
 
     def before_accumulation(self, grad: Tensor | None) -> Tensor | None:
         """Return the gradient as it is to be accumulated, into a tensor of local gradients or into nothing.
@@ -69,31 +95,99 @@ class FlatSlot:
         """
         if grad is None:
             return None
+        dims = self._dims_to_keep(grad)
+        if not dims:
+            grad = aligned(self.fqn, self.param, grad)
+            if self.param.grad is not None and _torch.is_captured(self.param):
+                return grad
+        if self._make_place():
+            self.param.grad = self.grad_view if self.unreduced else None
+        if self.form is None:
+            return grad
+        adds, self.form.arriving = self._join(dims), dims
+        if self.unreduced:
+            self.form.arriving = self.form.over
+        if adds and not dims:
+            return grad
+        local = _torch.local_tensor(grad)
+        return _torch.wrap_like(local if adds else torch.zeros_like(local), self.param)
+
+    def _dims_to_keep(self, grad: Tensor) -> tuple[int, ...]:
+        """Return the dims over which a gradient of autograd is a partial sum, if it may stay one."""
+        form, param = self.form, self.param
+        if form is None or not isinstance(grad, DTensor) or grad.placements == form.placements:
+            return ()
+        dims = form.dims_of(grad.placements)
+        fits = grad.device_mesh == form.mesh and (param.grad is None or param.grad is self.published)
+        if not (dims and fits) or torch.is_grad_enabled() or not self.taker.knows(_torch.hook_keys(param)):
+            return ()
+        return () if _torch.is_captured(param) or not form.admits(dims) else dims
+
+    def _make_place(self) -> bool:
+        """Let the buffers count for a gradient only where ``param.grad`` says so; tell whether it does."""
         if self.param.grad is not self.published:
             self.unreduced = self.reduced = False  # cleared or replaced since: what the buffers hold does not count
-        elif self.unreduced:
-            self.param.grad = self.grad_view
-        else:
+            if self.form is not None:
+                self.form.over = ()
+            return False
+        if not self.unreduced:
             self.bucket.set_aside(self)
-            self.param.grad = None
-        return aligned(self.fqn, self.param, grad)
+        return True
+
+    def _join(self, dims: tuple[int, ...]) -> bool:
+        """Let what the buffers hold be added to a partial sum over ``dims``; tell whether this rank adds that one."""
+        form = self.form
+        if not self.unreduced or form.over == dims:
+            return True
+        target = form.union(dims)
+        if not form.adds(form.over, target):
+            self.local_view.zero_()
+        form.over = target
+        return form.adds(dims, target)
 
     def has_arrived(self) -> bool:
         """Tell whether there is a local gradient: autograd calls also where it had nothing to accumulate."""
         grad = self.param.grad
         if grad is None or grad is self.placeholder:
             return False
-        return self.unreduced or grad is not self.grad_view
+        return self.unreduced or grad is not self.published
 
     def take(self) -> None:
         """Move the gradient that autograd has left in ``param.grad`` into the bucket."""
         grad = self.param.grad
-        if grad is not self.grad_view:
+        if grad is not self.grad_view and grad is not self.published:
             grad = aligned(self.fqn, self.param, grad)
             self.bucket.allocate()
             self.local_view.copy_(_torch.local_tensor(grad))
+            if self.form is not None:
+                self.form.over, self.form.arriving = self.form.arriving, ()
         self.unreduced = True
         self.publish()
+
+    def receive(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
+        """Take a local gradient of a DTensor that autograd has not left in ``param.grad``, in any placements."""
+        form, param = self.form, self.param
+        dims = form.dims_of(placements)
+        is_kept = dims is not None and not torch.is_grad_enabled() and (not dims or form.admits(dims))
+        if not is_kept or (param.grad is not None and param.grad is not self.published):
+            self._receive_as_autograd(local, placements)
+            return
+        self._make_place()
+        if not self.unreduced:
+            self.bucket.allocate()
+            self.local_view.copy_(local)
+            self.unreduced, form.over = True, dims
+        elif self._join(dims):
+            self.local_view.add_(local.to(self.local_view.dtype))
+        self.publish()
+
+    def _receive_as_autograd(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
+        param = self.param
+        layout = {"run_check": False, "shape": param.shape, "stride": param.stride()}
+        grad = DTensor.from_local(local, param.device_mesh, placements, **layout)
+        grad = self.before_accumulation(aligned(self.fqn, param, grad).to(self.local_view.dtype))
+        param.grad = grad if param.grad is None else param.grad + grad
+        self.take()
 
     def publish(self) -> None:
         """Set ``param.grad`` to what it is between backward passes."""
@@ -104,17 +198,23 @@ class FlatSlot:
         grad = self.param.grad
         if grad is None:
             self.unreduced = self.reduced = False
-        elif grad is not self.grad_view and grad is not self.placeholder:
+        elif grad is not self.published:
             self.reduced = False  # assigned by hand
+            if self.form is not None:
+                self.form.over = self.form.arriving = ()
             self.take()
         if not self.unreduced:
             self.bucket.set_aside(self)
             self.local_view.zero_()
+            if self.form is not None:
+                self.form.over = ()
 
     def zero(self) -> None:
         """Make the sharded gradient zero (which is not the same as having none)."""
         self.grad_part.zero_()
         self.unreduced, self.reduced = False, True
+        if self.form is not None:
+            self.form.over = ()
 
     def check_reduced(self) -> None:
         """Raise RuntimeError if the gradient is there and has not been reduced."""
@@ -131,33 +231,41 @@ class FlatBucket:
     Args:
         plan: Layout.
         params: The parameters of ``plan.slots``, in that order.
-        axis: Data-parallel axis.
+        axes: Data-parallel axes.
         zero: 0, 1 or 2.
         rules: Dtypes, and the order of sums.
+
+    Attributes:
+        may_wait: Whether a rank may wait for the bucket's reduction before the end of backward: not with ZeRO 3, see
+            `_reduce.py`.
+        agreement: What the ranks agree on before the first reduction.
     """
 
     def __init__(
         self,
         plan: Bucket,
         params: list[nn.Parameter],
-        axis: Axis,
+        axes: DataAxes,
         *,
         zero: int,
         rules: ReduceRules = ReduceRules(),  # noqa: B008 - immutable
     ):
         self.plan = plan
-        self.axis = axis
+        self.axes = axes
+        self.axis = axis = axes.shard
         self.label = f"bucket {plan.index} ({plan.slots[0].fqn!r} and {len(plan.slots) - 1} more)"
         self.ordered = rules.ordered
         self.wire_dtype = rules.wire(plan.dtype)
         self.sharded = zero >= 1
         self.frees_grads = zero >= 2
+        self.may_wait = zero < 3 or axis.size == 1
         self.start, self.stop = plan.shard(axis.coord)
         device = _torch.local_tensor(params[0]).device
         self.grads = torch.zeros(plan.numel, dtype=rules.kept(plan.dtype), device=device)
         self._kept: Tensor | None = None
         parts = plan.parts(axis.coord)
         self.slots = [FlatSlot(self, *each) for each in zip(plan.slots, params, parts, strict=True)]
+        self.agreement = Agreement(self.slots, axes.all)
         if self.sharded:
             self.grad_shard = torch.zeros(plan.shard_numel, dtype=self.grads.dtype, device=device)
             self._adopt_parameters()
@@ -194,9 +302,9 @@ class FlatBucket:
 
     @property
     def needs_room(self) -> bool:
-        """Whether a reduction in flight holds memory that its end gives back."""
-        copied = self.sharded and self.axis.copies_to_scatter
-        return self.frees_grads or self.ordered or copied or self.wire_dtype != self.grads.dtype
+        """Whether a reduction in flight holds memory that its end gives back, or has to be brought to the replicas."""
+        more = self.sharded and (self.axis.copies_to_scatter or self.axes.replicate.size > 1)
+        return self.frees_grads or self.ordered or more or self.wire_dtype != self.grads.dtype
 
     def set_aside(self, slot: FlatSlot) -> None:
         """Make room in ``grads`` for a local gradient where a reduced one lies (ZeRO 0)."""
@@ -215,7 +323,15 @@ class FlatBucket:
         self.allocate()
         for slot in self.slots:
             slot.settle()
+        self._conform()
         return Reduction(self)
+
+    def _conform(self) -> None:
+        """Make the local gradients partial sums over the same axes on all data-parallel ranks."""
+        self.agreement.finish()
+        for slot in self.slots:
+            if slot.form is not None:
+                slot.form.conform(slot.local_view)
 
     def store(self, mean: Tensor) -> None:
         """Put the mean, of this coord's shard or (ZeRO 0) of all, in its place, or add it to the reduced gradient."""
@@ -235,7 +351,7 @@ class FlatBucket:
         place = slot.grad_part if self.sharded else slot.local_view.view(-1)
         start = place.storage_offset()
         fresh = mean[start : start + place.numel()]
-        if not slot.reduced:
+        if not slot.reduced or (slot.form is not None and slot.form.is_silent):
             place.copy_(fresh)
         elif self.sharded:
             place.add_(fresh)

@@ -130,7 +130,7 @@ def named_state(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]], e
     for index, (group, expected) in enumerate(zip(groups, names, strict=True)):
         here = group.get("param_names")
         if here is None:
-            with_frozen = len(groups) == 1 and len(group["params"]) == len(every)
+            with_frozen = len(groups) == 1 and len(group["params"]) == len(every) > len(expected)
             here = every if with_frozen else expected
         missing = sorted(set(expected) - set(here))
         if len(here) != len(group["params"]) or missing:

@@ -24,7 +24,10 @@ _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
 def check_class(optimizer_class: Any) -> None:
     """Raise TypeError or ValueError if ranks cannot step parts of parameters by an optimizer of this class."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer_class must be a class such as torch.optim.AdamW, got {optimizer_class!r}")
+        raise TypeError(
+            f"optimizer_class_or_instance must be a class such as torch.optim.AdamW, or an optimizer, "
+            f"got {optimizer_class!r}"
+        )
     muon = next((base for base in optimizer_class.__mro__ if base in (torch.optim.Muon, Muon)), None)
     if muon not in (None, optimizer_class):
         raise ValueError(

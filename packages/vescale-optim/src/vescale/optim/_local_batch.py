@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,14 +38,15 @@ _QUIET = (
 class _LocalBatch(threading.local):
     """The state of one thread: how many hooked modules are running, and the context of the outermost."""
 
-    def __init__(self, axis: DeviceMesh):
-        self.axis = axis
+    def __init__(self, meshes: Sequence[DeviceMesh]):
+        self.meshes = meshes
         self.depth = 0
         self.context = contextlib.ExitStack()
 
     def enter(self, _module: nn.Module, _args: tuple) -> None:
         if self.depth == 0:
-            self.context.enter_context(random.local_batch(self.axis))
+            for mesh in self.meshes:
+                self.context.enter_context(random.local_batch(mesh))
         self.depth += 1
 
     def leave(self, _module: nn.Module, _args: tuple, _output: object) -> None:
@@ -52,12 +54,20 @@ class _LocalBatch(threading.local):
         if self.depth == 0:
             self.context.close()
 
+    # `vescale.dmodule` leaves these hooks out inside of compiled code: the hooks of the compiled module itself count
+    enter._vescale_in_graph = leave._vescale_in_graph = "absent"
 
-def attach_local_batch(module: nn.Module, axis: DeviceMesh) -> None:
-    """Make every call of ``module``, or of a part of it, run as this rank's part of the batch over ``axis``."""
-    if axis.size() == 1:
+
+def attach_local_batch(module: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
+    """Make every call of ``module``, or of a part of it, run as this rank's part of the batch.
+
+    Args:
+        module: The module.
+        meshes: 1-D meshes over which the batch is divided: over the first, its parts over the second, and so on.
+    """
+    if not meshes:
         return
-    state = _LocalBatch(axis)
+    state = _LocalBatch(meshes)
     for part in module.modules():
         if part is module or not isinstance(part, _QUIET):
             part.register_forward_pre_hook(state.enter, prepend=True)

@@ -7,14 +7,16 @@ copy of what this rank owns, and the parameter is that copy, rounded:
 
 Whoever writes into the parameters between steps (``load_state_dict``, an initialization) means to be heard: before a
 step the master takes the value wherever the value is no longer the rounded master. The versions that torch counts of
-each tensor tell when to look. A write through ``.data`` leaves no trace there: call ``refresh``.
+each tensor tell when to look. A write through ``.data`` leaves no trace there: call ``refresh``. The same holds for
+masters that begin from values that were never rounded (`_originals.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor, nn
 
 from . import _torch
 from ._pieces import Piece
@@ -27,11 +29,24 @@ class MasterWeights:
 
     Args:
         pieces: All pieces of a model.
+        original: Gives the values that a piece's parameter had before it was rounded, or None.
     """
 
-    def __init__(self, pieces: Iterable[Piece]):
+    def __init__(self, pieces: Iterable[Piece], original: Callable[[nn.Parameter], Tensor | None] = lambda _: None):
         self.pieces = [piece for piece in pieces if piece.value is not None]
+        self._begin(original)
         self._seen = self._versions()
+
+    @torch.no_grad()
+    def _begin(self, original: Callable[[nn.Parameter], Tensor | None]) -> None:
+        began = False
+        for piece in self.pieces:
+            values = original(piece.param)
+            if values is not None:
+                piece.tensor.copy_(values.view(piece.tensor.shape))
+                began = True
+        if began:
+            self.refresh()
 
     def _versions(self) -> list[tuple[int, int]]:
         shared = [(_torch.local_tensor(piece.param), piece.value) for piece in self.pieces]

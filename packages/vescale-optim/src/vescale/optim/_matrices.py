@@ -98,8 +98,8 @@ class PieceMatrices:
 
     def __init__(self, pieces: Iterable[Piece], model: object):
         self._by_tensor = {piece.tensor: piece for piece in pieces}
-        ddp = model if isinstance(model, DDP) and model._axis.size > 1 else None
-        self._axis = ddp._axis if ddp else None
+        ddp = model if isinstance(model, DDP) and _owners_axis(model).size > 1 else None
+        self._axis = _owners_axis(ddp) if ddp else None
         self._holdings = _holdings(ddp) if ddp and ddp.zero else None
         self._plans: dict[tuple[Tensor, ...], _Plan] = {}
 
@@ -137,6 +137,11 @@ class PieceMatrices:
                 spans = cut_spans(matrices, [self._holdings[piece.fqn] for piece in pieces])
             self._plans[tensors] = _Plan(pieces, matrices, spans, size)
         return self._plans[tensors]
+
+
+def _owners_axis(model: DDP) -> Axis:
+    """Return the axis of the owners: with ZeRO that of the shards, whose replicas all do the same."""
+    return model._axes.shard if model.zero else model._axes.all
 
 
 def _holdings(model: DDP) -> dict[str, list[Holding]]:

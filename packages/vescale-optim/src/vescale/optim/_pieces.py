@@ -24,6 +24,7 @@ from vescale.dtensor import flat_range_boxes, local_views
 
 from . import _torch
 from ._grads import ShardedGradient, local_gradient
+from ._ragged import Spread
 from .ddp import DDP
 
 __all__ = ["Piece", "StatePiece", "cut_pieces"]
@@ -41,11 +42,20 @@ class Piece:
         tensor: What the torch optimizer updates: the parameter, its local tensor, a flat view of a part of it, or a
             copy of that in a wider dtype (`_master.py`).
         value: If ``tensor`` is such a copy, the memory that gets its rounded values.
+        spread: How the data-parallel ranks share the parameter, if there are such.
         loaded: The ``param.grad`` for which ``tensor.grad`` is the right part, if that stays so between steps.
     """
 
     def __init__(
-        self, fqn: str, param: nn.Parameter, tensor: Tensor, start: int, stop: int, *, value: Tensor | None = None
+        self,
+        fqn: str,
+        param: nn.Parameter,
+        tensor: Tensor,
+        start: int,
+        stop: int,
+        *,
+        value: Tensor | None = None,
+        spread: Spread | None = None,
     ):
         self.fqn = fqn
         self.param = param
@@ -53,6 +63,7 @@ class Piece:
         self.start = start
         self.stop = stop
         self.value = value
+        self.spread = spread
         self.loaded: Tensor | None = None
 
     def gradient(self) -> Tensor | None:
@@ -110,9 +121,16 @@ def cut_pieces(model: nn.Module, *, master_dtype: torch.dtype | None = None, det
                 f"{fqn!r} is not the parameter that DDP wrapped: it was replaced or unfrozen since. Change the module "
                 "first, then wrap it in DDP"
             )
-    if not model.zero:
-        return [_whole(fqn, slot.param, master_dtype, detached) for fqn, slot in slots.items()]
-    return [_cut(fqn, slot.param, slot.value_part, *slot.part, master_dtype) for fqn, slot in slots.items()]
+    pieces = []
+    for fqn, slot in slots.items():
+        dtype = model.originals.master_dtype(slot.param, master_dtype)
+        if model.zero:
+            piece = _cut(fqn, slot.param, slot.value_part, *slot.part, dtype)
+        else:
+            piece = _whole(fqn, slot.param, dtype, detached)
+        piece.spread = model.spreads[piece.param]
+        pieces.append(piece)
+    return pieces
 
 
 def _whole(fqn: str, param: nn.Parameter, master_dtype: torch.dtype | None, detached: bool) -> Piece:
@@ -165,12 +183,42 @@ class StatePiece:
             position += numel
         return boxes
 
+    def to_dtensor(self) -> DTensor:
+        """Return the state as a DTensor of the global shape over the data-parallel axis, in the same memory.
+
+        Its placement there is `vescale.dtensor.RaggedShard`, or ``Replicate`` where ranks hold all of it (ZeRO 0); a
+        tensor-parallel parameter's state is over the axes of both. So ``full_tensor()`` and ``redistribute`` work, and
+        checkpoints store and reshard it. What is written into it is in the state.
+
+        Raises:
+            ValueError: If the model is no ``DDP``: this tensor is all there is on any data-parallel rank.
+            NotImplementedError: If no placement says what ranks hold: of a parameter without dims, or with
+                tensor-parallel shards of unequal size. The rectangles (``__boxes__``) do.
+
+        Example:
+            >>> state = optimizer.state_dict()["state"]                               # doctest: +SKIP
+            >>> state["layers.0.weight"]["exp_avg"].to_dtensor().placements           # doctest: +SKIP
+            (RaggedShard(dims=(0, 1), local_units=(5, 0, 7)),)
+        """
+        if self.piece.spread is None:
+            raise ValueError(
+                f"the state of {self.piece.fqn!r} belongs to a model without DDP, so it is on no data-parallel mesh; "
+                "use .tensor, which is all of this rank's state"
+            )
+        return self.piece.spread.to_dtensor(self.tensor, self.piece.param)
+
     def load(self, value: object) -> None:
         """Copy in place from another value with the same boxes, or from a whole tensor of the global shape.
 
+        A whole tensor may be a DTensor, over the mesh of `to_dtensor` in any placements (all ranks call it alike, and
+        exchange what is needed), or placed like the parameter.
+
         Raises:
-            ValueError: If shapes or boxes do not match.
+            ValueError: If shapes or boxes do not match, or a DTensor is distributed otherwise.
         """
+        if isinstance(value, DTensor) and tuple(value.shape) == self.__global_shape__:
+            self._load_distributed(value)
+            return
         ours = self.__boxes__()
         if isinstance(value, Tensor) and tuple(value.shape) == self.__global_shape__:
             theirs = [(offsets, value[_slices(offsets, view.shape)]) for offsets, view in ours]
@@ -187,9 +235,29 @@ class StatePiece:
         for (_, target), (_, source) in zip(ours, theirs, strict=True):
             target.copy_(source)
 
+    def _load_distributed(self, value: DTensor) -> None:
+        piece, param, part = self.piece, self.piece.param, None
+        if _has_layout_of(value, param):
+            part = _torch.local_tensor(value).reshape(-1)[piece.start : piece.stop]
+        elif piece.spread is not None:
+            part = piece.spread.part_of(value, param)
+        if part is None:
+            here = f" with placements {param.placements} over {param.device_mesh}" if isinstance(param, DTensor) else ""
+            raise ValueError(
+                f"{piece.fqn!r} is loaded from a DTensor with placements {value.placements} over {value.device_mesh}, "
+                f"and has shape {self.__global_shape__}{here}; redistribute it to that, or over the data-parallel mesh "
+                "of to_dtensor()"
+            )
+        self.tensor.copy_(part.reshape(self.tensor.shape))
+
     def __repr__(self) -> str:
         boxes = [f"{offsets} + {tuple(view.shape)}" for offsets, view in self.__boxes__()]
         return f"StatePiece({self.piece.fqn!r}, shape={self.__global_shape__}, boxes=[{', '.join(boxes)}])"
+
+
+def _has_layout_of(value: DTensor, param: Tensor) -> bool:
+    alike = isinstance(param, DTensor) and value.device_mesh == param.device_mesh
+    return alike and value.placements == param.placements
 
 
 def _rectangles(param: Tensor) -> list[Rectangle]:

@@ -9,10 +9,22 @@ Note: what keeps collectives matched between ranks
     synchronising backward. A parameter that got no gradient on this rank (a branch not taken, an expert without tokens)
     contributes zeros. So ranks may take different paths through the model; each must run the backward, though.
 
+Note: what must not wait
+    With ZeRO 3 a rank that waits for a bucket, before the end of its backward, may wait for ever: another rank launches
+    that bucket only at its end, because it has not used a parameter of it, and before that it gathers units, in which
+    the first has to take part. So there a wait has a limit, and after one that has reached it, only what has ended is
+    finished. Second collectives (hybrid sharding) are then launched when their first has been seen to end: in the order
+    of buckets, in a process group of their own.
+
 Note: unused on every rank
     One process leaves ``param.grad`` None, and an optimizer then skips the parameter: no weight decay, no momentum. To
     do the same, ranks must know whether any of them had a gradient: one more all-reduce, of one integer per parameter,
     at the end. With ``find_unused_parameters=False`` it is left out, and a missing gradient is an error.
+
+Note: other ways than autograd
+    Static mode of `vescale.dmodule` hands the gradients of DTensors over itself (`_taker.py`). A parameter may get some
+    in both ways in one backward, for example if the caller's own code uses it, too. It has them all when whoever hands
+    them over says so.
 
 Note: nested backward
     Reentrant activation checkpointing runs a backward inside a node of another. Its end is not the end: if buckets are
@@ -26,17 +38,23 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement
 
 from . import _torch
 from ._axis import Axis
 from ._flat import FlatBucket, FlatSlot
+from ._partials import Agreement, sum_partials
 from ._reduction import Reduction
+from ._taker import TAKER, Taker
 
 __all__ = ["Reducer"]
 
 #: Buckets whose memory may wait for a collective while backward fills the next.
 MAX_IN_FLIGHT = 2
+
+#: Seconds that a rank waits for a bucket during backward where it must not wait for ever.
+PATIENCE = 1.0
 
 
 class _Round:
@@ -45,10 +63,10 @@ class _Round:
     def __init__(self, buckets: Sequence[FlatBucket]):
         self.backwards: set[int] = set()
         self.missing = [len(bucket.slots) for bucket in buckets]
-        self.arrived: set[FlatSlot] = set()
+        self.arrived: set[FlatSlot] = set()  # those whose gradients have all come
         self.next_bucket = 0
         self.in_flight: deque[Reduction] = deque()  # in the order of their launch
-        self.gathering: deque[Reduction] = deque()  # those of ordered sums that have proceeded; older than in_flight
+        self.gathering: deque[Reduction] = deque()  # those whose second collective is on its way; older than in_flight
 
     def finish(self) -> None:
         """Wait for everything that has been launched."""
@@ -86,27 +104,44 @@ class Reducer:
         self.overlap = overlap
         self.find_unused = find_unused
         self.synchronises = True
+        self._patience = PATIENCE
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._distributed = [slot for slot in self.slots if slot.form is not None and slot.form.dims]
         self._round: _Round | None = None
         for slot in self.slots:
             self._attach(slot)
 
     def _attach(self, slot: FlatSlot) -> None:
-        slot.param.register_hook(slot.before_accumulation)
-        slot.param.register_post_accumulate_grad_hook(lambda _param: self._arrive(slot))
+        before = slot.param.register_hook(slot.before_accumulation)
+        after = slot.param.register_post_accumulate_grad_hook(lambda _param: self._arrive(slot))
+        if slot.form is not None:
+            slot.taker = Taker((before.id, after.id), lambda *gradient: self._receive(slot, *gradient))
+            setattr(slot.param, TAKER, slot.taker)
 
     def _arrive(self, slot: FlatSlot) -> None:
         if not slot.has_arrived():
             return
-        if self.synchronises or self._round is not None:
-            self._join_round(slot)
+        self._join_round(slot)
         slot.take()
-        if self._round is not None:
-            self._round.missing[slot.bucket.plan.index] -= 1
-            if self.overlap:
-                self._launch_complete()
+        self._note(slot, more=slot.taker is not None and slot.taker.comes_more())
+
+    def _receive(self, slot: FlatSlot, local: Tensor, placements: Sequence[Placement], more: bool) -> None:
+        """Take a gradient that did not come through autograd."""
+        self._join_round(slot)
+        slot.receive(local, placements)
+        self._note(slot, more=more)
+
+    def _note(self, slot: FlatSlot, *, more: bool) -> None:
+        if self._round is None or more:
+            return
+        self._round.arrived.add(slot)
+        self._round.missing[slot.bucket.plan.index] -= 1
+        if self.overlap:
+            self._launch_complete()
 
     def _join_round(self, slot: FlatSlot) -> None:
+        if not self.synchronises and self._round is None:
+            return
         self._round = self._round or _Round(self.buckets)
         if slot in self._round.arrived:
             raise RuntimeError(
@@ -114,7 +149,6 @@ class Reducer:
                 "backward() ended with an exception: call zero_grad() of the DDP module; or reentrant activation "
                 "checkpointing uses the parameter twice or leaves others unused: pass use_reentrant=False"
             )
-        self._round.arrived.add(slot)
         number = _torch.backward_number()
         if number not in self._round.backwards:
             self._round.backwards.add(number)
@@ -124,6 +158,9 @@ class Reducer:
         """Launch, in order, the buckets that are complete."""
         now = self._round
         while now.next_bucket < len(self.buckets) and now.missing[now.next_bucket] == 0:
+            bucket = self.buckets[now.next_bucket]
+            if not self._goes_on(bucket, bucket.agreement):
+                return
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -131,13 +168,22 @@ class Reducer:
         bucket = self.buckets[now.next_bucket]
         now.next_bucket += 1
         now.in_flight.append(bucket.reduce())
-        # Which bucket is finished when depends on the number of launches only: the same on all ranks.
-        if bucket.needs_room and len(now.in_flight) > MAX_IN_FLIGHT:
+        # If it may wait, which bucket goes on when depends on the number of launches only: the same on all ranks.
+        while bucket.needs_room and len(now.in_flight) > MAX_IN_FLIGHT and self._goes_on(bucket, now.in_flight[0]):
             oldest = now.in_flight.popleft()
             oldest.proceed()
             now.gathering.append(oldest)
-            while now.gathering and not (now.gathering[0].is_gathering and len(now.gathering) <= MAX_IN_FLIGHT):
+            while now.gathering and not (now.gathering[0].is_spreading and len(now.gathering) <= MAX_IN_FLIGHT):
+                if not self._goes_on(bucket, now.gathering[0]):
+                    return
                 now.gathering.popleft().finish()
+
+    def _goes_on(self, bucket: FlatBucket, awaited: Reduction | Agreement) -> bool:
+        """Tell whether to go a step further, after what has to be awaited, before the end of backward."""
+        if bucket.may_wait or awaited.comes_within(self._patience):
+            return True
+        self._patience = 0.0
+        return False
 
     def _backward_ended(self) -> None:
         now = self._round
@@ -145,7 +191,7 @@ class Reducer:
             return
         while now.next_bucket < len(self.buckets):
             self._launch_next()
-        used = torch.tensor([slot.param.grad is not None for slot in self.slots], dtype=torch.int32)
+        used = torch.tensor([_use(slot) for slot in self.slots], dtype=torch.int32)
         pending = None
         if self.find_unused:
             used = used.to(self.axis.device_type)
@@ -153,10 +199,13 @@ class Reducer:
         now.finish()
         if pending is not None:
             pending.wait()
+        sum_partials(self._distributed)
         self._round = None
-        for slot, is_used in zip(self.slots, used.tolist(), strict=True):
-            if is_used:
+        for slot, use in zip(self.slots, used.tolist(), strict=True):
+            if use:
                 slot.publish()
+            if use > 1 and self.find_unused:
+                slot.form.learn(use - 1)
         self._check_complete()
 
     def _check_complete(self) -> None:
@@ -189,3 +238,10 @@ class Reducer:
         if self._round is not None:
             self._round.finish()
             self._round = None
+
+
+def _use(slot: FlatSlot) -> int:
+    """Return 0 for a parameter that this rank has not used, else 1 and more: see `Form.mark`."""
+    if slot.param.grad is None:
+        return 0
+    return 1 if slot.form is None else 1 + slot.form.mark()

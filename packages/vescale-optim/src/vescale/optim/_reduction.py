@@ -1,23 +1,29 @@
-"""The reduction of one buffer over the ranks of an axis, from its launch to the mean in its place.
+"""The reduction of one buffer over the data-parallel ranks, from its launch to the mean in its place.
 
-    rules       ZeRO   collectives                       bytes sent per rank, N ranks    buffers beside the gradients
-    backend     0      all-reduce                        2 (N-1)/N                       none
-    backend     1-3    reduce-scatter                    (N-1)/N; gloo: 2 (N-1)/N        1/N; gloo: 1 while in flight
-    ordered     0      all-to-all, sum, all-gather       2 (N-1)/N                       1 while in flight
-    ordered     1-3    all-to-all, sum                   (N-1)/N                         1 while in flight
+With N = S R ranks, of which S hold the shards of the buffer and R each of them (`_axes.py`; ZeRO 0: S = 1; one axis and
+ZeRO 1 to 3: R = 1), the buffer is the bucket's, and the result this rank's shard of 1/S:
 
-Bytes and buffers in units of the bucket, in the dtype of the wire; a wire of another dtype than the gradients is one
-more buffer while it is in flight. At most three buckets are in flight where that takes memory. In the ordered sum every
-coord gets all addends of its shard
+    rules      first, from the launch       then, from `proceed` on         bytes sent per rank
+    backend    reduce-scatter over S        all-reduce over R               (S-1)/S + 2 (R-1)/N;  gloo: 2 (S-1)/S + ...
+    ordered    all-to-all over N, sum       all-gather over R               (N-1)/N + (R-1)/N
 
-    received    | from coord 0 | from coord 1 | from coord 2 |        shard = (0 + 1) + 2, element by element
+A collective over one rank is left out; an all-reduce that comes first is launched at once. So ZeRO 0 sends 2 (N-1)/N,
+and ZeRO 1 to 3 on one axis (N-1)/N, by either rule. Bytes are in units of the bucket, in the dtype of the wire; a wire
+of another dtype than the gradients is one more buffer while it is in flight. The first collective needs one more by
+``"ordered"``; by ``"backend"`` 1/S, with gloo one. At most three buckets are in flight where that takes memory or where
+a second collective is to follow (ZeRO 3: where communication keeps up).
 
-so that an element's sum does not depend on where in a buffer, and in which buffer, it lies. A backend's ring adds in an
-order that does.
+In the ordered sum the replicas of a shard cut it into pieces, and every rank gets all addends of its own
+
+    received    | from rank 0 | from rank 1 | from rank 2 |        piece = (0 + 1) + 2, element by element
+
+so that an element's sum does not depend on where in a buffer, and in which buffer, it lies, nor on what is sharded. A
+backend's ring adds in an order that does, and in hybrid sharding it adds the sums of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,91 +39,102 @@ __all__ = ["Reduction", "ScatteredSum"]
 
 
 class ScatteredSum:
-    """A sum over ranks of which every coord gets its shard.
+    """A sum over ranks of which every coord gets its part.
 
     Args:
         axis: Of more than one rank.
-        wire: Every coord's shard, one after the other; unchanged until `result` returns.
-        ordered: Add in the order of coords.
+        wire: Every coord's part, one after the other; unchanged until `result` returns.
+        order: Coords in the order in which to add; None leaves it to the backend.
         what: Name in errors.
         out: Where the backend may put the sum; by default a new tensor.
     """
 
-    def __init__(self, axis: Axis, wire: Tensor, *, ordered: bool, what: str, out: Tensor | None = None):
-        self._ordered = ordered
-        self._num_ranks = axis.size
+    def __init__(self, axis: Axis, wire: Tensor, *, order: Sequence[int] | None, what: str, out: Tensor | None = None):
+        self._order = order
         self._pending: Pending | None
-        if ordered:
+        if order is not None:
             self._out = torch.empty_like(wire)
             self._pending = axis.exchange(self._out, wire, what=what)
         else:
             self._out = wire.new_empty(wire.numel() // axis.size) if out is None else out
             self._pending = axis.reduce_scatter(self._out, wire, what=what)
 
+    def comes_within(self, seconds: float) -> bool:
+        """Wait no longer than that, and tell whether `result` will not wait."""
+        return self._pending is None or self._pending.ends_within(seconds)
+
     def result(self) -> Tensor:
-        """Wait for, and return, this coord's shard of the sum."""
+        """Wait for, and return, this coord's part of the sum."""
         if self._pending is not None:
             self._pending.wait()
-        if not self._ordered:
+        if self._order is None:
             return self._out
-        first, *others = self._out.view(self._num_ranks, -1).unbind()
-        for other in others:
-            first.add_(other)
-        return first
+        addends = self._out.view(len(self._order), -1)
+        total = addends[self._order[0]]
+        for coord in self._order[1:]:
+            total.add_(addends[coord])
+        return total
 
 
 class Reduction:
     """The reduction of a bucket's gradients on its way; ``finish`` leaves the mean in its place.
 
     It is begun by constructing it. ``proceed`` and ``finish`` may launch a collective and wait for one: every rank must
-    call them at the same place in its sequence of collectives.
+    call them at the same place in its sequence of collectives over that axis.
+
+    Attributes:
+        is_spreading: Whether its second collective has been launched, which brings the sum to the replicas.
     """
 
     def __init__(self, bucket: FlatBucket):
         self.bucket = bucket
+        self.is_spreading = False
         self._sum: ScatteredSum | None = None
-        self._whole: Tensor | None = None  # the buffer that holds, in the end, the sum of the whole bucket
         self._pending: Pending | None = None
-        if bucket.axis.size == 1:
+        self._total = bucket.grads  # where the sum of this rank's shard will be, unless `_sum` brings it
+        axes = bucket.axes
+        if axes.all.size == 1:
             return
         wire = bucket.grads.to(bucket.wire_dtype)  # the gradients themselves, if that is their dtype
-        if bucket.sharded:
+        self._total = axes.own_shard(wire)
+        if bucket.ordered:
+            self._sum = ScatteredSum(axes.pieces, wire, order=axes.batch_order, what=bucket.label)
+        elif axes.shard.size > 1:
             direct = wire is bucket.grads and not bucket.accumulates
             out = bucket.grad_shard if direct else None
-            self._sum = ScatteredSum(bucket.axis, wire, ordered=bucket.ordered, what=bucket.label, out=out)
-            return
-        self._whole = wire
-        if bucket.ordered:
-            self._sum = ScatteredSum(bucket.axis, wire, ordered=True, what=bucket.label)
+            self._sum = ScatteredSum(axes.shard, wire, order=None, what=bucket.label, out=out)
         else:
-            self._pending = bucket.axis.all_reduce(wire, what=bucket.label)
+            self._pending = axes.replicate.all_reduce(wire, what=bucket.label)
 
-    @property
-    def is_gathering(self) -> bool:
-        """Whether the ordered sum is taken and travels to the other ranks (ZeRO 0)."""
-        return self.bucket.ordered and self._pending is not None
+    def comes_within(self, seconds: float) -> bool:
+        """Wait no longer than that, and tell whether what is on its way now has come."""
+        if self._sum is not None:
+            return self._sum.comes_within(seconds)
+        return self._pending is None or self._pending.ends_within(seconds)
 
     def proceed(self) -> None:
-        """Free what buffers can be freed before the end: add up, and gather if the bucket is not sharded."""
-        if self._whole is None or self._sum is None:
+        """Free what buffers can be freed before the end: take the first sum, and launch what has to follow."""
+        if self._sum is None or self.bucket.axes.replicate.size == 1:
             return
-        bucket = self.bucket
-        shard = self._whole[bucket.start : bucket.stop]
-        shard.copy_(self._sum.result())
-        self._sum = None
-        self._pending = bucket.axis.all_gather(self._whole, shard, what=bucket.label)
+        axes, label = self.bucket.axes, self.bucket.label
+        found, self._sum = self._sum.result(), None
+        if self.bucket.ordered:
+            piece = axes.own_piece(self._total)
+            piece.copy_(found)
+            self._pending = axes.replicate.all_gather(self._total, piece, what=label)
+        else:
+            self._total = found
+            self._pending = axes.replicate.all_reduce(found, what=label)
+        self.is_spreading = True
 
     def finish(self) -> None:
         """Wait, divide by the number of ranks, and store or add the result."""
         self.proceed()
-        bucket = self.bucket
-        bucket.store(average_(self._total(), bucket.axis.size, bucket.grads.dtype))
-        self._sum = self._whole = None
-
-    def _total(self) -> Tensor:
-        bucket = self.bucket
         if self._sum is not None:
-            return self._sum.result()
-        if self._pending is not None:
+            self._total = self._sum.result()
+        elif self._pending is not None:
             self._pending.wait()
-        return bucket.grads if self._whole is None else self._whole
+        bucket = self.bucket
+        bucket.store(average_(self._total, bucket.axes.all.size, bucket.grads.dtype))
+        self._sum = self._pending = None
+        self._total = bucket.grads  # frees what was the bucket's no longer

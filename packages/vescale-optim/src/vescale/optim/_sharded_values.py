@@ -15,6 +15,7 @@ Note: a parameter without values
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,6 +50,9 @@ _FUNCTIONS = frozenset(
     )
 )
 # fmt: on
+
+#: Attribute of a parameter whose memory is freed and refilled: its `Memory`.
+_MEMORY = "_vescale_memory"
 
 _hidden_classes: dict[type, type] = {}
 
@@ -114,6 +118,34 @@ def _hidden_class(shown: type) -> type:
     return _hidden_classes[shown]
 
 
+class Memory:
+    """How others get at the memory of one bucket's parameters."""
+
+    def __init__(self, values: ShardedValues):
+        self._values = values
+
+    def share(self, parameter: Tensor, tensor: nn.Parameter, *, is_view: bool) -> None:
+        """Guard another parameter that stands for one of the bucket, too, as long as somebody holds it.
+
+        Args:
+            parameter: One of the bucket.
+            tensor: A leaf.
+            is_view: Whether it lies over the memory of the parameter, for a DTensor that of the local tensor.
+        """
+        params = self._values.params
+        tensor._vescale_name = parameter._vescale_name
+        self._values.share(
+            next(at for at, param in enumerate(params) if param is parameter) if is_view else None, tensor
+        )
+
+    def __reduce__(self) -> tuple:
+        return _nobody, ()
+
+
+def _nobody() -> None:
+    return None
+
+
 class ShardedValues:
     """The values of one bucket's parameters. With one rank they are whole all the time.
 
@@ -133,6 +165,7 @@ class ShardedValues:
         self.axis = axis
         self._values = torch.zeros(plan.numel, dtype=plan.dtype, device=_torch.local_tensor(params[0]).device)
         self._guards: list[tuple[Tensor, type, type]] = []
+        self._shared: list[tuple[weakref.ref[Tensor], int | None]] = []  # and the parameter's position if it is a view
         for view, param, slot in zip(self._views(), self.params, plan.slots, strict=True):
             local = _torch.local_tensor(param)
             view.copy_(local.detach())
@@ -140,6 +173,8 @@ class ShardedValues:
             for tensor in dict.fromkeys((param, local)):
                 tensor._vescale_name = slot.fqn
                 self._guards.append((tensor, type(tensor), _hidden_class(type(tensor))))
+            if axis.size > 1:
+                setattr(param, _MEMORY, Memory(self))
         start, stop = plan.shard(axis.coord)
         self._own = slice(start, stop)
         self.shard = self._values[start:stop] if axis.size == 1 else self._values[start:stop].clone()
@@ -169,6 +204,8 @@ class ShardedValues:
             self._pending = None
         for tensor, shown, _ in self._guards:
             tensor.__class__ = shown
+        for tensor, _ in self._sharers():
+            tensor.__class__ = nn.Parameter
         self.is_whole = True
 
     def free(self) -> None:
@@ -181,7 +218,20 @@ class ShardedValues:
         self._values.untyped_storage().resize_(0)
         for tensor, _, hidden in self._guards:
             tensor.__class__ = hidden
+        for tensor, _ in self._sharers():
+            tensor.__class__ = _hidden_class(nn.Parameter)
         self.is_whole = False
+
+    def share(self, position: int | None, tensor: nn.Parameter) -> None:
+        """Guard another parameter as long as somebody holds it; with a position, move it with the parameter there."""
+        self._shared = [pair for pair in self._shared if pair[0]() is not None]
+        self._shared.append((weakref.ref(tensor), position))
+        if not self.is_whole:
+            tensor.__class__ = _hidden_class(nn.Parameter)
+
+    def _sharers(self) -> list[tuple[Tensor, int | None]]:
+        """Return what `share` was given and is still there, with the positions of the parameters under views."""
+        return [(tensor, at) for reference, at in self._shared if (tensor := reference()) is not None]
 
     def give_away(self) -> None:
         """Take this coord's part of the whole parameters, and leave their memory to views that somebody has made."""
@@ -189,8 +239,12 @@ class ShardedValues:
             return
         self.shard.copy_(self._values[self._own])
         self._values = torch.empty_like(self._values)
-        for view, param in zip(self._views(), self.params, strict=True):
+        views = self._views()
+        for view, param in zip(views, self.params, strict=True):
             _torch.local_tensor(param).data = view
+        for tensor, at in self._sharers():
+            if at is not None:
+                tensor.data = views[at]
         self.free()
 
     def holds(self, tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -26,16 +27,25 @@ __all__ = [
     "backward_is_nested",
     "backward_number",
     "base_of",
+    "count_change",
     "default_store",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norms",
     "grad_dtype",
     "has_strided_shard",
+    "hook_keys",
+    "in_transform",
+    "is_captured",
+    "is_compiled",
     "is_deferred_storage",
+    "joined_mesh",
     "local_tensor",
     "make_placeholder",
+    "no_function_modes",
+    "num_holders",
     "on_backward_end",
+    "on_compilation",
     "on_whole_matrix",
     "own_parameters",
     "plain_functions",
@@ -80,6 +90,19 @@ def has_strided_shard(tensor: DTensor) -> bool:
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
 
 
+def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh | None:
+    """Return the mesh of the axes of both, in the order of the mesh of which both are slices; None without one."""
+    root = first._get_root_mesh()
+    names = [*(first.mesh_dim_names or ()), *(second.mesh_dim_names or ())]
+    if root != second._get_root_mesh() or len(names) != first.ndim + second.ndim or len(set(names)) < len(names):
+        return None
+    order = {name: position for position, name in enumerate(root.mesh_dim_names or ())}
+    try:
+        return root[tuple(sorted(names, key=lambda name: order.get(name, -1)))]
+    except (KeyError, RuntimeError, ValueError):  # torch cannot slice so
+        return None
+
+
 def grad_dtype(param: Tensor) -> torch.dtype:
     """Return the dtype in which autograd delivers a parameter's gradient."""
     return getattr(param, "grad_dtype", None) or param.dtype
@@ -100,6 +123,22 @@ def backward_is_nested() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
+def is_captured(leaf: Tensor) -> bool:
+    """Tell whether the running backward is ``torch.autograd.grad``, which returns the gradient of ``leaf``."""
+    with torch.enable_grad(), plain_functions():
+        node = leaf.view_as(leaf).grad_fn.next_functions[0][0]
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # how torch says that the gradient of this leaf is captured
+        return True
+    return False
+
+
+def hook_keys(tensor: Tensor) -> list[int]:
+    """Return the keys of the gradient hooks and of the post-accumulate hooks registered on a tensor."""
+    return [*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ())]
+
+
 def on_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward pass has computed everything, before it returns to the user."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -115,6 +154,41 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def count_change(tensors: Sequence[Tensor]) -> None:
+    """Count an in-place change of each tensor that torch has not seen: autograd refuses values saved before."""
+    if tensors:
+        torch.autograd.graph.increment_version(list(tensors))
+
+
+def num_holders(tensor: Tensor) -> int:
+    """Return how many tensors, views of each other or not, hold the memory of this one, itself included."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # the object that stands for the storage here
+
+
+def in_transform() -> bool:
+    """Tell whether a transform of ``torch.func``, such as ``grad`` or ``vmap``, is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Tell whether a module or a part of it has been given to ``torch.compile``."""
+    wrapper = torch._dynamo.OptimizedModule
+    return any(isinstance(part, wrapper) or part._compiled_call_impl is not None for part in module.modules())
+
+
+def on_compilation(callback: Callable[[], None]) -> None:
+    """Call ``callback`` before each compilation of ``torch.compile``, once for how many times it is given."""
+    known = torch._dynamo.callback.callback_handler.start_callbacks
+    if not any(getattr(each, "callback", None) is callback for each in known):
+
+        def call(*_args: object) -> None:
+            callback()
+
+        call.callback = callback
+        known.append(call)
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return a module's table of the parameters that it holds itself."""
     return module._parameters
@@ -123,6 +197,11 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def plain_functions() -> contextlib.AbstractContextManager[None]:
     """Treat tensors of subclasses as plain ones in functions of torch: their ``__torch_function__`` is not asked."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def no_function_modes() -> contextlib.AbstractContextManager[None]:
+    """Hide functions of torch from every ``TorchFunctionMode``, too, such as that by which a pipeline follows code."""
+    return torch._C.DisableTorchFunction()
 
 
 def default_store() -> dist.Store:

@@ -13,6 +13,11 @@ Note: what keeps collectives matched between ranks
     must run the same units in the same order; they compare what they gathered at the end of each synchronising backward
     and of each forward without gradients, and all raise if it differs, before anything is updated.
 
+Note: modules that `vescale.dmodule` runs on local tensors
+    They run with other parameters in the modules' tables, over the same memory; `ShardedValues.share` says how. Hooks
+    of units stay where they are, compiled blocks run between them. The first call of its kind is rehearsed inside of
+    the forward, by two more forwards and backwards, on all ranks together (`UnitHooks.any_rank`).
+
 Note: activation checkpointing
     A unit that is run again during backward stays whole until another unit's turn comes: its own backward follows.
 """
@@ -27,7 +32,7 @@ from torch import nn
 
 from . import _torch
 from ._axis import Axis
-from ._checks import is_parallelized, refuse_local_modes
+from ._checks import executions_of
 from ._outputs import autograd_nodes, tensors_in, tensors_in_container
 from ._sharded_values import ShardedValues
 
@@ -117,6 +122,24 @@ class _Call:
         self.end = start
         self.version = version
         self.previous: Callable[[], _Call | None] = lambda: None
+        self.around: tuple = ()  # of a call of the root unit: what was noted of the call around it
+
+
+class _InGraph:
+    """A hook, and what it is to a compiler of whole blocks.
+
+    Attributes:
+        _vescale_in_graph: ``"outside"``: its module must be entered and left outside of compiled code. ``"absent"``:
+            it can be left out where its module runs inside of it.
+    """
+
+    def __init__(self, in_graph: str, function: Callable):
+        self._vescale_in_graph = in_graph
+        self.function = function
+
+    def __call__(self, *args: object) -> object:
+        with _torch.no_function_modes():  # what a hook asks of tensors is nobody else's business
+            return self.function(*args)
 
 
 class UnitHooks:
@@ -161,19 +184,33 @@ class UnitHooks:
         self._follows = False  # whether this forward has run the units of the trace so far
         self._gathered = 0  # a digest of the units gathered so far, in order
         self._version = 0  # of the shards' values
-        self._is_parallelized = is_parallelized(self.root.module)
         if axis.size > 1:
             others = {id(unit.module) for unit in self.units}
             self._modules = {unit: unit.own_modules(others - {id(unit.module)}) for unit in self.units}
             for unit in self.units:
                 self._attach(unit)
+            for execution in executions_of(self.root.module):
+                execution.any_rank = self.any_rank
 
     def _attach(self, unit: Unit) -> None:
-        unit.module.register_forward_pre_hook(lambda _module, _args: self._enter(unit), prepend=True)
-        unit.module.register_forward_hook(lambda _module, _args, out: self._leave(unit, out), always_call=True)
+        enter = _InGraph("outside", lambda _module, _args: self._enter(unit))
+        leave = _InGraph("outside", lambda _module, _args, out: self._leave(unit, out))
+        leave_part = _InGraph("absent", lambda _module, _args, out: self._leave_part(unit, out))
+        unit.module.register_forward_pre_hook(enter, prepend=True)
+        unit.module.register_forward_hook(leave, always_call=True)
         for module in self._modules[unit]:
             if module is not unit.module and _torch.own_parameters(module):
-                module.register_forward_hook(lambda _module, _args, out: self._leave_part(unit, out))
+                module.register_forward_hook(leave_part)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Tell whether a flag is set on any rank of the axis; all call it together.
+
+        `vescale.dmodule` asks before it rehearses a call: a rehearsal runs all units, so all ranks must make it.
+        """
+        mine = torch.tensor([flag], dtype=torch.int64, device=self.axis.device_type)
+        every = torch.empty(self.axis.size, dtype=torch.int64, device=mine.device)
+        self.axis.all_gather(every, mine, what="whether a call is new to a rank").wait()
+        return bool(every.any())
 
     # ---------------------------------------------------------------------------------------------- gather and free
 
@@ -234,8 +271,7 @@ class UnitHooks:
                 self._linger(None)
             self.use(self.root)
         elif unit is self.root:
-            if self._is_parallelized:
-                refuse_local_modes(unit.module)
+            self._stack[-1].around = self._seen, self._follows, self._last
             self._seen, self._follows = [], True
             self._last = lambda: None
         self.use(unit)
@@ -272,6 +308,8 @@ class UnitHooks:
             self.release(unit)
         if unit is self.root:
             self._forward_ended(output is not None, watched)
+            if unit.num_running:  # this was a call inside of a call: a rehearsal
+                self._seen, self._follows, self._last = call.around
 
     def _leave_part(self, unit: Unit, output: object) -> None:
         """Let a backward also enter by what a part of a unit returned: somebody may have taken it out by a hook."""
@@ -295,8 +333,10 @@ class UnitHooks:
         """Put hooks on the autograd nodes by which backward enters a call; tell whether there are any."""
         nodes = autograd_nodes(output)
         for module in self._modules[call.unit]:
-            # Tensors that leave by an attribute (an auxiliary loss), once each.
-            for tensor in (t for value in vars(module).values() for t in tensors_in_container(value)):
+            # Tensors that leave by an attribute (an auxiliary loss), once each. What stands for a parameter does not.
+            table = _torch.own_parameters(module)
+            values = [value for key, value in vars(module).items() if value is not table and key not in table]
+            for tensor in (t for value in values for t in tensors_in_container(value)):
                 if tensor.grad_fn is not None and _MARK not in tensor.grad_fn.metadata:
                     tensor.grad_fn.metadata[_MARK] = True
                     nodes.add(tensor.grad_fn)

@@ -142,15 +142,16 @@ def _fullmatches(pattern: str | re.Pattern, names: Iterable[str]) -> list[str]:
 
 
 def plan_units(
-    specs: Sequence[UnitSpec], params: Sequence[ParamInfo], *, num_shards: int, bucket_bytes: int
+    specs: Sequence[UnitSpec], params: Sequence[ParamInfo], *, num_shards: int, bucket_bytes: int, num_pieces: int = 1
 ) -> tuple[BucketPlan, list[str]]:
     """Lay out parameters in buckets that do not cross units.
 
     Args:
         specs: All units.
         params: Parameters in registration order; those of ``specs`` that are not in it are left out.
-        num_shards: Size of the mesh axis.
+        num_shards: Size of the mesh axis over which buckets are sharded.
         bucket_bytes: Bucket size of the root unit; another unit has one bucket per dtype.
+        num_pieces: Number of equal pieces into which the replicas of a shard can cut it.
 
     Returns:
         The plan, buckets in the order in which backward completes them; and the unit of each bucket, by name.
@@ -160,7 +161,8 @@ def plan_units(
     for spec in specs:
         own = [params[position[fqn]] for fqn in spec.params if fqn in position]
         size = bucket_bytes if spec.name == ROOT else _UNBOUNDED
-        found += [(b, spec.name) for b in plan_buckets(own, num_shards=num_shards, bucket_bytes=size).buckets]
+        plan = plan_buckets(own, num_shards=num_shards, bucket_bytes=size, num_pieces=num_pieces)
+        found += [(bucket, spec.name) for bucket in plan.buckets]
     # Backward goes through the registration order in reverse: a bucket is complete with its first parameter.
     found.sort(key=lambda item: -min(position[slot.fqn] for slot in item[0].slots))
     buckets = tuple(replace(bucket, index=index) for index, (bucket, _) in enumerate(found))

@@ -22,20 +22,21 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale.dtensor import group_of_ranks, materialize
 
 from . import _torch
+from ._axes import DataAxes
 from ._axis import Axis
-from ._buckets import Bucket, ParamInfo
-from ._checks import check_shared_memory, refuse_local_modes
+from ._buckets import Bucket
+from ._checks import check_shared_memory
 from ._flat import FlatBucket
+from ._granularity import param_info
 from ._rules import ReduceRules
 from ._sharded_values import ShardedValues
 from ._unit_hooks import Unit, UnitHooks
@@ -47,9 +48,9 @@ __all__ = ["ShardedModule", "materialize_in_shards"]
 class _Bucket(FlatBucket):
     """A bucket of ZeRO 2 whose parameter values are sharded, too."""
 
-    def __init__(self, plan: Bucket, params: list[nn.Parameter], axis: Axis, gathers: Axis, rules: ReduceRules):
+    def __init__(self, plan: Bucket, params: list[nn.Parameter], axes: DataAxes, gathers: Axis, rules: ReduceRules):
         self._gathers = gathers
-        super().__init__(plan, params, axis, zero=3, rules=rules)
+        super().__init__(plan, params, axes, zero=3, rules=rules)
 
     def _adopt_parameters(self) -> None:
         self.sharded_values = ShardedValues(self.plan, [slot.param for slot in self.slots], self._gathers)
@@ -64,10 +65,11 @@ class ShardedModule:
 
     Args:
         module: The module.
-        axis: The axis over which they are sharded.
+        axes: The data-parallel axes.
         units: As in `choose_units`.
         bucket_bytes: Bucket size of the root unit.
         shards: Values of parameters that have none themselves, see `materialize_in_shards`.
+        blocks: Elements that must stay together, by name of the parameter.
 
     Attributes:
         plan: Buckets of the trainable parameters.
@@ -78,30 +80,26 @@ class ShardedModule:
     def __init__(
         self,
         module: nn.Module,
-        axis: Axis,
+        axes: DataAxes,
         *,
         units: Iterable[str | re.Pattern] | None,
         bucket_bytes: int,
         shards: dict[str, Tensor],
+        blocks: Mapping[str, int],
     ):
         self.module = module
-        self.axis = axis
+        self.axes = axes
+        self.axis = axis = axes.shard
         self.specs = choose_units(module, units)
         self.params = dict(module.named_parameters())
         check_shared_memory(module, self.params)
-        if axis.size > 1:
-            refuse_local_modes(module)
         self._shards = shards
         infos = {
-            trains: [
-                ParamInfo(fqn, _torch.local_tensor(p).numel(), p.dtype)
-                for fqn, p in self.params.items()
-                if p.requires_grad == trains
-            ]
+            trains: [param_info(fqn, p, blocks) for fqn, p in self.params.items() if p.requires_grad == trains]
             for trains in (True, False)
         }
         layout = {"num_shards": axis.size, "bucket_bytes": bucket_bytes}
-        self.plan, self._homes = plan_units(self.specs, infos[True], **layout)
+        self.plan, self._homes = plan_units(self.specs, infos[True], **layout, num_pieces=axes.replicate.size)
         self._frozen_plan, self._frozen_homes = plan_units(self.specs, infos[False], **layout)
         self.frozen: dict[str, tuple[tuple[int, int], Tensor]] = {}
         self.buckets: list[FlatBucket] = []
@@ -119,7 +117,7 @@ class ShardedModule:
             for part, tensor in zip(plan.parts(self.axis.coord), held.parts, strict=True):
                 self.frozen[part.fqn] = ((part.start, part.stop), tensor)
         for plan, home in zip(self.plan.buckets, self._homes, strict=True):
-            bucket = _Bucket(plan, self._fill(plan), self.axis, self._gathers, rules)
+            bucket = _Bucket(plan, self._fill(plan), self.axes, self._gathers, rules)
             values[home].append(bucket.sharded_values)
             self.buckets.append(bucket)
         self._units = [
@@ -148,6 +146,11 @@ class ShardedModule:
         return params
 
     # ------------------------------------------------------------------------------------------------ for DDP
+
+    @property
+    def frozen_buckets(self) -> tuple[Bucket, ...]:
+        """Where frozen parameters lie."""
+        return self._frozen_plan.buckets
 
     @property
     def parts(self) -> dict[nn.Parameter, tuple[tuple[int, int], Tensor]]:
@@ -203,7 +206,7 @@ class ShardedModule:
         return self.hooks.pinned > 0 or self.axis.size == 1
 
 
-def materialize_in_shards(module: nn.Module, mesh_axis: DeviceMesh, axis: Axis) -> dict[str, Tensor]:
+def materialize_in_shards(module: nn.Module, axes: DataAxes) -> dict[str, Tensor]:
     """Materialize a deferred module so that each rank computes and holds only its part of each parameter.
 
     Returns:
@@ -213,12 +216,12 @@ def materialize_in_shards(module: nn.Module, mesh_axis: DeviceMesh, axis: Axis) 
         ValueError: If the ranks' random states differ, so that their parts would be of different parameters; or if two
             parameters share memory.
     """
-    axis.check_same(_random_states(), what="the random states of ranks with a deferred module; seed them alike:")
+    axes.all.check_same(_random_states(), what="the random states of ranks with a deferred module; seed them alike:")
 
     def rows(_fqn: str, tensor: Tensor) -> tuple[Shard] | None:
         return (Shard(0),) if isinstance(tensor, nn.Parameter) and tensor.ndim else None
 
-    materialize(module, mesh_axis, rows)
+    materialize(module, axes.meshes[-1], rows)  # the shards' axis: it has more than one rank
     made = {fqn: p for fqn, p in module.named_parameters() if isinstance(p, DTensor)}
     check_shared_memory(module, made)
     hollow = {id(param): _hollow(param) for param in made.values()}

@@ -11,30 +11,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from . import _torch
 from ._pieces import Piece, StatePiece
+from ._ragged import Spread
 
-__all__ = ["load_pieces", "state_of_pieces"]
+__all__ = ["load_pieces", "state_of_pieces", "with_metadata"]
 
 Parts = dict[nn.Parameter, tuple[tuple[int, int], Tensor]]
 """By parameter: the range of its flat local tensor that this rank keeps, and that part."""
 
+Spreads = dict[nn.Parameter, Spread]
+"""By parameter: how the ranks share it."""
 
-def state_of_pieces(module: nn.Module, parts: Parts, *args: Any, **kwargs: Any) -> dict[str, Any]:
+
+def state_of_pieces(module: nn.Module, parts: Parts, spreads: Spreads, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the module's state dict with a `StatePiece` for each sharded parameter."""
     state = module.state_dict(*args, **{**kwargs, "keep_vars": True})
     for key, value in state.items():
         if isinstance(value, nn.Parameter) and value in parts:
-            state[key] = _piece(key, value, parts)
+            state[key] = _piece(key, value, parts, spreads)
         elif isinstance(value, Tensor):
             state[key] = value.detach()
     return state
 
 
 def load_pieces(
-    module: nn.Module, parts: Parts, state_dict: dict[str, Any], *, strict: bool
+    module: nn.Module, parts: Parts, spreads: Spreads, state_dict: dict[str, Any], *, strict: bool
 ) -> _torch.IncompatibleKeys:
     """Load a state dict whose values of parameters are pieces, as above, or whole.
 
@@ -50,11 +53,9 @@ def load_pieces(
     with torch.no_grad():
         for key, param in ours.items():
             if key in state_dict:
-                _load(_piece(key, param, parts), param, state_dict[key])
+                _load(_piece(key, param, parts, spreads), state_dict[key])
     rest = {key: value for key, value in state_dict.items() if key not in ours}
-    if hasattr(state_dict, "_metadata"):
-        rest = _with_metadata(rest, state_dict._metadata)
-    found = module.load_state_dict(rest, strict=False)
+    found = module.load_state_dict(with_metadata(rest, state_dict), strict=False)
     missing = [key for key in found.missing_keys if key not in state_dict]
     if strict and (missing or found.unexpected_keys):
         raise RuntimeError(
@@ -64,29 +65,23 @@ def load_pieces(
     return _torch.IncompatibleKeys(missing, found.unexpected_keys)
 
 
-def _with_metadata(values: dict[str, Any], metadata: object) -> dict[str, Any]:
+def with_metadata(values: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with the versions of modules that ``like`` has, if it is a state dict that has them."""
+    if not hasattr(like, "_metadata"):
+        return values
+
     class _State(dict):
-        _metadata = metadata
+        _metadata = like._metadata
 
     return _State(values)
 
 
-def _piece(fqn: str, param: nn.Parameter, parts: Parts) -> StatePiece:
+def _piece(fqn: str, param: nn.Parameter, parts: Parts, spreads: Spreads) -> StatePiece:
     (start, stop), part = parts[param]
-    return StatePiece(Piece(fqn, param, part, start, stop), part)
+    return StatePiece(Piece(fqn, param, part, start, stop, spread=spreads[param]), part)
 
 
-def _load(piece: StatePiece, param: nn.Parameter, value: object) -> None:
+def _load(piece: StatePiece, value: object) -> None:
     if isinstance(value, StatePiece) and value.tensor.data_ptr() == piece.tensor.data_ptr():
         return  # our own, filled in place
-    if not isinstance(value, DTensor):
-        piece.load(value)
-        return
-    here = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
-    if here != (value.device_mesh, value.placements) or value.shape != param.shape:
-        raise ValueError(
-            f"{piece.piece.fqn!r} is loaded from a DTensor of shape {tuple(value.shape)} with placements "
-            f"{value.placements}, and has shape {tuple(param.shape)} with {here and here[1]}; redistribute it first"
-        )
-    local = _torch.local_tensor(value).reshape(-1)
-    piece.tensor.copy_(local[piece.piece.start : piece.piece.stop])
+    piece.load(value)

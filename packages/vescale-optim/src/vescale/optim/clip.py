@@ -11,7 +11,8 @@ p-norm of all of them is the p-th root of a sum in which every element counts on
     all-reduce of the total over norm_axes, whose ranks hold different parameters
 
 So there is one all-reduce of a few numbers per axis, whatever the number of parameters. For the infinity norm sum is
-max. Nothing waits for the host, unless ``error_if_nonfinite``.
+max. Nothing waits for the host, unless ``error_if_nonfinite``. Replicas (tp of a gain, those of hybrid sharding) count
+once.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _classes(parameters: Sequence[Tensor], model: DDP | None) -> list[_Class]:
 def _zero_axis(param: Tensor, model: DDP | None) -> Axis | None:
     """Return the axis over which ZeRO shards the gradient, also where this rank has no gradient."""
     if model is not None:
-        return model._axis if model.zero else None
+        return model._axes.shard if model.zero else None
     return param.grad.slot.bucket.axis if isinstance(param.grad, ShardedGradient) else None
 
 
@@ -152,7 +153,7 @@ def _extra_axes(norm_axes: Iterable[DeviceMesh], parameters: Sequence[Tensor], m
     param_meshes = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
     counted = {Axis.of_dim(mesh, dim).ranks for mesh in param_meshes for dim in range(mesh.ndim)}
     if model is not None:
-        counted.add(model._axis.ranks)
+        counted |= {axis.ranks for axis in (model._axes.all, model._axes.shard, model._axes.replicate)}
     for axis in extra:
         if axis.size > 1 and axis.ranks in counted:
             raise ValueError(
@@ -179,6 +180,9 @@ def _global_norm(parameters: Sequence[Tensor], model: DDP | None, norm_type: flo
     total = _combine([*sums, torch.zeros((), dtype=torch.float64, device=device)], norm_type)
     for axis in extra_axes:
         total = _all_reduce(total, norm_type, axis)
+    if model is not None and model.zero and model._axes.replicate.size > 1:
+        # Each replica has added up for itself, perhaps in an order of its own: they must not part in the last bit.
+        total = _all_reduce(total, math.inf, model._axes.replicate)
     return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
 
 

@@ -14,9 +14,12 @@ all-gather of the sums. An element's sum then has the same bits whatever the buc
 table of costs is in `_reduction.py`, the dtypes of gradients and of sums in `_rules.py`.
 
 With ZeRO 1 and 2 ``DistributedOptimizer`` updates this rank's part of the parameters, with 1/N of the optimizer state,
-and gathers them. With ZeRO 3 (`_zero3.py`) it updates the shard, and the next forward gathers. The mean over ranks of
-the gradients of local means is the gradient of the mean over the global batch: the convention of torch's
-DistributedDataParallel, for local batches of equal size.
+and gathers them while the next forward runs (`_gathers.py`). With ZeRO 3 (`_zero3.py`) it updates the shard, and the
+next forward gathers. The mean over ranks of the gradients of local means is the gradient of the mean over the global
+batch: the convention of torch's DistributedDataParallel, for local batches of equal size.
+
+On a mesh of two axes (hybrid sharding, `_axes.py`) N is the size of the second: shards lie along it, replicas of them
+along the first, and the sums of shards are all-reduced over that one.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2019), section 5.
 """
@@ -26,30 +29,34 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from vescale.dtensor import is_deferred, materialize
 
 from . import _torch
-from ._axis import Axis
-from ._buckets import BucketPlan, ParamInfo, plan_buckets
+from ._axes import DataAxes
+from ._buckets import BucketPlan, plan_buckets
 from ._checks import (
     check_grad_dtype,
     check_module,
     check_units,
     check_zero,
     mark_wrapped,
-    refuse_hybrid,
     refuse_local_statistics,
     set_grad_dtype,
 )
 from ._flat import FlatBucket, FlatSlot
+from ._gathers import ParameterGathers
+from ._granularity import check_granularity, param_info, resolve_blocks, warn_of_padding
 from ._local_batch import attach_local_batch
+from ._originals import Originals, check_param_dtype
+from ._ragged import sharded_parameters, spreads_of, whole_values
 from ._reduce import Reducer
 from ._rules import ReduceRules
 from ._tokens import global_mean_scale
@@ -61,30 +68,38 @@ logger = logging.getLogger("vescale.optim")
 
 
 class DDP(_torch.UnmovableModule):
-    """Wrap a module for data parallelism over one mesh axis.
+    """Wrap a module for data parallelism over a mesh axis, or over two: shards over one, replicas over the other.
 
     Parameters are plain tensors, or DTensors over other axes (tensor parallelism); they stay the same objects. At
     construction a deferred module is materialized, and parameters and buffers of coord 0 overwrite those of the other
     coords. Tied parameters are reduced once, frozen ones not at all. Gradients are reduced in any ``backward()`` that
-    reaches the parameters, also one that a pipeline engine runs without calling this wrapper. Dropout draws, on each
-    rank, its slice of the mask that one device would draw for the global batch.
+    reaches the parameters, also one that a pipeline engine runs without calling this wrapper. What is a partial sum
+    over other axes is summed over these once per step (`_partials.py`). Dropout draws, on each rank, its slice of the
+    mask that one device would draw for the global batch.
 
     Attributes the wrapper does not have are looked up in the module; ``state_dict``, ``load_state_dict`` and
     ``named_parameters`` use the module's names.
 
     Args:
         module: Module with at least one trainable parameter, on its final device and with its final dtype.
-        mesh_axis: 1-D mesh, for example ``mesh["dp"]``. With one rank nothing is communicated.
+        mesh_axis: 1-D mesh, for example ``mesh["dp"]``, or a 2-D one for hybrid sharding, for example
+            ``mesh["replicate", "shard"]``: gradients, state and parameters are sharded over its second axis and
+            replicated over its first; gathers of parameters stay within the second. Every rank has a part of the batch:
+            parts are in the order of ranks along the first axis, then along the second, and means of gradients are over
+            all. With one rank nothing is communicated.
         zero: 0, 1, 2 or 3, see above. From 1 on parameters become views of flat buffers. With 3 each rank keeps 1/N of
             them, and makes them whole, unit by unit, where they are used; otherwise they have no values, and reading
             one is an error: see `unsharded` and `state_dict`. All ranks must run the same units in the same order.
         bucket_bytes: Size at which a gradient bucket is closed, in the dtype of its parameters.
-        overlap: Reduce buckets while backward runs, or all at its end. The result is the same.
+        overlap: Reduce buckets while backward runs, and with ZeRO 1 and 2 gather parameters while the next forward
+            runs, each bucket awaited at its first use; or all at the end of backward, and of step. The result is the
+            same.
         reduction: Order in which the gradients of ranks are added. ``"backend"`` leaves it to the backend, where it may
             depend on an element's place in its bucket. ``"ordered"`` adds in the order of coords, so that gradients,
             and with them parameters and state of element-wise optimizers, have the same bits for any ``bucket_bytes``,
-            ``overlap`` and ``zero``. Both send, per rank of N and reduction, 2 (N-1)/N of the bytes of the gradients
-            with ZeRO 0, and (N-1)/N with others (gloo has no reduce-scatter: ``"backend"`` sends twice that there).
+            ``overlap``, ``zero`` and mesh of the same ranks. Both send, per rank of N and reduction, 2 (N-1)/N of the
+            bytes of the gradients with ZeRO 0, and (N-1)/N with others (gloo has no reduce-scatter: ``"backend"`` sends
+            twice that there). In hybrid sharding ``"ordered"`` sends more between replicas, see `_reduction.py`.
             ``"ordered"`` needs up to three more buffers of ``bucket_bytes`` during backward, and adds N - 1 times a
             shard in torch. `clip_grad_norm_` then takes its norm of order 1 or 2 exactly, too, whatever the layout.
         grad_dtype: Dtype in which gradients are kept, and added over several backwards; ``param.grad`` has it, too. By
@@ -92,6 +107,10 @@ class DDP(_torch.UnmovableModule):
         reduce_dtype: Dtype of gradients on the wire and of the sum over ranks; by default that in which they are kept.
             Local gradients are rounded to it, added in it, divided by the number of ranks in the wider of both dtypes,
             and rounded to ``grad_dtype``. With one rank it means nothing.
+        param_dtype: Dtype of the computation, typically ``torch.bfloat16``: parameters of more bits are cast to it, in
+            place; buffers and inputs are not. ``DistributedOptimizer`` then keeps master weights in the original dtype,
+            which begin from the values before they were rounded; this wrapper holds those of this rank's parts until
+            then. Without it the module has the dtypes that it has.
         find_unused_parameters: Find out, in each backward, which parameters no rank has used: they keep ``grad`` None,
             as in one process. It takes one small all-reduce that the host waits for. If False, every trainable
             parameter must get a gradient on every rank in each synchronising backward; a missing one is an error.
@@ -102,14 +121,19 @@ class DDP(_torch.UnmovableModule):
         reshard_after_forward: With ``zero=3``: free a unit after its forward and gather it again for its backward.
             False keeps it, which takes the memory of all parameters and saves a third of the communication.
         prefetch: With ``zero=3``: gather the next unit while one runs.
+        granularity: Where parameters may be cut into shards (zero 1 to 3), by name or regular expression for whole
+            names: ``"tensor"`` (nowhere), ``"rows"`` (between indices of dim 0), ``("dim0", n)`` (between groups of n
+            such), ``"expert"`` (the same as rows, of a stack of matrices) or a number of elements of a block. It speaks
+            of this rank's local tensor. By default parameters are cut anywhere. Shards stay equal in size, with
+            padding between parameters, so no shard is smaller than a block: buffers that this makes much larger than
+            what they hold are warned of.
 
     Raises:
-        ValueError: If ``mesh_axis`` is not 1-D, ``zero`` or ``reduction`` is unknown, a dtype is not a floating-point
-            one, nothing is trainable, a parameter has no storage, is not a floating-point number, is on another device,
-            is a DTensor over this axis, shares memory with another (ZeRO 1 to 3), has a gradient of another dtype or
-            has been wrapped before; or if modules or settings differ between ranks.
-        NotImplementedError: For ``zero=3`` on a mesh of several axes, or with a module of `vescale.dmodule` in mode
-            ``"static"`` or ``"compile"``.
+        ValueError: If ``mesh_axis`` is neither 1-D nor 2-D with ranks that ascend along its axes, ``zero`` or
+            ``reduction`` is unknown, a dtype is not a floating-point one, nothing is trainable, a parameter has no
+            storage, is not a floating-point number, is on another device, is a DTensor over these axes, shares memory
+            with another (ZeRO 1 to 3), has a gradient of another dtype or has been wrapped before; if ``granularity``
+            names no parameter, or does not fit its shape; or if modules or settings differ between ranks.
 
     Note:
         ``param.grad`` is a view of a flat buffer that the next backward overwrites: clone a gradient to keep it.
@@ -138,65 +162,82 @@ class DDP(_torch.UnmovableModule):
         reduction: str = "backend",
         grad_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
+        param_dtype: torch.dtype | None = None,
         find_unused_parameters: bool = True,
         units: Iterable[str | re.Pattern] | None = None,
         reshard_after_forward: bool = True,
         prefetch: bool = True,
+        granularity: Mapping[str | re.Pattern, str | int | tuple[str, int]] | None = None,
     ):
         super().__init__()
         check_zero(zero)
         units = units if units is None or isinstance(units, str) else list(units)
         check_units(zero, units)
-        refuse_hybrid(zero, mesh_axis)
+        check_granularity(zero, granularity)
+        blocks = resolve_blocks(module, granularity)
         rules = ReduceRules(reduction, grad_dtype, reduce_dtype)
-        axis = Axis.of(mesh_axis, role="DDP(mesh_axis=...)")
+        axes = DataAxes.of(mesh_axis, sharded=zero > 0, ordered=rules.ordered)
         shards = {}
-        if is_deferred(module) and zero == 3 and axis.size > 1:
-            shards = materialize_in_shards(module, mesh_axis, axis)
+        if is_deferred(module) and zero == 3 and axes.shard.size > 1:
+            shards = materialize_in_shards(module, axes)
         elif is_deferred(module):
             materialize(module)
         trainable = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
         frozen = {fqn: p for fqn, p in module.named_parameters() if not p.requires_grad}
-        check_module(module, trainable, axis, moves_parameters=zero > 0)
+        check_module(module, trainable, axes, moves_parameters=zero > 0 or param_dtype is not None)
+        check_param_dtype(param_dtype, trainable)
+        self.originals = originals = Originals(dict(module.named_parameters()), param_dtype, shards)
         check_grad_dtype(trainable, rules)
         sharded = None
         if zero == 3:
-            sharded = ShardedModule(module, axis, units=units, bucket_bytes=bucket_bytes, shards=shards)
+            layout = {"units": units, "bucket_bytes": bucket_bytes, "blocks": blocks}
+            sharded = ShardedModule(module, axes, shards=shards, **layout)
             plan = sharded.plan
         else:
-            infos = [ParamInfo(fqn, _torch.local_tensor(p).numel(), p.dtype) for fqn, p in trainable.items()]
-            plan = plan_buckets(infos, num_shards=axis.size, bucket_bytes=bucket_bytes)
-        settings = f"zero={zero} find_unused_parameters={find_unused_parameters}\n{rules}"
+            infos = [param_info(fqn, p, blocks) for fqn, p in trainable.items()]
+            parts = {"num_shards": axes.shard.size, "num_pieces": axes.replicate.size}
+            plan = plan_buckets(infos, bucket_bytes=bucket_bytes, **parts)
+        settings = f"zero={zero} find_unused_parameters={find_unused_parameters}\n{rules}\n{originals}"
         settings += f"\n{reshard_after_forward} {prefetch}\n{sharded}" if sharded else ""
-        axis.check_same(f"{settings}\n{_describe(module, plan)}", what="the modules given to DDP")
-        logger.debug("zero=%d over %r\n%s", zero, axis, plan)
+        axes.all.check_same(f"{settings}\n{_describe(module, plan)}", what="the modules given to DDP")
+        logger.debug("zero=%d over %r\n%s", zero, axes, plan)
+        placed = [*plan.buckets, *(sharded.frozen_buckets if sharded else ())]
+        warn_of_padding(placed, blocks)
         tensors = [*(p for fqn, p in module.named_parameters() if fqn not in shards), *module.buffers()]
-        axis.broadcast_([_torch.local_tensor(t.detach()) for t in tensors], chunk_bytes=bucket_bytes)
+        axes.all.broadcast_([originals.local(t) for t in tensors], chunk_bytes=bucket_bytes)
+        originals.round()
 
         self.module = module
         self.mesh_axis = mesh_axis
-        self._axis = axis
+        self._axes = axes
         self.zero = zero
         self.reduction = reduction
         set_grad_dtype(trainable, rules)
         mark_wrapped(trainable.values())
+        self.spreads = spreads_of(mesh_axis, dict(module.named_parameters()), placed)
         self._order = {fqn: position for position, fqn in enumerate(trainable)}
         self._sharded = sharded
+        coord = axes.shard.coord
+        parts = [part for bucket in plan.buckets for part in bucket.parts(coord)]
+        originals.cut((part.fqn, trainable[part.fqn], (part.start, part.stop)) for part in parts)
         if sharded is not None:
             buckets = sharded.make(rules)
         else:
             buckets = [
-                FlatBucket(b, [trainable[s.fqn] for s in b.slots], axis, zero=zero, rules=rules) for b in plan.buckets
+                FlatBucket(b, [trainable[s.fqn] for s in b.slots], axes, zero=zero, rules=rules) for b in plan.buckets
             ]
-        self._reducer = Reducer(buckets, frozen, axis, overlap=overlap, find_unused=find_unused_parameters)
-        refuse_local_statistics(module, axis)
-        attach_local_batch(module, mesh_axis)
+        self._reducer = Reducer(buckets, frozen, axes.all, overlap=overlap, find_unused=find_unused_parameters)
+        self._gathers = ParameterGathers(module, buckets if sharded is None else (), overlap=overlap)
+        refuse_local_statistics(module, axes.all)
+        attach_local_batch(module, axes.meshes)
         if sharded is not None:
             settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
             sharded.attach(synchronises=lambda: self._reducer.synchronises, **settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on this rank's part of the batch."""
+        if torch.compiler.is_compiling():
+            self._gathers.waits_in_step = True
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -256,7 +297,7 @@ class DDP(_torch.UnmovableModule):
             ...     losses = F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
             ...     (losses * scale).backward()  # the last one outside of no_sync()
         """
-        return global_mean_scale(count, self._axis)
+        return global_mean_scale(count, self._axes.all)
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -279,18 +320,30 @@ class DDP(_torch.UnmovableModule):
         """Return each trainable parameter's place in the flat buffers, by name, in registration order."""
         return dict(sorted(((s.fqn, s) for s in self._reducer.slots), key=lambda item: self._order[item[0]]))
 
-    def gather_parameters(self) -> None:
-        """Fill the parameters with what the optimizers of all ranks have made of their parts (ZeRO 1, 2).
+    def gather_parameters(self, num_views: Mapping[int, int] | None = None) -> None:
+        """Start filling the parameters with what the optimizers of all ranks have made of their parts (ZeRO 1, 2).
 
-        With ZeRO 3 nothing is filled: whole parameters are forgotten, and the next forward gathers them.
+        Whoever reads or writes a parameter before it is filled waits; with ``overlap=False`` this method does. With
+        ZeRO 3 nothing is filled: whole parameters are forgotten, and the next forward gathers them.
+
+        Args:
+            num_views: By index of a bucket: how many tensors the optimizer has over its parameters.
         """
         if self._sharded is not None:
             self._sharded.values_changed()
-            return
-        works = [bucket.gather_values() for bucket in self._reducer.buckets if bucket.sharded]
-        for work in works:
-            if work is not None:
-                work.wait()
+        else:
+            self._gathers.launch(num_views or {})
+
+    def wait_for_parameters(self) -> None:
+        """Wait until the parameters have the values of the last step (ZeRO 1, 2).
+
+        Everything that reads them through torch waits by itself. Call it before a C++ extension that is no operator of
+        torch gets a parameter elsewhere than in the forward of the module that holds it.
+
+        Raises:
+            RuntimeError: If a gather has failed, naming it and the ranks that are gone.
+        """
+        self._gathers.finish()
 
     def check_reduced(self) -> None:
         """Raise RuntimeError if a gradient has been accumulated and not reduced."""
@@ -301,7 +354,27 @@ class DDP(_torch.UnmovableModule):
         self._reducer.reset()
         if self._sharded is not None:
             self._sharded.backward_failed()
-        super().zero_grad(set_to_none)
+        with _torch.plain_functions():  # gradients need no values of parameters that are on their way
+            super().zero_grad(set_to_none)
+
+    def sharded_parameters(self) -> dict[str, DTensor]:
+        """Return what this rank owns of each parameter as a DTensor over the data-parallel axis, by name.
+
+        The placement is `vescale.dtensor.RaggedShard` where parameters, or with ZeRO 1 and 2 their optimizer state, are
+        sharded, else ``Replicate``; a tensor-parallel parameter is a DTensor over the axes of both. The tensors share
+        the memory that the optimizer updates: after writing to them, `gather_parameters`. `load_state_dict` takes them.
+
+        Raises:
+            NotImplementedError: See `StatePiece.to_dtensor`.
+
+        Example:
+            >>> shards = model.sharded_parameters()                             # doctest: +SKIP
+            >>> shards["layers.0.weight"].full_tensor()  # on all ranks alike   # doctest: +SKIP
+        """
+        parts = {slot.param: slot.value_part for slot in self._reducer.slots if self.zero}
+        if self._sharded is not None:
+            parts = {param: part for param, (_, part) in self._sharded.parts.items()}
+        return sharded_parameters(dict(self.named_parameters()), parts, self.spreads, whole=self.zero < 3)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the module's state dict, under the module's names.
@@ -313,22 +386,28 @@ class DDP(_torch.UnmovableModule):
             return self.module.state_dict(*args, **kwargs)
         from . import _zero3_state  # it needs the pieces, which need DDP
 
-        return _zero3_state.state_of_pieces(self.module, self._sharded.parts, *args, **kwargs)
+        return _zero3_state.state_of_pieces(self.module, self._sharded.parts, self.spreads, *args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the module's state dict, in place; with ``zero=3`` values of parameters may be pieces or whole.
+
+        Values of parameters may be DTensors over the data-parallel axis, such as those of `sharded_parameters`: then
+        all ranks call it alike.
 
         Raises:
             ValueError: For ``assign=True``, which would replace the parameters that this wrapper manages.
         """
         if assign:
             raise ValueError("assign=True would replace the parameters that DDP manages; load in place (assign=False)")
-        if self._sharded is None or self._sharded.axis.size == 1:
-            return self.module.load_state_dict(state_dict, strict=strict)
         from . import _zero3_state  # it needs the pieces, which need DDP
 
+        if self._sharded is None or self._sharded.axis.size == 1:
+            params = dict(self.module.named_parameters(remove_duplicate=False))
+            whole = _zero3_state.with_metadata(whole_values(state_dict, params, self.spreads), state_dict)
+            return self.module.load_state_dict(whole, strict=strict)
+        parts, spreads = self._sharded.parts, self.spreads
         try:
-            return _zero3_state.load_pieces(self.module, self._sharded.parts, state_dict, strict=strict)
+            return _zero3_state.load_pieces(self.module, parts, spreads, state_dict, strict=strict)
         finally:
             self._sharded.values_changed()
 

@@ -4,7 +4,8 @@ An element-wise optimizer computes each element of a parameter from that element
 be given any part of a parameter. This one gives it, for every parameter, the part that this rank owns (`_pieces.py`):
 
     backward          DDP leaves the mean gradient, or this rank's shard of it
-    step              clip by the global norm | torch optimizer on the pieces | ZeRO 1, 2: gather parameters per bucket
+    step              clip by the global norm | torch optimizer on the pieces | ZeRO 1, 2: launch gathers of parameters
+    next forward      waits for each bucket at its first use (`_gathers.py`)
     state_dict        by parameter name, every state as rectangles of the global tensor (`StatePiece`)
     full_state_dict   whole tensors, as the torch optimizer of one process has them (`_full_state.py`)
 
@@ -15,7 +16,8 @@ bits. Muon, whose update of a matrix needs all of it, brings matrices together (
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from ._axis import Axis
 from ._full_state import NOT_SAVED, gather_whole, named_state, numbered_state
 from ._grads import align_gradients
 from ._groups import build_optimizer, check_class, group_pieces
+from ._instances import Instance, take_apart
 from ._master import MasterWeights
 from ._pieces import Piece, StatePiece, cut_pieces
 from ._state import StateTemplate, is_scalar, probe_state
@@ -50,8 +53,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ranks, over ``norm_axes``, too, find the same infinities and skip the same steps.
 
     Args:
-        optimizer_class: Element-wise ``torch.optim`` class, or a user's own: AdamW, Adam, SGD, Adagrad, RMSprop, …; or
-            ``vescale.optim.Muon``, or ``torch.optim.Muon`` for a model of matrices only.
+        optimizer_class_or_instance: Element-wise ``torch.optim`` class, or a user's own: AdamW, Adam, SGD, Adagrad,
+            RMSprop, …; or ``vescale.optim.Muon``, or ``torch.optim.Muon`` for a model of matrices only. Or an optimizer
+            of such a class with the model's trainable parameters, made before or after ``DDP``: its groups,
+            hyperparameters and state are taken over, and it should not be used any more.
         model: The ``DDP``, or a module.
         param_groups: As in torch: dicts with ``"params"``, a list of the model's parameters, and hyperparameters. Every
             trainable parameter must be in exactly one. By default one group of all.
@@ -59,6 +64,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         norm_axes: 1-D meshes whose ranks hold different parameters, such as ``(mesh["pp"],)``, for that norm.
         master_dtype: Keep and update parameters of fewer bits than this, typically ``torch.float32``, in this dtype, in
             which the optimizer has its state, too. What is written into parameters between steps is taken over.
+            Parameters that ``DDP(param_dtype=...)`` has cast have masters in their original dtype by default.
         **optimizer_kwargs: Defaults of the optimizer class, such as ``lr``.
 
     Attributes:
@@ -66,8 +72,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: If the class is known not to be element-wise, if the model has no trainable parameter, or groups
-            do not hold each trainable parameter once; as Muon's constructor.
-        TypeError: If ``optimizer_class`` is not a subclass of ``torch.optim.Optimizer``.
+            do not hold each trainable parameter once; as Muon's constructor; if an instance has hooks or a scheduler,
+            or arguments of its constructor that cannot be known.
+        TypeError: If the class is not a subclass of ``torch.optim.Optimizer``, or hyperparameters are given with an
+            instance, which has its own.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -80,7 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        optimizer_class: type[torch.optim.Optimizer],
+        optimizer_class_or_instance: type[torch.optim.Optimizer] | torch.optim.Optimizer,
         *,
         model: nn.Module,
         param_groups: Iterable[dict[str, Any]] | None = None,
@@ -89,6 +97,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         master_dtype: torch.dtype | None = None,
         **optimizer_kwargs: Any,
     ):
+        optimizer_class, instance = optimizer_class_or_instance, None
+        if isinstance(optimizer_class, torch.optim.Optimizer):
+            instance = _taken_apart(optimizer_class, param_groups, optimizer_kwargs)
+            optimizer_class, param_groups = instance.optimizer_class, instance.param_groups
+            optimizer_kwargs = instance.arguments
         check_class(optimizer_class)
         self.model = model
         self.clip_grad_norm = clip_grad_norm
@@ -107,7 +120,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pieces_by_group = [[by_tensor[t] for t in group["params"]] for group in self._base.param_groups]
         self._apart = [piece for piece in self.pieces if piece.tensor is not piece.param]
         self._distributed = [piece.param for piece in self.pieces if isinstance(piece.param, DTensor)]
-        self._masters = MasterWeights(self.pieces)
+        self._num_views = _num_views(self.pieces, model)
+        original = model.originals.take if isinstance(model, DDP) else lambda _param: None
+        self._masters = MasterWeights(self.pieces, original)
         self._unscaler = Unscaler(self.pieces, self._distribution_axes)
         self._complete = False
         super().__init__(self._base.param_groups, {})
@@ -118,9 +133,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # One list and one dict for both: a change through either is seen by both.
         self.param_groups = self._base.param_groups
         self.state = self._base.state
+        if instance is not None and instance.state:
+            self._take_state(instance.state)
+
+    def _take_state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Take over the state of an optimizer of the model's parameters."""
+        by_fqn = {piece.fqn: state[piece.param] for piece in self.pieces if piece.param in state}
+        self.load_full_state_dict(numbered_state(by_fqn, self._names_by_group(), self.param_groups))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip, update what this rank owns, and gather parameters. Every rank calls it.
+        """Clip, update what this rank owns, and start gathering parameters. Every rank calls it.
+
+        With ZeRO 1 and 2 gathers go on while the next forward runs; whoever reads a parameter waits for its values.
 
         Args:
             closure: Clears gradients, computes the loss, runs backward and returns the loss.
@@ -134,6 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         model = self.model if isinstance(self.model, DDP) else None
         if model is not None:
+            model.wait_for_parameters()
             model.check_reduced()
         align_gradients(self._distributed)
         self._masters.follow()
@@ -143,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._step_pieces()
         self._masters.store()
         if model is not None:
-            model.gather_parameters()
+            model.gather_parameters(self._num_views)
         self._masters.remember()
         return loss
 
@@ -290,9 +315,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return [[piece.fqn for piece in pieces] for pieces in self._pieces_by_group]
 
 
+def _taken_apart(optimizer: torch.optim.Optimizer, param_groups: Any, kwargs: dict[str, Any]) -> Instance:
+    if isinstance(optimizer, DistributedOptimizer):
+        raise TypeError("a DistributedOptimizer was given to another one; give it a torch optimizer, or its class")
+    given = [*(["param_groups"] if param_groups is not None else []), *kwargs]
+    if given:
+        raise TypeError(
+            f"{given} cannot be given with an optimizer that exists, which has its own; pass the class "
+            f"{type(optimizer).__name__} to set them, or change param_groups afterwards"
+        )
+    return take_apart(optimizer)
+
+
 def _check_master_dtype(dtype: Any) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"master_dtype must be a floating-point dtype such as torch.float32, or None, got {dtype!r}")
+
+
+def _num_views(pieces: Iterable[Piece], model: nn.Module) -> Counter[int]:
+    """Return, by index of a bucket, how many pieces are in the memory of the parameters."""
+    slots = model.slots() if isinstance(model, DDP) else {}
+    return Counter(slots[piece.fqn].bucket.plan.index for piece in pieces if piece.fqn in slots and piece.value is None)
 
 
 def _check_names(came: Iterable[str], expected: set[str], what: str) -> None:

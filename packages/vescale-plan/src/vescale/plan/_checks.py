@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 SCHEDULES = ("1f1b", "gpipe")
 DEVICES = ("cpu", "cuda")
-ZERO_STAGES = (0, 1, 2)
+ZERO_STAGES = (0, 1, 2, 3)
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 

@@ -5,6 +5,7 @@ Model states (P parameters held by a rank, N = dp; bytes per parameter p, g, o f
     ZeRO-0   (p + g + o) P
     ZeRO-1   (p + g) P + o P/N
     ZeRO-2   p P + (g + o) P/N
+    ZeRO-3   (p + g + o) P/N      and, while they are used, whole: what is in no block, and two blocks
 
 With p, g, o = 2, 2, 12 these are the formulas of the ZeRO paper (arXiv 1910.02054, figure 1); with 2, 4, 12 and 4, 4, 8
 those of Megatron's distributed optimizer. P is the rank's share: its stage's parameters, the tp-sharded ones over tp.
@@ -149,16 +150,15 @@ def model_state_bytes(num_params: int, *, state: StateBytes, dp: int = 1, zero: 
         num_params: trainable elements that the rank holds after tensor and pipeline parallelism.
         state: bytes per element.
         dp: data-parallel degree.
-        zero: ZeRO stage 0, 1 or 2.
+        zero: ZeRO stage 0 to 3.
 
     Example:
         >>> sum(model_state_bytes(1000, state=StateBytes(2, 2, 12), dp=4, zero=1)) == 4 * 1000 + 12 * 1000 // 4
         True
     """
     shard = ceil_div(num_params, dp)
-    grads = shard if zero >= 2 else num_params
-    optimizer = shard if zero >= 1 else num_params
-    return num_params * state.params, grads * state.grads, optimizer * state.optimizer
+    params, grads, optimizer = (shard if zero >= first else num_params for first in (3, 2, 1))
+    return params * state.params, grads * state.grads, optimizer * state.optimizer
 
 
 def block_activation_bytes(
@@ -203,11 +203,20 @@ def edge_activation_bytes(
 
 @dataclass(frozen=True)
 class StageParams:
-    """Parameter elements on one rank of a stage: trainable, frozen, and the largest trainable parameter's."""
+    """Parameter elements on one rank of a stage.
+
+    Attributes:
+        trainable, frozen: of all parameters.
+        largest: of the largest trainable parameter.
+        block: of the largest block.
+        edges: of what belongs to no block, or to several.
+    """
 
     trainable: int
     frozen: int
     largest: int
+    block: int
+    edges: int
 
 
 def stage_params(profile: ModelProfile, *, tp: int, pp: int) -> tuple[StageParams, ...]:
@@ -215,22 +224,36 @@ def stage_params(profile: ModelProfile, *, tp: int, pp: int) -> tuple[StageParam
     blocks = stage_blocks(profile.num_blocks, pp)
     local: list[list[int]] = [[] for _ in range(pp)]
     frozen = [0] * pp
+    owners: list[dict[int, int]] = [{} for _ in range(pp)]  # elements by block; -1 for the edges
     for info in profile.parameters:
         numel = ceil_div(info.numel, tp) if info.sharded else info.numel
+        used_by = {position if 0 <= position < profile.num_blocks else -1 for position in info.positions}
         for stage in {stage_of(position, blocks) for position in info.positions}:
+            owner = next(iter(used_by)) if len(used_by) == 1 else -1
+            owners[stage][owner] = owners[stage].get(owner, 0) + numel
             if info.trainable:
                 local[stage].append(numel)
             else:
                 frozen[stage] += numel
-    return tuple(StageParams(sum(local[stage]), frozen[stage], max(local[stage], default=0)) for stage in range(pp))
+    return tuple(
+        StageParams(
+            trainable=sum(local[stage]),
+            frozen=frozen[stage],
+            largest=max(local[stage], default=0),
+            edges=owners[stage].pop(-1, 0),
+            block=max(owners[stage].values(), default=0),
+        )
+        for stage in range(pp)
+    )
 
 
 def buffer_bytes(params: StageParams, layout: Layout, *, state: StateBytes, bucket_bytes: int) -> int:
-    """Return the bytes of gradient buffers beside the gradients themselves.
+    """Return the bytes of buffers beside the model states themselves.
 
     ZeRO-1 keeps the reduced shard next to the whole gradients. ZeRO-2 holds two whole buckets during backward, one
-    being filled and one being reduced (a parameter larger than ``bucket_bytes`` is a bucket of its own). The pipeline
-    sums the gradients of micro-batches in a copy.
+    being filled and one being reduced (a parameter larger than ``bucket_bytes`` is a bucket of its own). ZeRO-3 holds,
+    as parameters and as gradients, what belongs to no block and two blocks, one that runs and one that is gathered or
+    reduced meanwhile. The pipeline sums the gradients of micro-batches in a copy.
     """
     whole = params.trainable * state.grads
     total = 0
@@ -238,6 +261,10 @@ def buffer_bytes(params: StageParams, layout: Layout, *, state: StateBytes, buck
         total += ceil_div(params.trainable, layout.dp) * state.grads
     elif layout.zero == 2:
         total += min(2 * max(bucket_bytes, params.largest * state.grads), whole)
+    elif layout.zero == 3 and layout.dp > 1:
+        in_use = params.edges + 2 * params.block
+        total += min(in_use, params.trainable + params.frozen) * state.params
+        total += min(in_use * state.grads, whole)
     if layout.pp > 1 or layout.num_microbatches > 1:
         total += whole
     return total
@@ -289,12 +316,13 @@ def estimate_memory(
     for stage, params in enumerate(stage_params(profile, tp=layout.tp, pp=layout.pp)):
         model_states = model_state_bytes(params.trainable, state=state, dp=layout.dp, zero=layout.zero)
         parameters, gradients, optimizer = model_states
+        frozen = ceil_div(params.frozen, layout.dp) if layout.zero == 3 else params.frozen
         kept = len(blocks[stage]) * per_block
         kept += embedding * (stage == 0) + head * (stage == layout.pp - 1)
         in_flight = microbatches_in_flight(layout.schedule, layout.pp, layout.num_microbatches, stage)
         stages.append(
             StageMemory(
-                parameters=parameters + params.frozen * state.params,
+                parameters=parameters + frozen * state.params,
                 gradients=gradients,
                 optimizer=optimizer,
                 activations=kept * in_flight,

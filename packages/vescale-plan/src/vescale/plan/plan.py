@@ -33,7 +33,8 @@ class Plan:
         dp: data-parallel degree: ranks that hold the same parameters and different batches.
         tp: tensor-parallel degree: ranks that share each layer.
         pp: pipeline-parallel degree: stages that share the blocks.
-        zero: 0 = gradients all-reduced, 1 = optimizer state sharded over dp, 2 = gradients sharded too.
+        zero: 0 = gradients all-reduced, 1 = optimizer state sharded over dp, 2 = gradients sharded too, 3 = parameters
+            sharded too, and made whole block by block where they are used.
         sequence_parallel: activations between tensor-parallel regions are split along the sequence over tp.
         schedule: pipeline schedule, ``"1f1b"`` or ``"gpipe"``.
         num_microbatches: pieces each rank's batch is cut into; with ``pp=1`` they are accumulated one after the other.

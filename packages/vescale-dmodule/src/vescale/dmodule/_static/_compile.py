@@ -12,6 +12,10 @@ code (see ``_compiled_hooks``). Blocks that are not alike (another class, other 
 kind gets a code object of its own, because a compiler does not guard the absence of hooks. New shapes make new ones,
 and so does a full cache (blocks that read their own number).
 
+Data parallelism has a mode that watches every operator for random ones on a rank's part of the batch (see
+``vescale.dtensor.random.local_batch``), and no compiler runs then. Where rehearsals have found that the program draws
+nothing, blocks run without that mode; where it draws, they run as in static mode, and a warning says so.
+
 A block that a compiler refuses (control flow that depends on data, random operators other than dropout on sharded
 tensors) stays in static mode, and a warning says why.
 """
@@ -27,10 +31,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from vescale.dtensor import random
+
 from .. import _torch
 from . import _async_tp
 from ._compiled_draws import CompiledDraws, draws_obstacle
-from ._compiled_hooks import compiled_hooks, hook_kinds
+from ._compiled_hooks import compiled_hooks, hook_kinds, stays_outside
 from ._names import is_inside, join
 from ._swaps import Swaps
 
@@ -88,7 +94,7 @@ class CompiledBlocks:
                     kind.append((inner, type(part), hook_kinds(part, hooks)))
                     swaps.watch(part)
             entry = _Entry.of(block)
-            run = self._run(name, entry, tuple(kind), _mode(draws, program))
+            run = self._run(program, name, entry, (tuple(kind), _mode(draws, program)))
             swaps.places.append((vars(entry), "run", run))
         swaps.made_for = swaps.state()
         return swaps
@@ -98,8 +104,11 @@ class CompiledBlocks:
         self.refused.add(name)
         logger.warning("block %r is not compiled and stays in static mode: %s", name, reason)
 
-    def _run(self, name: str, entry: _Entry, kind: tuple, mode: CompiledDraws | None) -> Callable:
+    def _run(
+        self, program: StaticProgram, name: str, entry: _Entry, made_for: tuple[tuple, CompiledDraws | None]
+    ) -> Callable:
         """Return the forward of a block while the program is open."""
+        kind, mode = made_for
         key = (kind, id(entry.function), None if mode is None else tuple(mode.layouts.items()))
         if key not in self.functions:
             self.functions[key] = _compiled(entry)
@@ -113,10 +122,11 @@ class CompiledBlocks:
 
         def run(*args: object, **kwargs: object) -> object:
             nonlocal compiled
-            if name in self.refused:  # in this call already; draws are still made by the mode
+            if name in self.refused or not program.may_compile:  # in this call already; the mode still makes draws
                 return call(entry.function, args, kwargs)
             try:
-                return call(compiled, args, kwargs)
+                with random.unwatched():
+                    return call(compiled, args, kwargs)
             except Exception as error:  # nothing has run yet where it comes from the compiler
                 if _torch.is_full_cache(error):
                     if self.functions[key] is compiled:
@@ -235,7 +245,8 @@ def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _visible(program: StaticProgram, name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     hidden = [region for region in program.opaque if is_inside(region, name)]
-    if not hidden and not isinstance(block, CONTAINERS):
+    is_split = any(stays_outside(part) for part in block.modules() if part is not block)
+    if not hidden and not is_split and not isinstance(block, CONTAINERS):
         yield name, block
     elif name not in hidden:
         for child_name, child in block.named_children():

@@ -4,6 +4,10 @@ A compiler guards what traced code reads, and blocks share code where their guar
 looks its conversion up by the name of its module, which is another one in each block. So inside of compiled blocks
 other hooks stand in for those of boundaries: they hold the conversions that were recorded for them, and equal
 conversions are the same function in all blocks. Hooks that only keep books are left out, users' hooks stay.
+
+Other packages say by an attribute ``_vescale_in_graph`` of a hook what it is to compiled code: ``"absent"`` is left
+out; a module with one that is ``"outside"`` (ZeRO 3 gathers and frees its parameters there) is never inside of compiled
+code, so what is around it is no block, and it is one itself.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from ._conversions import identity
 if TYPE_CHECKING:
     from ._program import StaticProgram
 
-__all__ = ["compiled_hooks", "hook_kinds"]
+__all__ = ["compiled_hooks", "hook_kinds", "stays_outside"]
 
 LEAF = "placements"
+IN_GRAPH = "_vescale_in_graph"
 
 Step = Callable[[Tensor], Tensor]
 Table = dict[str, dict[torch.Size, Step]]
@@ -46,6 +51,12 @@ def compiled_hooks(program: StaticProgram, part: nn.Module, shared: dict[Hashabl
     return places
 
 
+def stays_outside(part: nn.Module) -> bool:
+    """Tell whether a module must be entered and left outside of compiled code."""
+    tables = (vars(part)["_forward_pre_hooks"], vars(part)["_forward_hooks"])
+    return any(getattr(hook, IN_GRAPH, None) == "outside" for table in tables for hook in table.values())
+
+
 def hook_kinds(part: nn.Module, places: list[Place]) -> Hashable:
     """Return what tells the hooks of two parts apart: how many there are, and which are none of ours."""
     changed = {table_name: table for _, table_name, table in places}
@@ -58,7 +69,7 @@ def hook_kinds(part: nn.Module, places: list[Place]) -> Hashable:
 
 def _replaced(program: StaticProgram, hook: object, shared: dict[Hashable, Step]) -> object | None:
     """Return the hook that stands in for one inside of a compiled block; None for those that only keep books."""
-    if isinstance(hook, OwnHook):
+    if isinstance(hook, OwnHook) or getattr(hook, IN_GRAPH, None) == "absent":
         return None
     if isinstance(hook, OutputBoundary):
         return _Output(_leaves(hook.entry), _table(program, hook.where, shared))

@@ -8,15 +8,24 @@ gradient on (see ``_deliveries``)::
     twin.grad (plain)   ->   parameter.grad (DTensor in the parameter's placements)
                         ->   the buckets of ``GradientSync``, where it is a partial sum
 
-A parameter whose DTensor carries hooks of somebody else (data parallelism that reduces gradients as they come) gets its
-gradient through autograd instead, so that those hooks run as they always do; that costs a few more microseconds.
+Data parallelism may take local gradients as soon as a twin has them, see ``_handover``. Where the DTensor carries other
+hooks of somebody else, or where something else of the model uses the parameter, too (a tied parameter, of which another
+part runs on DTensors), autograd must add up what comes before a hook sees the sum: then an autograd function over the
+DTensor stands in the table instead of the leaf.
+
+Note: memory that comes and goes
+    Data parallelism that shards parameters (ZeRO 3 of ``vescale.optim``) frees the memory of a parameter and makes it
+    anew, in the same storage object, so that its address says nothing. Such a parameter has an attribute
+    ``_vescale_memory``, see :class:`Memory`. That object hears of the twin, guards it while there are no values, and
+    moves it along where the storage object changes; so nothing of it is compared from call to call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from operator import add, getitem, is_, setitem
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +34,26 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
 from .._boundary import as_dtensor
+from .._takers import taker_of
+from ._handover import Handover, reduced
 
-__all__ = ["LocalParameters", "Twin"]
+__all__ = ["LocalParameters", "Memory", "Twin", "held_by"]
+
+MEMORY = "_vescale_memory"
+
+
+class Memory(Protocol):
+    """What frees and refills the memory of a parameter: its attribute ``_vescale_memory``, None in copies of it."""
+
+    def share(self, parameter: Tensor, tensor: Tensor, *, is_view: bool) -> None:
+        """Take ``tensor`` for another face of ``parameter`` as long as somebody holds it.
+
+        While there are no values it must not be readable. If it ``is_view`` of the local memory of the parameter, it
+        must follow it to other memory.
+        """
+
+
+Hook = Callable[[Tensor], None]
 
 
 @dataclass(eq=False)
@@ -41,7 +68,8 @@ class Twin:
         trained: whether the parameter takes a gradient.
         address: of the DTensor's local storage.
         hooks: the tables of gradient hooks of the DTensor; None for a buffer.
-        num_hooks: entries in them when all of them were our own.
+        is_hooked: whether some of them are not our own.
+        is_alone: whether nothing else of the model gives the DTensor gradients.
         handle: of the hook that takes the local gradients.
     """
 
@@ -51,17 +79,41 @@ class Twin:
     gradient: tuple[Placement, ...] | None = None
     address: int = 0
     hooks: tuple[dict, dict] | None = None
-    num_hooks: int = 0
+    is_hooked: bool = False
+    is_alone: bool = True
     trained: bool = False
     handle: RemovableHandle | None = None
+    takers: tuple[Hook | None, Hook] | None = None
 
-    def expect(self, gradient: tuple[Placement, ...] | None, hook: Callable[[Tensor], None]) -> None:
-        """Tell the twin in what layout its gradients come, and what takes them: a hook that clears ``local.grad``."""
-        self.gradient = gradient
-        if self.trained:
+    def expect(self, gradient: tuple[Placement, ...] | None, deliver: Hook | None, otherwise: Hook) -> None:
+        """Tell the twin in what layout its gradients come, and what takes them.
+
+        Args:
+            gradient: the layout.
+            deliver: a hook that hands gradients to a DTensor that has no hooks but ours, and clears ``local.grad``.
+            otherwise: the same for gradients of which no layout is known.
+        """
+        self.gradient, self.takers = gradient, (deliver, otherwise)
+        self.look_at_hooks(self.is_hooked)
+
+    def look_at_hooks(self, is_hooked: bool) -> None:
+        """Install the hook of the leaf, for a DTensor with or without hooks of somebody else."""
+        self.is_hooked = is_hooked
+        if self.trained and self.takers is not None:
+            deliver, otherwise = self.takers
             if self.handle is not None:
                 self.handle.remove()
+            if deliver is None:
+                hook = otherwise
+            elif is_hooked:
+                hook = Handover(self.local, self.whole, self.gradient or tuple(self.whole.placements))
+            else:
+                hook = deliver
             self.handle = self.local.register_post_accumulate_grad_hook(hook)
+
+    def whole_gradient(self, local: Tensor) -> DTensor:
+        """Return a local gradient as one in the placements of the parameter."""
+        return reduced(self.whole, local, self.gradient or tuple(self.whole.placements))
 
 
 class LocalParameters:
@@ -73,6 +125,7 @@ class LocalParameters:
         is_hooked: tells whether a DTensor parameter has hooks that must see its gradient.
         silent_axes: gives, by module and key, the axes along which only the first rank adds a tensor, see
             :func:`silenced`.
+        elsewhere: ids of the parameters that other modules hold, too.
 
     Attributes:
         twins: all of them.
@@ -83,42 +136,52 @@ class LocalParameters:
         modules: Iterable[tuple[str, nn.Module]],
         is_hooked: Callable[[DTensor], bool],
         silent_axes: Callable[[nn.Module, str], tuple[int, ...]],
+        elsewhere: Container[int] = (),
     ):
         self.is_hooked = is_hooked
         self.twins: list[Twin] = []
         self._places: list[tuple[dict, str, DTensor, Tensor, Twin]] = []
-        by_id: dict[tuple, Twin] = {}
+        by_id: dict[int, dict[tuple, Twin]] = {}
         for owner, module in modules:
             for table in _torch.tensor_tables(module):
                 for key, tensor in table.items():
                     if not isinstance(tensor, DTensor):
                         continue
                     silent = silent_axes(module, key)
-                    if (id(tensor), silent) not in by_id:
-                        by_id[id(tensor), silent] = self._add(f"{owner}.{key}" if owner else key, tensor, silent)
-                    twin = by_id[id(tensor), silent]
-                    self._places.append((table, key, tensor, twin.local, twin))
+                    found = by_id.setdefault(id(tensor), {})
+                    if silent not in found:
+                        found[silent] = self._add(f"{owner}.{key}" if owner else key, tensor, silent)
+                    self._places.append((table, key, tensor, found[silent].local, found[silent]))
+        for number, found in by_id.items():
+            for twin in found.values():
+                twin.is_alone = len(found) == 1 and number not in elsewhere
         # columns of what is looked at in every call
         places = [place for place in self._places if place[-1].hooks is not None]
         self._tables, self._keys, self._wholes, self._locals, _ = (
             ([*column] for column in zip(*places, strict=True)) if places else ([],) * 5
         )
-        parameters = [twin for twin in self.twins if twin.hooks is not None]
-        self._parameters = [twin.whole for twin in parameters]
-        self._state = [twin.trained for twin in parameters], [twin.address for twin in parameters]
-        self._hooks_before, self._hooks_after = ([twin.hooks[i] for twin in parameters] for i in (0, 1))
-        self._num_hooks = [twin.num_hooks for twin in parameters]
+        self._parameters = [twin for twin in self.twins if twin.hooks is not None]
+        fixed = [twin for twin in self._parameters if _memory_of(twin.whole) is None]
+        refilled = [twin for twin in self._parameters if _memory_of(twin.whole) is not None]
+        self._fixed = [twin.whole for twin in fixed]
+        self._state = [twin.trained for twin in fixed], [twin.address for twin in fixed]
+        self._refilled, self._refilled_state = [twin.whole for twin in refilled], [twin.trained for twin in refilled]
+        self._hooks_before, self._hooks_after = ([twin.hooks[i] for twin in self._parameters] for i in (0, 1))
+        self._num_hooks = self._count_hooks()
+        self._through = self._find_through()
         self._buffers = [(table, key, twin) for table, key, _, _, twin in self._places if twin.hooks is None]
 
     def _add(self, name: str, whole: DTensor, silent: tuple[int, ...]) -> Twin:
         local = silenced(whole, silent)
         twin = Twin(name, whole, local, address=_torch.local_of(whole).data_ptr())
         if isinstance(whole, nn.Parameter):
-            twin.local = nn.Parameter(local, requires_grad=whole.requires_grad)
+            twin.local = _torch.leaf_over(local, requires_grad=whole.requires_grad)
             vars(twin.local).update(vars(whole))
             twin.trained = whole.requires_grad
             twin.hooks = _torch.hook_tables(whole)
-            twin.num_hooks = -1 if self.is_hooked(whole) else sum(map(len, twin.hooks))
+            twin.is_hooked = self.is_hooked(whole)
+            if (memory := _memory_of(whole)) is not None:
+                memory.share(whole, twin.local, is_view=local is _torch.local_of(whole))
         self.twins.append(twin)
         return twin
 
@@ -129,17 +192,39 @@ class LocalParameters:
         for table, key, twin in self._buffers:
             if table[key] is not twin.whole or _torch.local_of(twin.whole).data_ptr() != twin.address:
                 return True
-        return _torch.leaf_states(self._parameters) != self._state
+        if self._refilled and _torch.train_flags(self._refilled) != self._refilled_state:
+            return True
+        return _torch.leaf_states(self._fixed) != self._state
 
     def put(self) -> None:
         """Show the modules the local tensors."""
         _torch.for_each(setitem, self._tables, self._keys, self._locals)
         for table, key, twin in self._buffers:
             table[key] = twin.local
-        if list(map(add, map(len, self._hooks_before), map(len, self._hooks_after))) != self._num_hooks:
-            for table, key, whole, _, twin in self._places:
-                if twin.hooks is not None and sum(map(len, twin.hooks)) != twin.num_hooks and self.is_hooked(whole):
-                    table[key] = _ThroughAutograd.apply(whole, twin)
+        if self._count_hooks() != self._num_hooks:
+            self._look_at_hooks()
+        for table, key, twin in self._through:
+            if self.is_hooked(twin.whole):
+                table[key] = _ThroughAutograd.apply(twin.whole, twin)
+
+    def _count_hooks(self) -> list[int]:
+        return list(map(add, map(len, self._hooks_before), map(len, self._hooks_after)))
+
+    def _look_at_hooks(self) -> None:
+        """Let the DTensors whose hooks have come or gone get their gradients accordingly."""
+        counts = self._count_hooks()
+        for position, twin in enumerate(self._parameters):
+            # a rehearsal takes all hooks off for a while, with the tables that they are in
+            if counts[position] != self._num_hooks[position] and _torch.hook_tables(twin.whole)[0] is twin.hooks[0]:
+                self._num_hooks[position] = counts[position]
+                twin.look_at_hooks(self.is_hooked(twin.whole))
+        self._through = self._find_through()
+
+    def _find_through(self) -> list[tuple[dict, str, Twin]]:
+        """Return the places of the parameters whose gradients autograd must add up before hooks see them."""
+        places = [(table, key, twin) for table, key, _, _, twin in self._places]
+        hooked = [place for place in places if place[-1].is_hooked]
+        return [place for place in hooked if not place[-1].is_alone or taker_of(place[-1].whole) is None]
 
     def take_back(self) -> None:
         """Show the modules their DTensors again."""
@@ -156,6 +241,15 @@ class LocalParameters:
 
     def __iter__(self) -> Iterator[Twin]:
         return iter(self.twins)
+
+
+def _memory_of(parameter: DTensor) -> Memory | None:
+    return vars(parameter).get(MEMORY)
+
+
+def held_by(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the parameters that modules hold themselves."""
+    return {id(parameter) for module in modules for parameter in _torch.tensor_tables(module)[0].values()}
 
 
 def _in_layout(new: object, whole: DTensor) -> object:
@@ -188,15 +282,8 @@ class _ThroughAutograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx, _whole: DTensor, twin: Twin) -> Tensor:
         ctx.twin = twin
-        return twin.local.detach()
+        return _torch.alias(twin.local)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[DTensor, None]:
-        whole, gradient = ctx.twin.whole, ctx.twin.gradient
-        if gradient is None or gradient == tuple(whole.placements):
-            return _torch.wrap_like(grad, whole), None
-        shape = whole.shape
-        partial = DTensor.from_local(
-            grad, whole.device_mesh, gradient, run_check=False, shape=shape, stride=whole.stride()
-        )
-        return partial.redistribute(placements=whole.placements), None
+        return ctx.twin.whole_gradient(grad), None

@@ -17,7 +17,7 @@ computes all gradients at once:
 
 - it is a plain ``nn.Linear``, its weight is of this layer alone, and what it gets comes from a boundary whose backward
   is a reduction, both of sizes that pay (whole sizes and the plan decide, so all ranks decide alike);
-- the weight and the bias are leaves, which they are not where somebody else has hooked the parameter;
+- the weight and the bias are leaves, which they are not where autograd must add gradients before a hook sees them;
 - autocast is off;
 - the pass runs the boundary, accumulates into the leaves (``torch.autograd.grad`` does not), records no second
   derivative, and comes through the layer once.
@@ -37,6 +37,7 @@ from torch.nn import functional
 
 from .. import _torch
 from ._conversions import Later, boundary_before
+from ._handover import postpone
 from ._swaps import Swaps
 
 __all__ = ["overlapping"]
@@ -181,6 +182,9 @@ class _Gradients:
     def __init__(self, gradient: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None):
         self.gradient, self.rows, self.weight, self.bias = gradient, rows, weight, bias
         self.stream = _stream(rows)
+        postpone(weight)
+        if bias is not None:
+            postpone(bias)
 
     def __call__(self) -> None:
         stream = _stream(self.rows)

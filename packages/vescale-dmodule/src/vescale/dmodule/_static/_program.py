@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.hooks import RemovableHandle
+
+from vescale.dtensor import random
 
 from .. import _torch
 from .._boundary import Phase
@@ -42,14 +44,15 @@ from ._direct import DirectCalls
 from ._experts import ExpertsHere
 from ._findings import Findings, Recomputations
 from ._learning import learn, watch_arguments
-from ._leaves import LocalParameters, Twin
+from ._leaves import LocalParameters, Twin, held_by
 from ._modules import local_forward, silent_axes
 from ._names import describe, is_inside, join
 from ._overlap import overlapping
-from ._random import Draw, DrawHooks, stream_of
+from ._random import Draw, DrawHooks, QuietCall, stream_of
 from ._record import Crossing, Observer
 from ._region import EagerRegion
 from ._rehearsal import Run
+from ._shortcuts import Shortcuts
 from ._swaps import Swaps
 from ._values import describe_value, map_leaves
 
@@ -65,9 +68,11 @@ class Model(Protocol):
     """What a program needs to know of the parallelized model that it is a part of."""
 
     mesh: DeviceMesh
+    root: nn.Module
     phase: Phase
     scope: EagerScope
     sync: GradientSync
+    any_rank: Callable[[bool], bool] | None
     local_attributes: dict[str, dict[str, object]]
 
 
@@ -110,15 +115,17 @@ class StaticProgram:
         self.recomputations = Recomputations()
         self.switches = [part for part in self.modules.values() if hasattr(part, CHECKPOINTING)]
         self.quiet: set[Hashable] = set()  # calls that draw no random numbers
+        self.has_warned = False  # that blocks are not compiled because of them
         self.device_type = model.mesh.device_type
         self.stream = stream_of(self.device_type)
         # the state of a call
         self.depth = 0
-        self.before: Tensor | None = None  # state of the random stream, where it must not change
+        self.quiet_call = QuietCall(self.device_type)
         self.parameters: LocalParameters | None = None
         self.swaps = Swaps()
         self.compiled = Swaps()
         self.direct: DirectCalls | None = None
+        self.shortcuts: Shortcuts | None = None
         self.seen: set[Hashable] = set()  # calls without gradients
         self.once: list[RemovableHandle] | None = None  # hooks of a call that runs in eager mode
         # the state of a rehearsal
@@ -227,7 +234,7 @@ class StaticProgram:
         if self.observer is None:
             self.refresh_twins()
             signature = self._signature(args, kwargs)
-            findings = self.known.get(signature)
+            findings = self._find(signature)
             if findings is None and not self._learn(signature, args, kwargs):
                 self.once = hook_scope(module, self.name, self.model.scope)
                 self.model.scope.enter(module, self.name)  # too late for the hook of the module itself
@@ -235,7 +242,8 @@ class StaticProgram:
             if findings is not None and findings is not self.findings:
                 self.use(findings)
                 self._recompile()
-        self.before = self.stream() if self.observer is None and signature in self.quiet else None
+            if signature in self.quiet:
+                self.quiet_call.begin()
         self._open(is_fresh=True)
         if self.own_draws is not None:
             self.own_draws.enter(module, args)
@@ -258,9 +266,7 @@ class StaticProgram:
         if self.own_draws is not None:
             self.own_draws.leave(module, args, output)
         self._close()
-        before, self.before = self.before, None
-        if before is not None and output is not None:
-            self._check_draws(before)
+        self.quiet_call.end(self.name, well=output is not None)
         return None if output is None else map_leaves(self._globalize, output, self.place("returns"))
 
     def _signature(self, args: tuple, kwargs: dict) -> Hashable:
@@ -269,6 +275,16 @@ class StaticProgram:
         switches = [getattr(part, CHECKPOINTING) for part in self.switches]
         values = *map(describe_value, args), describe_value(kwargs) if kwargs else None
         return torch.is_grad_enabled(), self.module.training, dtype, *switches, *values
+
+    def _find(self, signature: Hashable) -> Findings | None:
+        """Return what is known of a call; nothing if another rank rehearses it, which takes this one, too."""
+        findings, any_rank = self.known.get(signature), self.model.any_rank
+        if any_rank is not None:
+            is_due = findings is None and (torch.is_grad_enabled() or signature in self.seen)
+            if any_rank(is_due):
+                self.seen.add(signature)
+                return None
+        return findings
 
     def _learn(self, signature: Hashable, args: tuple, kwargs: dict) -> bool:
         """Rehearse a call, unless it should run in eager mode this time."""
@@ -312,12 +328,27 @@ class StaticProgram:
 
     def _put_calls(self) -> None:
         if self.is_compiled:
-            if not _torch.has_dispatch_mode():  # a compiler refuses to run where somebody watches operators
+            if self.may_compile:
                 self.compiled.put()
+            elif not self.has_warned and random.is_watched_alone():
+                self.has_warned = True
+                logger.warning(
+                    "blocks of %s run as in static mode: the model draws random numbers for a part of the batch, which "
+                    "no compiled code does (dropout with data parallelism)",
+                    describe(self.name),
+                )
         elif not is_watched(self.model.phase.meter):
             if self.direct is None:
-                self.direct = DirectCalls(self)
+                self.direct, self.shortcuts = DirectCalls(self), Shortcuts(self)
             self.direct.put()
+            self.shortcuts.put()
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether compiled code may run now: a compiler refuses where somebody watches operators, who may be left out
+        if he looks for random operators only and there are none.
+        """
+        return not _torch.has_dispatch_mode() or (random.is_watched_alone() and self.known.keys() <= self.quiet)
 
     def _close(self) -> None:
         self.depth -= 1
@@ -326,6 +357,7 @@ class StaticProgram:
             phase.convert, phase.local = None, False
             if self.direct is not None:
                 self.direct.take_back()
+                self.shortcuts.take_back()
             if self.is_compiled:
                 self.compiled.take_back()
             if self.swaps.places:
@@ -344,7 +376,8 @@ class StaticProgram:
         own = {name: module for name, module in self.modules.items() if not self.is_in_region(name)}
         self.model.sync.attach(self.module)
         before, is_hooked = self.parameters, self.model.sync.has_other_hooks
-        self.parameters = LocalParameters(own.items(), is_hooked, silent_axes)
+        elsewhere = held_by(set(self.model.root.modules()) - set(own.values()))
+        self.parameters = LocalParameters(own.items(), is_hooked, silent_axes, elsewhere)
         if before is not None and before.trained != self.parameters.trained:
             self.known.clear()
         self.swaps = Swaps.of(own, self.model.local_attributes, local_forward)
@@ -360,7 +393,8 @@ class StaticProgram:
         hooks = self.model.sync.hooks([(twin.whole, layouts[twin.name]) for twin in delivered])
         taken = {id(twin): hook for twin, hook in zip(delivered, hooks, strict=True)}
         for twin in self.parameters:
-            twin.expect(self.gradients.get(twin.name), taken.get(id(twin)) or functools.partial(self._arrived, twin))
+            otherwise = functools.partial(self._arrived, twin)
+            twin.expect(self.gradients.get(twin.name), taken.get(id(twin)), otherwise)
 
     def _arrived(self, twin: Twin, leaf: Tensor) -> None:
         """Keep a gradient of a rehearsal; refuse one that a rehearsal has not seen."""
@@ -403,19 +437,6 @@ class StaticProgram:
         if crossing is None:
             raise self._unknown(where, local)
         return crossing
-
-    def _check_draws(self, before: Tensor) -> None:
-        """Refuse a call that drew random numbers although its rehearsal did not.
-
-        Raises:
-            NotLocalFriendlyError: it did.
-        """
-        if not torch.equal(before, self.stream()):
-            raise NotLocalFriendlyError(
-                f"{describe(self.name)} drew random numbers, but the recorded call did not, so nothing says which "
-                "parts of one device's draws they are (a rate of dropout that was 0?); call "
-                'set_mode(model, "static") after such a change, or run the model on DTensors (mode="eager")'
-            )
 
     def _unknown(self, where: str, local: Tensor) -> NotLocalFriendlyError:
         shapes = [shape for place, shape in self.crossings.known if place == where]

@@ -9,6 +9,8 @@ that draw pay for it. Draws of tensors that are equal on all ranks are left alon
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from ctypes import string_at
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,7 +30,7 @@ from ..errors import NotLocalFriendlyError
 from ._names import describe, ways_out
 from ._record import replicated
 
-__all__ = ["Draw", "DrawHooks", "Draws", "Listening", "stream_of"]
+__all__ = ["Draw", "DrawHooks", "Draws", "Listening", "QuietCall", "stream_of"]
 
 Placements = tuple[Placement, ...]
 
@@ -77,6 +79,49 @@ class Draw:
 def stream_of(device_type: str) -> Callable[[], Tensor]:
     """Return the function that gives the state of the random stream of a kind of device."""
     return torch.get_rng_state if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state
+
+
+def same_stream(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two states of a random stream are equal (``torch.equal`` takes several times as long)."""
+    return string_at(one.data_ptr(), one.nbytes) == string_at(other.data_ptr(), other.nbytes)
+
+
+class QuietCall:
+    """A call whose rehearsal drew no random numbers: nobody looks for random operators in it, and it is refused if it
+    draws after all.
+
+    Args:
+        device_type: of the random stream.
+    """
+
+    def __init__(self, device_type: str):
+        self._stream = stream_of(device_type)
+        self._before: Tensor | None = None
+        self._unwatched: AbstractContextManager | None = None
+
+    def begin(self) -> None:
+        """Before the call."""
+        self._before = self._stream()
+        if _torch.has_dispatch_mode():
+            self._unwatched = random.unwatched()
+            self._unwatched.__enter__()
+
+    def end(self, name: str, *, well: bool) -> None:
+        """After the call of a module, which may have failed; nothing if it was not quiet.
+
+        Raises:
+            NotLocalFriendlyError: it drew.
+        """
+        if self._unwatched is not None:
+            unwatched, self._unwatched = self._unwatched, None
+            unwatched.__exit__(None, None, None)
+        before, self._before = self._before, None
+        if before is not None and well and not same_stream(before, self._stream()):
+            raise NotLocalFriendlyError(
+                f"{describe(name)} drew random numbers, but the recorded call did not, so nothing says which "
+                "parts of one device's draws they are (a rate of dropout that was 0?); call "
+                'set_mode(model, "static") after such a change, or run the model on DTensors (mode="eager")'
+            )
 
 
 def _random_state() -> list[object]:
