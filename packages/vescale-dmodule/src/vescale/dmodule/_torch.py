@@ -149,8 +149,12 @@ def wrapper_like(like: DTensor) -> Callable[[Tensor], DTensor]:
 
 
 def leaf_states(leaves: Sequence[DTensor]) -> tuple[list[bool], list[int]]:
-    """Return of some DTensors whether each requires a gradient, and the address of its local storage."""
-    return list(map(_requires_grad, leaves)), list(map(Tensor.data_ptr, map(_local, leaves)))
+    """Return of some DTensors whether each requires a gradient, and the address of its local storage.
+
+    Their classes are not asked: one whose values are on their way would wait.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_requires_grad, leaves)), list(map(Tensor.data_ptr, map(_local, leaves)))
 
 
 _requires_grad, _local = operator.attrgetter("requires_grad"), operator.attrgetter("_local_tensor")

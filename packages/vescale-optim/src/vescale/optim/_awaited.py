@@ -14,6 +14,11 @@ Note: what does not ask torch's functions
     nothing to overlap, and the gather is awaited at once. Functions of C++ extensions take parameters as they are; see
     `ParameterGathers` for modules that may call some.
 
+Note: tensors that stand for a parameter
+    Static mode of `vescale.dmodule` computes with leaves over the memory of DTensors. It tells us of each by an
+    attribute of the parameter (`Memory`), and as long as somebody holds such a leaf it changes its class with the
+    parameter, and is no stranger among the holders.
+
 Note: accelerators
     Waiting makes the stream wait that reads first. If that is not the stream in which the gather was launched, the host
     waits as well: then all streams may read.
@@ -27,14 +32,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch
 from ._axis import Pending
 from ._flat import FlatBucket
 
-__all__ = ["AwaitedValues"]
+__all__ = ["AwaitedValues", "Memory"]
+
+#: Attribute of a parameter that hears of the tensors that stand for it: its `Memory`.
+_MEMORY = "_vescale_memory"
 
 # fmt: off
 #: What a parameter answers without its values: attributes, and functions that read none.
@@ -106,6 +114,38 @@ class _AwaitedDTensor(_Awaited):
         return self.redistribute(*args, **kwargs)
 
 
+class Memory:
+    """How others say that they have a tensor over the memory of a parameter.
+
+    Copies of the parameter, also through pickle, have None in its place: they share no memory with it.
+    """
+
+    #: Whether memory is freed and refilled, so that its address says nothing: no, it stays.
+    frees = False
+
+    def __init__(self, values: AwaitedValues):
+        self._values = weakref.ref(values)
+
+    def share(self, _parameter: Tensor, tensor: nn.Parameter, *, is_view: bool) -> None:
+        """Guard a leaf that stands for a parameter of the bucket, too, as long as somebody holds it.
+
+        Args:
+            tensor: The leaf.
+            is_view: Whether it lies over the memory of the parameter, for a DTensor that of the local tensor; if not,
+                there is nothing to wait for.
+        """
+        values = self._values()
+        if is_view and values is not None:
+            values.share(tensor)
+
+    def __reduce__(self) -> tuple:
+        return _nobody, ()
+
+
+def _nobody() -> None:
+    return None
+
+
 class AwaitedValues:
     """The values of one bucket's parameters (ZeRO 1, 2), and who may read them when.
 
@@ -120,17 +160,36 @@ class AwaitedValues:
         self._failure: str | None = None
         self._lock = threading.Lock()
         self._guards: list[tuple[Tensor, type, type]] = []
-        classes: dict[type, type] = {}
+        self._shared: list[weakref.ref[Tensor]] = []
+        self._classes: dict[type, type] = {}
         for slot in bucket.slots:
             for tensor in dict.fromkeys((slot.param, _torch.local_tensor(slot.param))):
-                shown = type(tensor)
-                if shown not in classes:
-                    classes[shown] = self._class_like(shown)
-                self._guards.append((tensor, shown, classes[shown]))
+                self._guards.append((tensor, type(tensor), self._class_like(type(tensor))))
 
     def _class_like(self, shown: type) -> type:
-        mixin = _AwaitedDTensor if issubclass(shown, DTensor) else _Awaited
-        return type(f"Awaited{shown.__name__}", (mixin, shown), {"__slots__": (), "_vescale_values": weakref.ref(self)})
+        if shown not in self._classes:
+            mixin = _AwaitedDTensor if issubclass(shown, DTensor) else _Awaited
+            more = {"__slots__": (), "_vescale_values": weakref.ref(self)}
+            self._classes[shown] = type(f"Awaited{shown.__name__}", (mixin, shown), more)
+        return self._classes[shown]
+
+    def invite_sharers(self) -> None:
+        """Let those who make local tensors of the DTensors among the parameters say so, see `Memory`."""
+        for slot in self.bucket.slots:
+            if isinstance(slot.param, DTensor):
+                setattr(slot.param, _MEMORY, Memory(self))
+
+    def share(self, tensor: nn.Parameter) -> None:
+        """Guard a leaf over the memory of a parameter, too, as long as somebody holds it."""
+        with self._lock:
+            self._shared = [reference for reference in self._shared if reference() is not None]
+            self._shared.append(weakref.ref(tensor))
+            if self._pending is not None:
+                tensor.__class__ = self._class_like(nn.Parameter)
+
+    def _sharers(self) -> list[Tensor]:
+        """Return what `share` was given and is still there."""
+        return [tensor for reference in self._shared if (tensor := reference()) is not None]
 
     @property
     def is_on_its_way(self) -> bool:
@@ -138,13 +197,13 @@ class AwaitedValues:
         return self._pending is not None
 
     def is_shared(self, num_views: int) -> bool:
-        """Tell whether a tensor that is neither the package's nor a parameter shares memory with the parameters.
+        """Tell whether a tensor of which nothing is known here shares memory with the parameters.
 
         Args:
             num_views: How many tensors the optimizer has over the buffer.
         """
         own = 1 + 2 * len(self.bucket.slots) + num_views  # the buffer; of each slot its parameter and its part
-        return _torch.num_holders(self.bucket.values) != own
+        return _torch.num_holders(self.bucket.values) != own + len(self._sharers())
 
     def launch(self) -> None:
         """Start the gather; from now on whoever reads a parameter waits."""
@@ -156,9 +215,11 @@ class AwaitedValues:
         self.guard()
 
     def guard(self) -> None:
-        """Give the parameters the class that waits."""
+        """Give the parameters, and what stands for them, the class that waits."""
         for tensor, _, awaited in self._guards:
             tensor.__class__ = awaited
+        for tensor in self._sharers():
+            tensor.__class__ = self._class_like(nn.Parameter)
 
     def finish(self) -> None:
         """Wait until the values are there, and let them be used.
@@ -181,6 +242,8 @@ class AwaitedValues:
             self._let_all_streams_read()
             for tensor, shown, _ in self._guards:
                 tensor.__class__ = shown
+            for tensor in self._sharers():
+                tensor.__class__ = nn.Parameter
             self._pending = None
 
     def _let_all_streams_read(self) -> None:

@@ -10,10 +10,12 @@ the order in which the forward needs them, which is the reverse of backward's, a
 Whoever reads or writes a parameter by a function of torch waits for its bucket (`_awaited.py`). Where that would not be
 seen, or would cost more than it gains, somebody waits earlier:
 
-    step                 ``overlap=False``; a bucket whose memory is shared by a tensor of somebody else; modules of
-                         `vescale.dmodule` that run on local tensors; compiled modules, whose code depends on classes
+    step                 ``overlap=False``; a bucket whose memory is shared by a tensor of somebody else; compiled
+                         modules, those of `vescale.dmodule` in mode ``compile`` as well: their code depends on classes
     call of a module     that has parameters of its own and is not torch's: it may give them to a C++ extension
     call of the whole    inside a transform of ``torch.func``, which unwraps tensors in C++
+
+Static mode of `vescale.dmodule` reads local tensors in place of DTensors, which wait as those do.
 
 The next step waits for everything, as do a compilation, a fork, the end of the program and the deletion of the model.
 Torch counts changes of a parameter, for autograd: a backward of a forward from before the step is an error, as in one
@@ -63,6 +65,8 @@ class ParameterGathers:
         if self._awaited and not self.waits_in_step:
             _everywhere.add(self)
             self._attach(module)
+            for awaited in self._awaited:
+                awaited.invite_sharers()
 
     def _attach(self, root: nn.Module) -> None:
         _finish_at_exit_and_fork()
@@ -83,7 +87,7 @@ class ParameterGathers:
         if not self._awaited:
             return
         _torch.on_compilation(_finish_before_compilation)
-        if self.waits_in_step or self._runs_on_local_tensors():
+        if self.waits_in_step or self._runs_compiled_blocks():
             at_once = list(self._awaited)
         else:
             at_once = [a for a in self._awaited if a.is_shared(num_views.get(a.bucket.plan.index, 0))]
@@ -93,8 +97,8 @@ class ParameterGathers:
         for awaited in at_once:
             awaited.finish()
 
-    def _runs_on_local_tensors(self) -> bool:
-        return any(mode != "eager" for each in self._executions for mode in getattr(each, "modes", {}).values())
+    def _runs_compiled_blocks(self) -> bool:
+        return any(mode == "compile" for each in self._executions for mode in getattr(each, "modes", {}).values())
 
     def finish(self) -> None:
         """Wait for all that are on their way.

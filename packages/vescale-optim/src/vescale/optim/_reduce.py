@@ -231,7 +231,8 @@ class Reducer:
                 "activation checkpointing left parameters unused (pass use_reentrant=False)"
             )
         for slot in self.slots:
-            slot.check_reduced()
+            if slot.unreduced:
+                slot.check_reduced()
 
     def reset(self) -> None:
         """Forget an unfinished reduction, waiting for what is on its way."""

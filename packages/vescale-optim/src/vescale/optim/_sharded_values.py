@@ -121,6 +121,9 @@ def _hidden_class(shown: type) -> type:
 class Memory:
     """How others get at the memory of one bucket's parameters."""
 
+    #: Whether memory is freed and refilled, so that its address says nothing.
+    frees = True
+
     def __init__(self, values: ShardedValues):
         self._values = values
 

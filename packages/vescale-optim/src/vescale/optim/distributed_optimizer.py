@@ -178,12 +178,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             params.is_stepping = True
         try:
             for piece in self._apart:
-                if piece.loaded is None or piece.loaded is not piece.param.grad:
+                grad = piece.param.grad
+                if grad is None or piece.loaded is not grad:
                     piece.load_gradient()
             self._base.step()
         finally:
             for piece in self._apart:
-                piece.drop_gradient()
+                if piece.loaded is None:
+                    piece.drop_gradient()
             for params in lists:
                 params.is_stepping = False
 

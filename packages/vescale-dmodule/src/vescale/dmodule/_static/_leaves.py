@@ -13,11 +13,12 @@ hooks of somebody else, or where something else of the model uses the parameter,
 part runs on DTensors), autograd must add up what comes before a hook sees the sum: then an autograd function over the
 DTensor stands in the table instead of the leaf.
 
-Note: memory that comes and goes
-    Data parallelism that shards parameters (ZeRO 3 of ``vescale.optim``) frees the memory of a parameter and makes it
-    anew, in the same storage object, so that its address says nothing. Such a parameter has an attribute
-    ``_vescale_memory``, see :class:`Memory`. That object hears of the twin, guards it while there are no values, and
-    moves it along where the storage object changes; so nothing of it is compared from call to call.
+Note: values that come and go
+    Data parallelism may take the values of a parameter away for a while. Such a parameter has an attribute
+    ``_vescale_memory``, see :class:`Memory`. That object hears of the twin, and guards it as it guards the parameter:
+    with ZeRO 1 and 2 of ``vescale.optim`` it waits for values that are on their way. ZeRO 3 frees the memory and makes
+    it anew, in the same storage object, so that its address says nothing. There the twin is moved along where the
+    storage object changes, and no address is compared from call to call.
 """
 
 from __future__ import annotations
@@ -43,12 +44,19 @@ MEMORY = "_vescale_memory"
 
 
 class Memory(Protocol):
-    """What frees and refills the memory of a parameter: its attribute ``_vescale_memory``, None in copies of it."""
+    """What takes the values of a parameter away and brings others: its attribute ``_vescale_memory``, None in copies.
+
+    Attributes:
+        frees: whether the memory is freed and refilled. Then the values are there when a module needs them, not before,
+            and the address says nothing. Otherwise whoever reads waits.
+    """
+
+    frees: bool
 
     def share(self, parameter: Tensor, tensor: Tensor, *, is_view: bool) -> None:
         """Take ``tensor`` for another face of ``parameter`` as long as somebody holds it.
 
-        While there are no values it must not be readable. If it ``is_view`` of the local memory of the parameter, it
+        While there are no values nobody may read it. If it ``is_view`` of the local memory of the parameter, it
         must follow it to other memory.
         """
 
@@ -161,8 +169,8 @@ class LocalParameters:
             ([*column] for column in zip(*places, strict=True)) if places else ([],) * 5
         )
         self._parameters = [twin for twin in self.twins if twin.hooks is not None]
-        fixed = [twin for twin in self._parameters if _memory_of(twin.whole) is None]
-        refilled = [twin for twin in self._parameters if _memory_of(twin.whole) is not None]
+        fixed = [twin for twin in self._parameters if not _is_freed(twin.whole)]
+        refilled = [twin for twin in self._parameters if _is_freed(twin.whole)]
         self._fixed = [twin.whole for twin in fixed]
         self._state = [twin.trained for twin in fixed], [twin.address for twin in fixed]
         self._refilled, self._refilled_state = [twin.whole for twin in refilled], [twin.trained for twin in refilled]
@@ -247,6 +255,10 @@ def _memory_of(parameter: DTensor) -> Memory | None:
     return vars(parameter).get(MEMORY)
 
 
+def _is_freed(parameter: DTensor) -> bool:
+    return (memory := _memory_of(parameter)) is not None and memory.frees
+
+
 def held_by(modules: Iterable[nn.Module]) -> set[int]:
     """Return the ids of the parameters that modules hold themselves."""
     return {id(parameter) for module in modules for parameter in _torch.tensor_tables(module)[0].values()}
@@ -282,7 +294,8 @@ class _ThroughAutograd(torch.autograd.Function):
     @staticmethod
     def forward(ctx, _whole: DTensor, twin: Twin) -> Tensor:
         ctx.twin = twin
-        return _torch.alias(twin.local)
+        # the alias has no guard: it must wait for values that are on their way, and may not for those that come later
+        return _torch.alias(twin.local) if _is_freed(twin.whole) else twin.local.detach()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[DTensor, None]:
