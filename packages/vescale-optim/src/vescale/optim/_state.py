@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StateTemplate", "is_scalar", "probe_state"]
+__all__ = ["StateTemplate", "elementwise_names", "is_elementwise", "is_scalar", "probe_state"]
 
 #: What optimizers of torch keep once per parameter, and what it is before the first step.
 _SCALARS: dict[str, Callable[[dict], float]] = {
@@ -29,6 +29,11 @@ _SCALARS: dict[str, Callable[[dict], float]] = {
 def is_scalar(name: str, value: Any) -> bool:
     """Tell whether a state entry is one number per parameter."""
     return isinstance(value, Tensor) and value.ndim == 0 and name in _SCALARS
+
+
+def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
+    """Tell whether a state entry of ``tensor``, which the optimizer updates, has a value per element."""
+    return isinstance(value, Tensor) and not is_scalar(name, value) and value.shape == tensor.shape
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,7 @@ def probe_state(
     Raises:
         NotImplementedError: If it keeps a per-parameter value whose initial value this cannot know.
     """
-    # Two dims: any part of a tensor is as good as another for what is element-wise, and Muon wants a matrix.
-    dummy = nn.Parameter(torch.zeros(1, 2, dtype=like.dtype, device=like.device))
-    dummy.grad = torch.zeros_like(dummy)
-    hyperparameters = {key: _copy(value) for key, value in group.items() if key != "params"}
-    optimizer = make_optimizer([{**hyperparameters, "params": [dummy]}])
-    optimizer.step()
+    optimizer, dummy = _step_dummy(make_optimizer, group, like)
     elementwise, scalars = {}, {}
     for name, value in optimizer.state[dummy].items():
         if value is None:
@@ -84,6 +84,26 @@ def probe_state(
                 "state dict after the first step, or use AdamW, Adam, SGD, Adagrad or RMSprop"
             )
     return StateTemplate(elementwise, scalars)
+
+
+def elementwise_names(
+    make_optimizer: Callable[[list[dict]], torch.optim.Optimizer], group: dict, like: Tensor
+) -> set[str]:
+    """Return the names of what the optimizer keeps per element of a parameter like ``like`` in ``group``."""
+    optimizer, dummy = _step_dummy(make_optimizer, group, like)
+    return {name for name, value in optimizer.state[dummy].items() if is_elementwise(name, value, dummy)}
+
+
+def _step_dummy(
+    make_optimizer: Callable[[list[dict]], torch.optim.Optimizer], group: dict, like: Tensor
+) -> tuple[torch.optim.Optimizer, Tensor]:
+    # Two dims: any part of a tensor is as good as another for what is element-wise, and Muon wants a matrix.
+    dummy = nn.Parameter(torch.zeros(1, 2, dtype=like.dtype, device=like.device))
+    dummy.grad = torch.zeros_like(dummy)
+    hyperparameters = {key: _copy(value) for key, value in group.items() if key != "params"}
+    optimizer = make_optimizer([{**hyperparameters, "params": [dummy]}])
+    optimizer.step()
+    return optimizer, dummy
 
 
 def _copy(value: Any) -> Any:

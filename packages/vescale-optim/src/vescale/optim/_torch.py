@@ -51,6 +51,7 @@ __all__ = [
     "plain_functions",
     "reduce_scatter",
     "shard_offsets",
+    "step_without_hooks",
     "unscale_",
     "unscale_operator",
     "version",
@@ -254,6 +255,12 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every tensor by the 0-dim tensor ``factor``, in place; all of one dtype and device."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., object]:
+    """Return the function, of the optimizer first, that ``optimizer.step()`` runs between its hooks."""
+    step = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def unscale_operator() -> torch._ops.OpOverload:

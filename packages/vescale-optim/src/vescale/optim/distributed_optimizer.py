@@ -33,7 +33,8 @@ from ._groups import build_optimizer, check_class, group_pieces
 from ._instances import Instance, take_apart
 from ._master import MasterWeights
 from ._pieces import Piece, StatePiece, cut_pieces
-from ._state import StateTemplate, is_scalar, probe_state
+from ._state import StateTemplate, elementwise_names, is_elementwise, probe_state
+from ._state_dtype import KeptState, check_state_dtype
 from .clip import clip_grad_norm_, distribution_axes
 from .ddp import DDP
 
@@ -65,6 +66,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         master_dtype: Keep and update parameters of fewer bits than this, typically ``torch.float32``, in this dtype, in
             which the optimizer has its state, too. What is written into parameters between steps is taken over.
             Parameters that ``DDP(param_dtype=...)`` has cast have masters in their original dtype by default.
+        state_dtype: Keep floating-point state that is as large as its parameter (moments, momentum) in this dtype of
+            fewer bits, typically ``torch.bfloat16``, between steps; or a mapping from names of state to dtypes, such as
+            ``{"exp_avg": torch.bfloat16}``, others staying as they are. The optimizer computes as it does without, on
+            copies that are rounded afterwards. During a step classes of ``torch.optim`` need these for 32 MiB of what
+            is updated on this rank at a time, or for one larger part of a parameter; other classes and Muon need them
+            for all. State dicts hold this dtype, and loaded state of another is rounded. Rounded second moments cannot
+            fall in bfloat16 if a step takes less than half their spacing (``beta2`` above 0.998 or so), and most are
+            out of range of float16: leave ``"exp_avg_sq"`` out. State of parameters of one element is never rounded.
         **optimizer_kwargs: Defaults of the optimizer class, such as ``lr``.
 
     Attributes:
@@ -73,7 +82,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: If the class is known not to be element-wise, if the model has no trainable parameter, or groups
             do not hold each trainable parameter once; as Muon's constructor; if an instance has hooks or a scheduler,
-            or arguments of its constructor that cannot be known.
+            or arguments of its constructor that cannot be known; if ``state_dtype`` is not a floating-point dtype of
+            16 bits or more, has no fewer bits than a parameter or its master, or names state that there is not.
         TypeError: If the class is not a subclass of ``torch.optim.Optimizer``, or hyperparameters are given with an
             instance, which has its own.
 
@@ -95,6 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         clip_grad_norm: float | None = None,
         norm_axes: Iterable[DeviceMesh] = (),
         master_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         **optimizer_kwargs: Any,
     ):
         optimizer_class, instance = optimizer_class_or_instance, None
@@ -118,6 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._base, self._make = build_optimizer(optimizer_class, groups, optimizer_kwargs, model)
         by_tensor = {piece.tensor: piece for piece in self.pieces}
         self._pieces_by_group = [[by_tensor[t] for t in group["params"]] for group in self._base.param_groups]
+        self._kept = self._kept_state(state_dtype) if state_dtype is not None else None
         self._apart = [piece for piece in self.pieces if piece.tensor is not piece.param]
         self._distributed = [piece.param for piece in self.pieces if isinstance(piece.param, DTensor)]
         self._num_views = _num_views(self.pieces, model)
@@ -135,6 +147,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state = self._base.state
         if instance is not None and instance.state:
             self._take_state(instance.state)
+
+    def _kept_state(self, state_dtype: torch.dtype | Mapping[str, torch.dtype]) -> KeptState:
+        names: set[str] = set()
+        if isinstance(state_dtype, Mapping):
+            for group, pieces in zip(self._base.param_groups, self._pieces_by_group, strict=True):
+                for tensor in {piece.tensor.dtype: piece.tensor for piece in pieces}.values():
+                    names |= elementwise_names(self._make, group, tensor)
+        check_state_dtype(state_dtype, self.pieces, names)
+        return KeptState(self._base, self.pieces, state_dtype)
 
     def _take_state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Take over the state of an optimizer of the model's parameters."""
@@ -181,7 +202,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 grad = piece.param.grad
                 if grad is None or piece.loaded is not grad:
                     piece.load_gradient()
-            self._base.step()
+            (self._kept or self._base).step()
         finally:
             for piece in self._apart:
                 if piece.loaded is None:
@@ -241,7 +262,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         dtype = piece.tensor.dtype
         if dtype not in templates:
             templates[dtype] = probe_state(self._make, group, piece.tensor)
-        return templates[dtype].fresh(piece.tensor)
+        state = templates[dtype].fresh(piece.tensor)
+        if self._kept is not None:
+            self._kept.round_new(piece.tensor, state)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what ``state_dict`` returned, from this optimizer or one of the same model and layout.
@@ -277,7 +301,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the state dict that the torch optimizer of one process would have, on every rank.
 
         A plain optimizer of the same class and groups, over the trainable parameters of the whole model, can load it.
-        Every rank calls it. Master weights are whole tensors, too, by name under ``"master_weights"``.
+        Every rank calls it. Master weights are whole tensors, too, by name under ``"master_weights"``. State is in
+        ``state_dtype``, if there is one; torch widens what it loads.
         """
         state = {piece.fqn: self.state[piece.tensor] for piece in self.pieces if piece.tensor in self.state}
         masters = {piece.fqn: {MASTER: piece.tensor} for piece in self.pieces if piece.value is not None}
@@ -350,14 +375,14 @@ def _check_names(came: Iterable[str], expected: set[str], what: str) -> None:
 
 def _expose(piece: Piece, name: str, value: Any) -> Any:
     """Return a state entry as the state dict shows it: what is as large as the piece becomes a `StatePiece`."""
-    elementwise = isinstance(value, Tensor) and not is_scalar(name, value) and value.shape == piece.tensor.shape
-    return StatePiece(piece, value) if elementwise else value
+    return StatePiece(piece, value) if is_elementwise(name, value, piece.tensor) else value
 
 
 def _take(entry: StatePiece | Tensor, value: Any) -> Tensor:
     """Return this rank's state tensor with the loaded value: the one that the state dict exposed, or a copy into it."""
     if isinstance(entry, StatePiece):
-        if isinstance(value, StatePiece) and value.piece is entry.piece:
+        ours = isinstance(value, StatePiece) and value.piece is entry.piece
+        if ours and value.tensor.dtype == entry.tensor.dtype:
             return value.tensor
         entry.load(value)
         return entry.tensor
