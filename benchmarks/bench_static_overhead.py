@@ -40,7 +40,7 @@ from vescale_testing import run_ranks
 WORLD, BATCH, SEQ, HIDDEN, HEADS = 4, 2, 32, 128, 8
 DEPTHS = (1, 4)  # blocks in a row: alone, and where what is paid once per model is shared
 EDGES = {"": True, ", shards in and out": False}  # title -> whether whole tensors come and go
-REPEATS = 4  # steps in a round
+TURN = 0.03  # seconds of a case in a round
 
 HAND, STOCK, STOCK_DTENSOR, STOCK_COMPILED = "hand-written", "stock", "stock, DTensors throughout", "stock compiled"
 COMPILED = {STOCK_COMPILED: STOCK, "vescale compile": "vescale static"}  # case -> what it compiles
@@ -65,7 +65,7 @@ def run(num_rounds: int) -> Result:
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
         for title, (block, depth, whole) in GROUPS.items():
             steps, counts = _prepare(block, depth, mesh, notes, whole=whole)
-            times = processor_time_in_turns(steps, num_rounds=num_rounds, repeats=REPEATS)
+            times = processor_time_in_turns(steps, num_rounds=num_rounds, turn=TURN)
             for case in times:
                 seconds[f"{title}, {case}"] = times[case]
                 reference[f"{title}, {case}"] = f"{title}, {HAND}"

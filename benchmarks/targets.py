@@ -81,24 +81,27 @@ class Targets(Result):
 
 
 def processor_time_in_turns(
-    cases: dict[str, Callable[[], object]], *, num_rounds: int, repeats: int = 1, num_warmup: int = 2
+    cases: dict[str, Callable[[], object]], *, num_rounds: int, turn: float = 0.0, num_warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Run all cases once per round and return the processor seconds of one repeat, without the first rounds.
+    """Run all cases once per round and return the processor seconds of one call, without the first rounds.
 
     For one process that waits for nobody: there processor time is all there is, and other programs change it least.
+    A case is called several times in a row, as in a loop of training: right after other code it finds cold caches.
 
     Args:
         cases: by name.
         num_rounds: that are measured.
-        repeats: calls of a case in a row in a round; their mean counts.
+        turn: seconds for which a case is called in a round, at least once; the mean of these calls counts.
         num_warmup: rounds before, that fill caches.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for round_ in range(num_warmup + num_rounds):
         for name, case in cases.items():
-            start = time.process_time()
-            for _ in range(repeats):
+            start, num_calls, passed = time.process_time(), 0, 0.0
+            while not num_calls or passed < turn:
                 case()
+                num_calls += 1
+                passed = time.process_time() - start
             if round_ >= num_warmup:
-                seconds[name].append((time.process_time() - start) / repeats)
+                seconds[name].append(passed / num_calls)
     return seconds
