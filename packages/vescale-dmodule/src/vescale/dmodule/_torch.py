@@ -32,7 +32,6 @@ __all__ = [
     "arrive",
     "async_tp_obstacle",
     "backward_number",
-    "children_table",
     "deliver",
     "direct_apply",
     "explicit_redistribution",
@@ -106,11 +105,6 @@ def plain_operands_replicated() -> Iterator[None]:
 def no_function_modes() -> contextlib.AbstractContextManager:
     """Return a context whose calls reach no ``TorchFunctionMode`` and no ``__torch_function__``."""
     return torch._C.DisableTorchFunction()
-
-
-def children_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the table of the modules that a module holds itself."""
-    return module._modules
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None]]:

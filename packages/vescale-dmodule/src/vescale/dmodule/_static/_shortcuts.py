@@ -43,7 +43,7 @@ class Shortcuts:
         opaque = program.opaque
         for name, module in program.modules.items():
             if not any(is_inside(name, other) for other in opaque) and _looks_up_as_usual(module):
-                for table in (_torch.tensor_tables(module)[0], _torch.children_table(module)):
+                for table in (_torch.tensor_tables(module)[0], _torch.module_table(module)):
                     self._add(module, table)
 
     def _add(self, module: nn.Module, table: dict[str, object]) -> None:
