@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from vescale.optim import DDP, DistributedOptimizer, _axis
+from vescale.optim._attributes import TAKER
 from vescale.optim._partials import Form
-from vescale.optim._taker import TAKER
 from vescale_testing import ranks
 
 R, S0, P = Replicate(), Shard(0), Partial()

@@ -36,13 +36,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch
+from ._attributes import MEMORY, ParameterAttribute
 from ._axis import Pending
 from ._flat import FlatBucket
 
 __all__ = ["AwaitedValues", "Memory"]
-
-#: Attribute of a parameter that hears of the tensors that stand for it: its `Memory`.
-_MEMORY = "_vescale_memory"
 
 # fmt: off
 #: What a parameter answers without its values: attributes, and functions that read none.
@@ -114,11 +112,8 @@ class _AwaitedDTensor(_Awaited):
         return self.redistribute(*args, **kwargs)
 
 
-class Memory:
-    """How others say that they have a tensor over the memory of a parameter.
-
-    Copies of the parameter, also through pickle, have None in its place: they share no memory with it.
-    """
+class Memory(ParameterAttribute):
+    """How others say that they have a tensor over the memory of a parameter."""
 
     #: Whether memory is freed and refilled, so that its address says nothing: no, it stays.
     frees = False
@@ -137,13 +132,6 @@ class Memory:
         values = self._values()
         if is_view and values is not None:
             values.share(tensor)
-
-    def __reduce__(self) -> tuple:
-        return _nobody, ()
-
-
-def _nobody() -> None:
-    return None
 
 
 class AwaitedValues:
@@ -177,7 +165,7 @@ class AwaitedValues:
         """Let those who make local tensors of the DTensors among the parameters say so, see `Memory`."""
         for slot in self.bucket.slots:
             if isinstance(slot.param, DTensor):
-                setattr(slot.param, _MEMORY, Memory(self))
+                setattr(slot.param, MEMORY, Memory(self))
 
     def share(self, tensor: nn.Parameter) -> None:
         """Guard a leaf over the memory of a parameter, too, as long as somebody holds it."""

@@ -42,11 +42,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
 from . import _torch
+from ._attributes import TAKER
 from ._axis import Axis
 from ._flat import FlatBucket, FlatSlot
 from ._partials import Agreement, sum_partials
 from ._reduction import Reduction
-from ._taker import TAKER, Taker
+from ._taker import Taker
 
 __all__ = ["Reducer"]
 

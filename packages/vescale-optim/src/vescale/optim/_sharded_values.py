@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch
+from ._attributes import MEMORY, ParameterAttribute
 from ._axis import Axis, Pending
 from ._buckets import Bucket
 
@@ -50,9 +51,6 @@ _FUNCTIONS = frozenset(
     )
 )
 # fmt: on
-
-#: Attribute of a parameter whose memory is freed and refilled: its `Memory`.
-_MEMORY = "_vescale_memory"
 
 _hidden_classes: dict[type, type] = {}
 
@@ -118,7 +116,7 @@ def _hidden_class(shown: type) -> type:
     return _hidden_classes[shown]
 
 
-class Memory:
+class Memory(ParameterAttribute):
     """How others get at the memory of one bucket's parameters."""
 
     #: Whether memory is freed and refilled, so that its address says nothing.
@@ -140,13 +138,6 @@ class Memory:
         self._values.share(
             next(at for at, param in enumerate(params) if param is parameter) if is_view else None, tensor
         )
-
-    def __reduce__(self) -> tuple:
-        return _nobody, ()
-
-
-def _nobody() -> None:
-    return None
 
 
 class ShardedValues:
@@ -177,7 +168,7 @@ class ShardedValues:
                 tensor._vescale_name = slot.fqn
                 self._guards.append((tensor, type(tensor), _hidden_class(type(tensor))))
             if axis.size > 1:
-                setattr(param, _MEMORY, Memory(self))
+                setattr(param, MEMORY, Memory(self))
         start, stop = plan.shard(axis.coord)
         self._own = slice(start, stop)
         self.shard = self._values[start:stop] if axis.size == 1 else self._values[start:stop].clone()

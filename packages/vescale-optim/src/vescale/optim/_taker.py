@@ -13,8 +13,6 @@ micro-batch: DDP takes it as it is, and sums all of them together (`_partials.py
         more       set by who calls `take`: a function that tells, while a gradient arrives by autograd at the parameter
                    itself, whether `take` will be called in the same backward
         take       one local gradient, while backward runs
-
-Copies of a parameter, also through pickle, have None there: they belong to no DDP.
 """
 
 from __future__ import annotations
@@ -24,13 +22,12 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 from torch.distributed.tensor import Placement
 
-__all__ = ["TAKER", "Taker"]
+from ._attributes import ParameterAttribute
 
-#: The attribute of a parameter.
-TAKER = "_vescale_takes_gradients"
+__all__ = ["Taker"]
 
 
-class Taker:
+class Taker(ParameterAttribute):
     """What takes the local gradients of one parameter.
 
     Args:
@@ -64,10 +61,3 @@ class Taker:
     def comes_more(self) -> bool:
         """Tell whether `take` will be called again in the running backward."""
         return self.more is not None and self.more()
-
-    def __reduce__(self) -> tuple:
-        return _nobody, ()
-
-
-def _nobody() -> None:
-    return None
