@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from cases import MODES, refusal
+from cases import MODES
 from measure import Result, time_in_turns, with_processor_time
 from targets import Target, Targets
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 def run(num_rounds: int) -> Result:
     """Measure on two forked gloo processes."""
-    seconds, processor, notes = run_ranks(_on_each_rank, WORLD, num_rounds, timeout=600)[0]
+    seconds, processor = run_ranks(_on_each_rank, WORLD, num_rounds, timeout=600)[0]
     reference = {name: name for name in seconds}
     targets = []
     for layout in LAYOUTS:
@@ -88,14 +88,12 @@ def run(num_rounds: int) -> Result:
         reference,
         tuple(targets),
         remarks,
-        tuple(notes),
     )
 
 
-def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]], list[str]]:
+def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
-    notes: list[str] = []
     hidden, index, weights, gradient = _tokens(mesh, whole=False)
     steps: dict[str, Callable[[], object]] = {ALONE: _step(Layer(), hidden, index, weights, gradient)}
     for layout in LAYOUTS:
@@ -103,9 +101,6 @@ def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], dict[str, li
         steps[f"bytes, {layout}"] = functools.partial(_call_all, meetings)
         steps[f"{LOCKSTEP}, {layout}"] = _step(Layer(held), hidden, index % held, weights, gradient, meetings)
     for mode in MODES:
-        if reason := refusal(mode, mesh):
-            notes.append(f"vescale {mode} left out: {reason}")
-            continue
         for layout, placement in LAYOUTS.items():
             layer = parallelize_module(Layer(), mesh, {"expert": {"experts": {"ep": Shard(0)}}}, mode=mode)
             step = _step(layer, *_distributed(mesh, placement))
@@ -114,7 +109,7 @@ def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], dict[str, li
     processor: dict[str, list[float]] = {name: [] for name in steps}
     watched = {name: with_processor_time(step, processor[name]) for name, step in steps.items()}
     seconds = time_in_turns(watched, num_rounds=num_rounds, num_warmup=WARMUP)
-    return seconds, {name: times[WARMUP:] for name, times in processor.items()}, notes
+    return seconds, {name: times[WARMUP:] for name, times in processor.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- inputs

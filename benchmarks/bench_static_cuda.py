@@ -48,12 +48,11 @@ def run(num_rounds: int) -> Result:
     if not torch.cuda.is_available():
         return _Skipped(TITLE, HAND, {})
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    notes: list[str] = []
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     try:
         mesh = init_device_mesh("cuda", (WORLD,), mesh_dim_names=("tp",))
         tokens = torch.randint(SIZES["vocab_size"], (BATCH, SEQ), device="cuda")
-        cases = {name: make() for name, make in model_cases(_model, tokens, mesh, notes).items()}
+        cases = {name: make() for name, make in model_cases(_model, tokens, mesh).items()}
         steps = {name: _finished(case.step) for name, case in cases.items()}
         seconds = time_in_turns(steps, num_rounds=num_rounds)
         gaps = {name: _gaps(step) for name, step in steps.items()}
@@ -61,7 +60,7 @@ def run(num_rounds: int) -> Result:
         dist.destroy_process_group()
     targets = (Target("vescale static", HAND, at_most=1.15), Target(STOCK, "vescale static", at_least=1.0))
     remarks = {"kernels, and time without one": gaps}
-    return Targets(TITLE, HAND, seconds, dict.fromkeys(seconds, HAND), targets, remarks, tuple(notes))
+    return Targets(TITLE, HAND, seconds, dict.fromkeys(seconds, HAND), targets, remarks)
 
 
 def _model() -> nn.Module:

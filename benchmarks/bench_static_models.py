@@ -1,6 +1,6 @@
 """What a whole tiny LLaMA or Mixtral of Hugging Face costs on one rank: static mode against hand-written parallelism.
 
-As `static_overhead`, with unmodified models: one process of four on a fake process group, processor time, tensor and
+As `static_overhead`, with unmodified models: one rank of four on a fake process group, processor time, tensor and
 sequence parallelism; forward and backward, and the same with fused AdamW. Hand-written: local shards in place of the
 parameters and a hook per boundary, see `huggingface`. Mixtral's tokens are dealt to the experts in turn; by hand it is
 written twice, as cheap as it can be and with the collectives of the package's plan, which adds at the experts.
@@ -11,21 +11,23 @@ Before anything is timed, every case is compared with one device on four gloo ra
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable
 
 import huggingface
 import torch
 import torch.distributed as dist
-from cases import MODES, Case, check_repeats, check_same, describe_traffic, refusal
+from cases import MODES, Case, check_repeats, check_same, communicated
 from handwritten import reduce_shared
 from measure import Result
-from targets import Target, Targets, processor_time_in_turns
+from targets import Target, Targets
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from turns import Made, processor_time_in_turns
 
 from vescale.dmodule import parallelize_module, plans
 from vescale.dtensor import init_device_mesh
@@ -45,41 +47,22 @@ HAND, HAND_EARLY = "hand-written", "hand-written, summed at the experts"
 STOCK, STOCK_HAND = "stock", "stock, hand-written experts"
 COMPILED = {"vescale compile": "vescale static"}  # case -> what it compiles
 OPTIMIZER = "with AdamW, "
+TURN = 0.1  # seconds of a step in a round
 
 
 def run(num_rounds: int) -> Result:
-    """Measure in this process, after a comparison of values on forked gloo ranks."""
+    """Measure in forked processes, after a comparison of values on forked gloo ranks."""
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     names = run_ranks(_check_values, WORLD, timeout=300)[0]
     seconds: dict[str, list[float]] = {}
     reference: dict[str, str] = {}
     collectives: dict[str, str] = {}
-    notes = [
-        "values compared with one device on gloo ranks in float64: " + ", ".join(names),
-        "stock has no style for experts: their weights are sharded DTensors in the unchanged forward, gathered at use, "
-        "or they are the hand-written ones",
-        "AdamW is fused, but in stock foreach: fused it would gather parameters, as gradients of norms are "
-        "partial there",
-    ]
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    try:
-        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-        for family in huggingface.FAMILIES:
-            cases = {name: make() for name, make in _cases(family, mesh, notes, balanced=True).items()}
-            for name, case in cases.items():
-                case.step()
-                collectives[f"{family}, {name}"] = describe_traffic(case, compiled=name in COMPILED)
-                if COMPILED.get(name) in cases:
-                    check_repeats(name, case, cases[COMPILED[name]])
-            steps = {f"{family}, {name}": case.step for name, case in cases.items()}
-            steps |= {
-                f"{family}, {OPTIMIZER}{name}": _with_optimizer(case, fused=name not in (STOCK, STOCK_HAND))
-                for name, case in cases.items()
-            }
-            seconds |= processor_time_in_turns(steps, num_rounds=num_rounds)
-            reference |= {name: f"{family}, {OPTIMIZER if OPTIMIZER in name else ''}{HAND}" for name in steps}
-    finally:
-        dist.destroy_process_group()
+    for family in huggingface.FAMILIES:
+        makers = {name: functools.partial(_make, family, name) for name in _names(family)}
+        times, traffic_of = processor_time_in_turns(makers, num_rounds=num_rounds, turn=TURN)
+        seconds |= times
+        reference |= {name: f"{family}, {OPTIMIZER if OPTIMIZER in name else ''}{HAND}" for name in times}
+        collectives |= {f"{family}, {name}": str(traffic_of[name]) for name in makers}
     shape = f"{SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, {BATCH} x {SEQ} tokens"
     title = f"Forward and backward of tiny models on one rank, {shape}, tp {WORLD}, sequence parallel, processor time"
     return Targets(
@@ -89,7 +72,13 @@ def run(num_rounds: int) -> Result:
         reference,
         tuple(target for family in huggingface.FAMILIES for target in _targets(family)),
         {"communicates": collectives},
-        tuple(dict.fromkeys(notes)),
+        (
+            "values compared with one device on gloo ranks in float64: " + ", ".join(names),
+            "stock has no style for experts: their weights are sharded DTensors in the unchanged forward, gathered at "
+            "use, or they are the hand-written ones",
+            "AdamW is fused, but in stock foreach: fused it would gather parameters, as gradients of norms are partial "
+            "there",
+        ),
     )
 
 
@@ -101,6 +90,25 @@ def _targets(family: str) -> list[Target]:
         targets += [Target(static, prefix + hand, at_most=1.15) for hand in hands]
         targets.append(Target(prefix + STOCK, static, at_least=3.5))
     return targets
+
+
+def _names(family: str) -> list[str]:
+    by_experts = [STOCK_HAND, HAND_EARLY] if family == "Mixtral" else []
+    return [HAND, STOCK, *by_experts, *(f"vescale {mode}" for mode in MODES)]
+
+
+def _make(family: str, name: str) -> Made:
+    """Make and check a case in its process, on a fake process group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    cases = _cases(family, mesh, balanced=True)
+    case = cases[name]()
+    case.step()
+    if name in COMPILED:
+        check_repeats(name, case, cases[COMPILED[name]]())
+    with_optimizer = _with_optimizer(case, fused=name not in (STOCK, STOCK_HAND))
+    steps = {f"{family}, {name}": case.step, f"{family}, {OPTIMIZER}{name}": with_optimizer}
+    return Made(steps, communicated(case, compiled=name in COMPILED))
 
 
 def _with_optimizer(case: Case, *, fused: bool) -> Callable[[], None]:
@@ -119,16 +127,13 @@ def _with_optimizer(case: Case, *, fused: bool) -> Callable[[], None]:
     return step
 
 
-def model_cases(
-    build: Callable[[], nn.Module], tokens: Tensor, mesh: DeviceMesh, notes: list[str]
-) -> dict[str, Callable[[], Case]]:
-    """Return what makes each case; a mode that this version does not have is left out, with a note.
+def model_cases(build: Callable[[], nn.Module], tokens: Tensor, mesh: DeviceMesh) -> dict[str, Callable[[], Case]]:
+    """Return what makes each case.
 
     Args:
         build: makes the model of `huggingface.build`, the same on every call.
         tokens: (batch, seq) of a step.
         mesh: of one axis, `tp`.
-        notes: gets a line for what is left out.
     """
     group = mesh.get_group()
 
@@ -161,16 +166,12 @@ def model_cases(
     cases: dict[str, Callable[[], Case]] = {HAND: hand, STOCK: stock}
     if hasattr(build().model.layers[0].mlp, "experts"):
         cases |= {STOCK_HAND: stock_by_hand, HAND_EARLY: lambda: hand(sum_at_experts=True)}
-    for mode in MODES:
-        if reason := refusal(mode, mesh):
-            notes.append(f"vescale {mode} left out: {reason}")
-        else:
-            cases[f"vescale {mode}"] = lambda mode=mode: ours(mode)
+    cases |= {f"vescale {mode}": functools.partial(ours, mode) for mode in MODES}
     return cases
 
 
-def _cases(family: str, mesh: DeviceMesh, notes: list[str], *, balanced: bool) -> dict[str, Callable[[], Case]]:
-    return model_cases(lambda: huggingface.build(family, balanced=balanced, **SIZES), _tokens(), mesh, notes)
+def _cases(family: str, mesh: DeviceMesh, *, balanced: bool) -> dict[str, Callable[[], Case]]:
+    return model_cases(lambda: huggingface.build(family, balanced=balanced, **SIZES), _tokens(), mesh)
 
 
 def _tokens() -> Tensor:
@@ -186,7 +187,7 @@ def _check_values() -> list[str]:
     for family in huggingface.FAMILIES:
         alone = huggingface.build(family, **SIZES)
         reference = Case(alone, lambda alone=alone: alone(input_ids=_tokens(), labels=_tokens()).loss)
-        for name, make in _cases(family, mesh, [], balanced=False).items():
+        for name, make in _cases(family, mesh, balanced=False).items():
             if name not in COMPILED:
                 with keep_float64():  # Hugging Face's norms, router and loss ask for float32
                     check_same(f"{family}, {name}", make(), reference)

@@ -1,8 +1,8 @@
 """What a transformer block costs on one rank: static and compiled execution against hand-written tensor parallelism.
 
-One process of four, on a fake process group: collectives return at once, so what is timed is the work of one rank's
+One rank of four, on a fake process group: collectives return at once, so what is timed is the work of one rank's
 Python and C++ per operator. The blocks are small for the same reason. Tensor parallel over four ranks with sequence
-parallelism, forward and backward. Times are processor time.
+parallelism, forward and backward. Times are processor time; each case has a process of its own, see `turns`.
 
 Cases:
 - hand-written: plain local tensors, an autograd function per boundary, see `handwritten`
@@ -17,21 +17,23 @@ and what every case communicates is counted.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from blocks import BLOCKS, parallelize_as_stock, plan, stack
-from cases import MODES, Case, check_repeats, check_same, describe_traffic, refusal
-from counting import Traffic, traffic
+from cases import MODES, Case, check_repeats, check_same, communicated
+from counting import Traffic
 from handwritten import WholeEdges, by_hand, reduce_shared
 from measure import Result
-from targets import Target, Targets, processor_time_in_turns
+from targets import Target, Targets
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from turns import Made, processor_time_in_turns
 
 from vescale.dmodule import parallelize_module
 from vescale.dtensor import init_device_mesh
@@ -40,10 +42,12 @@ from vescale_testing import run_ranks
 WORLD, BATCH, SEQ, HIDDEN, HEADS = 4, 2, 32, 128, 8
 DEPTHS = (1, 4)  # blocks in a row: alone, and where what is paid once per model is shared
 EDGES = {"": True, ", shards in and out": False}  # title -> whether whole tensors come and go
-TURN = 0.03  # seconds of a case in a round
+TURN = 0.05  # seconds of a case in a round
 
 HAND, STOCK, STOCK_DTENSOR, STOCK_COMPILED = "hand-written", "stock", "stock, DTensors throughout", "stock compiled"
-COMPILED = {STOCK_COMPILED: STOCK, "vescale compile": "vescale static"}  # case -> what it compiles
+STATIC = "vescale static"
+CASES = (HAND, STOCK, STOCK_DTENSOR, STOCK_COMPILED, *(f"vescale {mode}" for mode in MODES))
+COMPILED = {STOCK_COMPILED: STOCK, "vescale compile": STATIC}  # case -> what it compiles
 GROUPS = {
     (f"{block} block" if depth == 1 else f"{depth} {block} blocks") + edge: (block, depth, whole)
     for edge, whole in EDGES.items()
@@ -53,25 +57,20 @@ GROUPS = {
 
 
 def run(num_rounds: int) -> Result:
-    """Measure in this process, after a comparison of values on forked gloo ranks."""
+    """Measure in forked processes, after a comparison of values on forked gloo ranks."""
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     names = run_ranks(_check_values, WORLD, timeout=300)[0]
     seconds: dict[str, list[float]] = {}
     reference: dict[str, str] = {}
     collectives: dict[str, str] = {}
     notes = ["values compared with one device on gloo ranks in float64: " + ", ".join(names)]
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    try:
-        mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-        for title, (block, depth, whole) in GROUPS.items():
-            steps, counts = _prepare(block, depth, mesh, notes, whole=whole)
-            times = processor_time_in_turns(steps, num_rounds=num_rounds, turn=TURN)
-            for case in times:
-                seconds[f"{title}, {case}"] = times[case]
-                reference[f"{title}, {case}"] = f"{title}, {HAND}"
-                collectives[f"{title}, {case}"] = counts[case]
-    finally:
-        dist.destroy_process_group()
+    for title, (block, depth, whole) in GROUPS.items():
+        makers = {case: functools.partial(_make, title, case, block, depth, whole=whole) for case in CASES}
+        times, traffic_of = processor_time_in_turns(makers, num_rounds=num_rounds, turn=TURN)
+        _check_traffic(traffic_of[HAND], traffic_of[STATIC])
+        seconds |= times
+        reference |= dict.fromkeys(times, f"{title}, {HAND}")
+        collectives |= {f"{title}, {case}": str(traffic_of[case]) for case in makers}
     shape = f"{BATCH} x {SEQ} x {HIDDEN}, {HEADS} heads, tp {WORLD}, sequence parallel, float32"
     return Targets(
         f"Forward and backward of blocks on one rank, {shape}, processor time",
@@ -80,12 +79,12 @@ def run(num_rounds: int) -> Result:
         reference,
         _targets(),
         {"communicates": collectives},
-        tuple(dict.fromkeys(notes)),
+        tuple(notes),
     )
 
 
 def _targets() -> tuple[Target, ...]:
-    bounds = [(f"{title}, ", f"{title}, vescale static") for title in GROUPS]
+    bounds = [(f"{title}, ", f"{title}, {STATIC}") for title in GROUPS]
     return tuple(
         target
         for group, static in bounds
@@ -100,8 +99,20 @@ def _targets() -> tuple[Target, ...]:
 # ------------------------------------------------------------------------------------------------------------ cases
 
 
-def _cases(block: str, depth: int, mesh: DeviceMesh, notes: list[str], *, whole: bool) -> dict[str, Callable[[], Case]]:
-    """Return what makes each case; a mode that this version does not have is left out, with a note."""
+def _make(title: str, name: str, block: str, depth: int, *, whole: bool) -> Made:
+    """Make and check a case in its process, on a fake process group."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    cases = _cases(block, depth, mesh, whole=whole)
+    case = cases[name]()
+    case.step()
+    if name in COMPILED:
+        check_repeats(name, case, cases[COMPILED[name]]())
+    return Made({f"{title}, {name}": case.step}, communicated(case, compiled=name in COMPILED))
+
+
+def _cases(block: str, depth: int, mesh: DeviceMesh, *, whole: bool) -> dict[str, Callable[[], Case]]:
+    """Return what makes each case."""
     group = mesh.get_group()
 
     def build() -> nn.Sequential:
@@ -125,20 +136,16 @@ def _cases(block: str, depth: int, mesh: DeviceMesh, notes: list[str], *, whole:
             part.compile()
         return case
 
-    cases = {
+    def ours(mode: str) -> Case:
+        return _case(parallelize_module(build(), mesh, plan(whole=whole), mode=mode), sharded())
+
+    return {
         HAND: hand,
         STOCK: lambda: stock(local_outputs=True),
         STOCK_DTENSOR: lambda: stock(local_outputs=False),
         STOCK_COMPILED: stock_compiled,
+        **{f"vescale {mode}": functools.partial(ours, mode) for mode in MODES},
     }
-    for mode in MODES:
-        if reason := refusal(mode, mesh):
-            notes.append(f"vescale {mode} left out: {reason}")
-        else:
-            cases[f"vescale {mode}"] = lambda mode=mode: _case(
-                parallelize_module(build(), mesh, plan(whole=whole), mode=mode), sharded()
-            )
-    return cases
 
 
 def _case(model: nn.Module, inputs: tuple[Tensor, Tensor], after: Callable[[], None] = lambda: None) -> Case:
@@ -169,37 +176,12 @@ def _sharded(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------------------ checks
 
 
-def _prepare(
-    block: str, depth: int, mesh: DeviceMesh, notes: list[str], *, whole: bool
-) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
-    """Make and check the cases of one group on the fake process group; return their steps and what they communicate."""
-    cases: dict[str, Case] = {}
-    for name, make in _cases(block, depth, mesh, notes, whole=whole).items():
-        try:
-            case = make()
-            case.step()
-        except Exception as error:
-            if name != STOCK_COMPILED:
-                raise
-            notes.append(f"{name} does not run: {type(error).__name__}: {str(error).splitlines()[0]}")
-        else:
-            cases[name] = case
-    for name in [name for name, source in COMPILED.items() if name in cases and source in cases]:
-        check_repeats(name, cases[name], cases[COMPILED[name]])
-    _check_traffic(cases)
-    counts = {name: describe_traffic(case, compiled=name in COMPILED) for name, case in cases.items()}
-    return {name: case.step for name, case in cases.items()}, counts
-
-
-def _check_traffic(cases: dict[str, Case]) -> None:
+def _check_traffic(hand: Traffic, static: Traffic) -> None:
     """Stop where static mode gathers or scatters other than the hand-written code; it may bucket all-reduces."""
-    if "vescale static" not in cases:
-        return
 
     def boundaries(log: Traffic) -> tuple:
         return tuple((kind, log.count.get(kind), log.sent_bytes.get(kind)) for kind in ("all_gather", "reduce_scatter"))
 
-    hand, static = (traffic(cases[name].step) for name in (HAND, "vescale static"))
     if boundaries(hand) != boundaries(static):
         raise RuntimeError(f"the same boundaries should communicate the same: hand-written {hand}, static {static}")
 
@@ -214,7 +196,7 @@ def _check_values() -> list[str]:
         alone = stack(BLOCKS[block], 2, hidden=HIDDEN, num_heads=HEADS, seq=SEQ)
         reference = _case(alone, _whole(requires_grad=True))
         for whole in EDGES.values():
-            for name, make in _cases(block, 2, mesh, [], whole=whole).items():
+            for name, make in _cases(block, 2, mesh, whole=whole).items():
                 if name not in COMPILED:
                     check_same(name, make(), reference)
                     names.append(name)

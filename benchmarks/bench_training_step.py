@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from cases import MODES, refusal
+from cases import MODES
 from measure import Result, time_in_turns
 from torch import nn
 from torch.distributed.tensor import Replicate
@@ -49,8 +49,7 @@ def _on_each_rank(num_rounds: int) -> dict[str, list[float]]:
         STOCK: _step(_parallelize_as_stock(_model(), mesh)),
     }
     for mode in MODES:
-        if refusal(mode, mesh) is None:
-            steps[f"vescale {mode}, tp 2"] = _step(parallelize_module(_model(), mesh, plans.llama(), mode=mode))
+        steps[f"vescale {mode}, tp 2"] = _step(parallelize_module(_model(), mesh, plans.llama(), mode=mode))
     _check_same_loss({name: step() for name, step in {**steps, ONE: one}.items()})
     return time_in_turns(steps, num_rounds=num_rounds)
 

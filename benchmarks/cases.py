@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from counting import num_collectives, traffic
+from counting import Traffic, num_collectives, traffic
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dmodule import parallelize_module
-
-__all__ = ["MODES", "Case", "check_repeats", "check_same", "check_same_losses", "describe_traffic", "refusal"]
+__all__ = ["MODES", "Case", "check_repeats", "check_same", "check_same_losses", "communicated"]
 
 MODES = ("eager", "static", "compile")
 
@@ -52,17 +49,6 @@ class Case:
         output = self.step().detach()
         named = {**self.leaves, **dict(self.model.named_parameters())}
         return {"output": output, **{name: leaf.grad for name, leaf in named.items()}}
-
-
-def refusal(mode: str, mesh: DeviceMesh) -> str | None:
-    """Return why `parallelize_module` has no such mode, or None."""
-    try:
-        parallelize_module(nn.Linear(1, 1), mesh, {}, mode=mode)
-    except ValueError as error:
-        if str(error).startswith("mode is"):
-            return str(error)
-        raise
-    return None
 
 
 def check_same(name: str, case: Case, reference: Case, *, bound: float = 1e-10) -> None:
@@ -120,8 +106,6 @@ def check_repeats(name: str, compiled: Case, plain: Case) -> None:
         torch.testing.assert_close(new, old, rtol=1e-3, atol=1e-4, msg=lambda text, key=key: f"{name}, {key}: {text}")
 
 
-def describe_traffic(case: Case, *, compiled: bool) -> str:
-    """Return what a step of a case communicates, as text; without the bytes where it is compiled."""
-    if compiled:
-        return ", ".join(f"{count} {kind}" for kind, count in sorted(num_collectives(case.step).items()))
-    return str(traffic(case.step))
+def communicated(case: Case, *, compiled: bool) -> Traffic:
+    """Return what a step of a case communicates; without the bytes where it is compiled."""
+    return Traffic(num_collectives(case.step)) if compiled else traffic(case.step)

@@ -35,15 +35,15 @@ class Traffic:
 
     Attributes:
         count: collectives by kind.
-        sent_bytes: of the tensors that enter them on this rank, by kind.
+        sent_bytes: of the tensors that enter them on this rank, by kind; None if that is not known.
     """
 
     count: dict[str, int]
-    sent_bytes: dict[str, int]
+    sent_bytes: dict[str, int] | None = None
 
     def __str__(self) -> str:
-        total = sum(self.sent_bytes.values())
-        return ", ".join(f"{self.count[kind]} {kind}" for kind in KINDS if kind in self.count) + f"; {total} bytes"
+        counts = ", ".join(f"{self.count[kind]} {kind}" for kind in KINDS if kind in self.count)
+        return counts if self.sent_bytes is None else f"{counts}; {sum(self.sent_bytes.values())} bytes"
 
 
 class _Log(TorchDispatchMode):

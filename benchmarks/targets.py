@@ -7,15 +7,12 @@ ratio; the table says of each whether this run met it.
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from measure import Result
 
-__all__ = ["Target", "Targets", "processor_time_in_turns"]
+__all__ = ["Target", "Targets"]
 
 
 def _ratio(seconds: list[float], reference: list[float]) -> float:
@@ -79,36 +76,3 @@ class Targets(Result):
             lines.append("| " + " | ".join([*cells, *(self.remarks[name].get(case, "") for name in more)]) + " |")
         below = [target.line(self.seconds) for target in self.targets] + [f"- {note}" for note in self.notes]
         return "\n".join([*lines, "", *below] if below else lines)
-
-
-def processor_time_in_turns(
-    cases: dict[str, Callable[[], object]], *, num_rounds: int, turn: float = 0.0, num_warmup: int = 2
-) -> dict[str, list[float]]:
-    """Run all cases once per round and return the processor seconds of one call, without the first rounds.
-
-    For one process that waits for nobody: there processor time is all there is, and other programs change it least.
-    A case is called several times in a row, as in a loop of training: right after other code it finds cold caches. It
-    pays for no garbage but its own: what others have left is collected before its turn, after one call of its own.
-
-    Args:
-        cases: by name.
-        num_rounds: that are measured.
-        turn: seconds for which a case is called in a round, at least once; the mean of these calls counts.
-        num_warmup: rounds before, that fill caches.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    gc.collect()
-    gc.freeze()  # what is there already is nobody's garbage, and takes long to look at
-    for round_ in range(num_warmup + num_rounds):
-        for name, case in cases.items():
-            case()
-            gc.collect()
-            start, num_calls, passed = time.process_time(), 0, 0.0
-            while not num_calls or passed < turn:
-                case()
-                num_calls += 1
-                passed = time.process_time() - start
-            if round_ >= num_warmup:
-                seconds[name].append(passed / num_calls)
-    gc.unfreeze()
-    return seconds
