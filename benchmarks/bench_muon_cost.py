@@ -2,8 +2,8 @@
 
 Counted are floating-point operations: five iterations of about 4 n^2 m + 2 n^3 for every n x m matrix (n <= m) that its
 owner has, by the owners that `vescale.optim` chooses, against 6 per active parameter and token of a rank's share of the
-batch. The matrices are those of the models' layers; embeddings and heads have AdamW. Tensor-parallel ranks each repeat
-the iterations of the matrices that they share.
+batch. The matrices are those of the models' layers; embeddings and heads have AdamW. All data- and tensor-parallel
+ranks share the matrices; with fewer matrices than ranks, the busiest has one.
 """
 
 from __future__ import annotations
@@ -85,10 +85,11 @@ def run(num_rounds: int) -> Result:
     for name, dp, tp, tokens in CASES:
         model = MODELS[name]
         costs = [ITERATIONS * matrix_cost(*shape) for shape in model.matrices()]
-        loads = [0] * dp
-        for cost, owner in zip(costs, assign_owners(costs, dp), strict=True):
+        num_ranks = dp * tp
+        loads = [0] * num_ranks
+        for cost, owner in zip(costs, assign_owners(costs, num_ranks), strict=True):
             loads[owner] += cost
-        step = 6 * model.num_active_parameters() * tokens / (dp * tp)
+        step = 6 * model.num_active_parameters() * tokens / num_ranks
         case = f"{name}, dp {dp}, tp {tp}, {tokens / (1 << 20):.0f} Mi tokens a step"
-        rows[case] = max(loads) / step, sum(costs) / step, max(loads) * dp / sum(costs)
+        rows[case] = max(loads) / step, sum(costs) / step, max(loads) * num_ranks / sum(costs)
     return Cost("What Muon adds to a step, in floating-point operations of the busiest rank", "AdamW", {}, rows)

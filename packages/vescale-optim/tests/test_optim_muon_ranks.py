@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, Muon, _matrices
+from vescale.optim import DDP, DistributedOptimizer, Muon, _matrix_step
+from vescale.optim._newton_schulz import NewtonSchulz
 from vescale_testing import TrainingRecord, assert_same_training, gather_state, ranks, run_ranks
 
 SETTINGS = {"lr": 0.02, "adamw": ["embedding.*"], "adamw_lr": 0.01}
@@ -83,14 +84,14 @@ def test_any_number_of_ranks_stage_and_bucket_size(world_size):
 
 def with_lost_results():
     """The mistake of an exchange whose way back is lost."""
-    real = _matrices.all_to_all
+    real = _matrix_step.all_to_all
     calls = []
 
     def lossy(*args):
         calls.append(args)
         return [torch.zeros_like(each) if len(calls) % 2 == 0 else each for each in real(*args)]
 
-    pytest.MonkeyPatch().setattr(_matrices, "all_to_all", lossy)
+    pytest.MonkeyPatch().setattr(_matrix_step, "all_to_all", lossy)
     return on_ranks(zero=1)
 
 
@@ -101,10 +102,10 @@ def test_lost_results_are_seen():
 
 def count_iterations(zero):
     counted = []
-    real = _matrices.NewtonSchulz.__call__
+    real = NewtonSchulz.__call__
     with pytest.MonkeyPatch().context() as patch:
         patch.setattr(
-            _matrices.NewtonSchulz,
+            NewtonSchulz,
             "__call__",
             lambda self, matrix: counted.append(tuple(matrix.shape)) or real(self, matrix),
         )

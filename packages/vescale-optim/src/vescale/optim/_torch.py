@@ -18,8 +18,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
-from vescale.dtensor import local_views
-
 __all__ = [
     "IncompatibleKeys",
     "UnmovableModule",
@@ -46,15 +44,16 @@ __all__ = [
     "num_holders",
     "on_backward_end",
     "on_compilation",
-    "on_whole_matrix",
     "own_parameters",
     "plain_functions",
     "reduce_scatter",
+    "root_mesh",
     "shard_offsets",
     "step_without_hooks",
     "unscale_",
     "unscale_operator",
     "version",
+    "without_dims",
     "wrap_like",
     "zero_operators",
 ]
@@ -89,6 +88,11 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
 def has_strided_shard(tensor: DTensor) -> bool:
     """Tell whether a placement interleaves shards, so that a rank's part is not one rectangle."""
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of which ``mesh`` is a slice or an axis of which it unites, or the mesh itself."""
+    return mesh._get_root_mesh()
 
 
 def joined_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh | None:
@@ -210,26 +214,7 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def on_whole_matrix(shard: Tensor, param: DTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``function`` to the matrix of which ``shard`` is this rank's part; return this rank's part of the result.
-
-    ``shard`` is one matrix of ``param``, whose last two dims are the matrix and distributed as there, and whose first,
-    if there are three, only says which matrices a rank has. All ranks of its mesh that have the same matrix call it.
-    """
-    stack_dims = param.ndim - 2
-    placements = [_without_dims(placement, stack_dims) for placement in param.placements]
-    if all(placement.is_replicate() for placement in placements):
-        return function(shard)
-    shape = param.shape[stack_dims:]
-    part = DTensor.from_local(shard, param.device_mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
-    whole = function(part.full_tensor())
-    result = torch.empty(shard.shape, dtype=whole.dtype, device=whole.device)
-    for (offsets, sizes), view in local_views(result, shape, param.device_mesh, placements):
-        view.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))])
-    return result
-
-
-def _without_dims(placement: Placement, num_dims: int) -> Placement:
+def without_dims(placement: Placement, num_dims: int) -> Placement:
     """Return a placement of what is left when the first dims are taken away, which it does not cut any more."""
     if num_dims == 0 or not (placement.is_shard() or isinstance(placement, _StridedShard)):
         return placement

@@ -6,7 +6,8 @@
     adamw    all others, and those listed in ``adamw``     as AdamW          as AdamW
 
 A matrix is updated as ``torch.optim.Muon`` would update it, with the same bits. What needs a whole matrix is left to
-`_matrices.py`: in one process it is at hand; ``DistributedOptimizer`` brings it to one rank and the result back.
+`_matrices.py`: in one process it is at hand; ``DistributedOptimizer`` brings it to one rank, of all data-parallel and
+tensor-parallel ones that have parts or copies of it, and the result back.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); for ``match_rms_adamw`` Liu et
 al., "Muon is Scalable for LLM Training" (2025).
@@ -107,6 +108,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._check_all_used()
         self._link()
+        self._matrices.prepare([p for group in self.param_groups if group["method"] == "muon" for p in group["params"]])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as two if it has parameters for both methods.
@@ -201,8 +203,8 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = {}
-        for update, result in self._matrices.orthogonalize(self._updates(groups)):
-            _apply(update.tensor, result, groups[update.tensor], self._matrices.shape_of(update.tensor))
+        for tensor, result in self._matrices.orthogonalize(self._updates(groups)):
+            _apply(tensor, result, groups[tensor], self._matrices.shape_of(tensor))
         self._adamw.state = self.state
         if self._adamw.param_groups:
             self._adamw.step()
