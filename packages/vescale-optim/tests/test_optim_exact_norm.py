@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import _exact_norm
 from vescale.optim._axis import Axis
+from vescale.optim._counting import Counting, Share
 from vescale.optim._exact_norm import exact_norm
 from vescale_testing import run_ranks
 
@@ -23,7 +24,7 @@ def values(dtype=torch.float64, spread=20):
 
 
 def norm_of(tensors, norm_type=2.0):
-    return exact_norm([(tensors, ())], norm_type, [], torch.device("cpu"))
+    return exact_norm([tensors], norm_type, Counting([Share()]), torch.device("cpu"))
 
 
 def cuts(numbers):
@@ -76,22 +77,34 @@ def test_special_values():
 
 
 def on_ranks():
-    """Return norms where dp shards, tp shards and pp holds other tensors, and where ranks hold nothing."""
+    """Return norms where ranks hold parts, other tensors, replicas or nothing, added at once, before or after that."""
     numbers = values()
     rank, size = dist.get_rank(), dist.get_world_size()
     axis = Axis.of(init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), role="test")
-    device = torch.device("cpu")
     mine = numbers.tensor_split(size)[rank]
     replicated = numbers[:10]
     special = numbers.clone()
     special[-1] = math.nan
+    part, replica = Share(), Share(counts=rank == size - 1)
+    at_once, before, after = (
+        Counting([part], axis),
+        Counting([Share(before={axis.ranks: axis})]),
+        Counting([part], after=[axis]),
+    )
+
+    def norm(parts, counting, norm_type=2.0):
+        return exact_norm(parts, norm_type, counting, torch.device("cpu")).item()
+
     return [
-        exact_norm([([mine], [axis])], 2.0, [], device).item(),
-        exact_norm([([mine], ())], 2.0, [axis], device).item(),
-        exact_norm([([mine], [axis]), ([replicated], ())], 2.0, [], device).item(),
-        exact_norm([([numbers] if rank == size - 1 else [], [axis])], 2.0, [], device).item(),
-        exact_norm([([special.tensor_split(size)[rank]], [axis])], 2.0, [], device).item(),
-        exact_norm([([mine / 0 if rank else mine], [axis])], 1.0, [], device).item(),
+        norm([[mine]], at_once),
+        norm([[mine]], before),
+        norm([[mine]], after),
+        norm([[numbers] if rank == size - 1 else []], at_once),
+        norm([[mine], [replicated]], Counting([part, replica], axis)),
+        norm([[mine], [replicated]], Counting([*before.shares, part])),
+        norm([[special.tensor_split(size)[rank]]], at_once),
+        norm([[mine / 0 if rank else mine]], at_once, 1.0),
+        norm([[mine], [replicated]], Counting([part, part], axis)),
     ]
 
 
@@ -101,6 +114,7 @@ def test_any_distribution_over_ranks(world_size):
     whole, both = norm_of([numbers]).item(), norm_of([numbers, numbers[:10]]).item()
     infinite = norm_of([numbers], 1.0).item() if world_size == 1 else math.inf
     for norms in run_ranks(on_ranks, world_size):
-        assert norms[:4] == [whole, whole, both, whole]
-        assert math.isnan(norms[4])
-        assert norms[5] == infinite
+        assert norms[:6] == [whole] * 4 + [both] * 2
+        assert math.isnan(norms[6])
+        assert norms[7] == infinite
+        assert (norms[8] == both) == (world_size == 1)  # replicas that all count

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer, _reduce, clip, clip_grad_norm_
 from vescale.optim._axes import DataAxes
 from vescale.optim._axis import Axis
+from vescale.optim._counting import Counting
 from vescale.optim._local_batch import attach_local_batch
 from vescale_testing import TrainingRecord, assert_same_training, run_ranks
 
@@ -230,17 +231,24 @@ def each_replica_adds_norms_in_an_order_of_its_own():
     pytest.MonkeyPatch().setattr(clip, "_power_sum", lambda *args: found(*args) * noise)
 
 
-def replicas_do_not_agree_on_the_norm():
+def each_replica_adds_norms_for_itself():
+    """As where the mesh is not known of which the axes are slices."""
     each_replica_adds_norms_in_an_order_of_its_own()
-    reduce = clip._all_reduce
-    skip = lambda tensor, kind, axis: tensor if axis.name == "replicate" else reduce(tensor, kind, axis)  # noqa: E731
-    pytest.MonkeyPatch().setattr(clip, "_all_reduce", skip)
+    known = clip._known_axes
+    alone = lambda *args: {r: each for r, each in known(*args).items() if each.axis.name == "shard"}  # noqa: E731
+    pytest.MonkeyPatch().setattr(clip, "_known_axes", alone)
 
 
-def test_replicas_stay_equal_though_they_add_norms_in_another_order():
-    check(
-        [((2, 2), False, ways((2, "backend"), (3, "backend")))], prepare=each_replica_adds_norms_in_an_order_of_its_own
-    )
+def replicas_do_not_agree_on_the_norm():
+    each_replica_adds_norms_for_itself()
+    pytest.MonkeyPatch().setattr(Counting, "same", lambda _self, number: number)
+
+
+@pytest.mark.parametrize(
+    "prepare", [each_replica_adds_norms_in_an_order_of_its_own, each_replica_adds_norms_for_itself]
+)
+def test_replicas_stay_equal_though_they_add_norms_in_another_order(prepare):
+    check([((2, 2), False, ways((2, "backend"), (3, "backend")))], prepare=prepare)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ tensors and ranks; only the total becomes a floating-point number again:
                        31 bits          31 bits, rounded
     sums over elements and ranks:  [h >> 31, h & mask, l >> 31, l & mask]         one all-reduce, SUM, of integers
 
+It takes two collectives (`_counting.py`): nothing can be rounded before the largest element of all ranks is known.
+
 An element contributes with an error of at most 2^-63 of the largest one, so a sum of n elements is off by less than
 n * 2^-63 of itself.
 """
@@ -15,13 +17,12 @@ n * 2^-63 of itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ._axis import Axis
+from ._counting import Counting
 
 __all__ = ["EXACT_NORMS", "exact_norm"]
 
@@ -35,36 +36,20 @@ _BITS = 31
 _CHUNK = 2**22
 
 
-def exact_norm(
-    parts: Sequence[tuple[Sequence[Tensor], Iterable[Axis]]],
-    norm_type: float,
-    extra_axes: Sequence[Axis],
-    device: torch.device,
-) -> Tensor:
+def exact_norm(parts: Sequence[Sequence[Tensor]], norm_type: float, counting: Counting, device: torch.device) -> Tensor:
     """Return the norm of all elements of all ranks, a 0-dim float64 tensor; the host waits for nothing.
 
     Args:
-        parts: Local tensors, and the axes over which they are distributed.
+        parts: Local tensors of each class; only those of needed classes are looked at.
         norm_type: One of `EXACT_NORMS`.
-        extra_axes: Axes whose ranks hold other tensors.
+        counting: How the classes are added over ranks.
         device: Where to compute.
     """
-    axes = {axis.ranks: axis for _, each in parts for axis in each}
-    largest = _largest([grad for grads, _ in parts for grad in grads], device)
-    for axis in [*axes.values(), *extra_axes]:
-        _all_reduce(largest, dist.ReduceOp.MAX, axis)
-    largest, nan = largest.unbind()
+    parts = [part if share.is_needed else () for part, share in zip(parts, counting.shares, strict=True)]
+    largest, nan = counting.largest(_largest([grad for part in parts for grad in part], device)).unbind()
     exponent = torch.frexp(largest).exponent.clamp(-1000, 1000)
-    words = [_words(grads, norm_type, _power_of_two(-exponent), device) for grads, _ in parts]
-    for ranks, axis in axes.items():
-        involved = [i for i, (_, each) in enumerate(parts) if ranks in {axis.ranks for axis in each}]
-        reduced = _all_reduce(torch.stack([words[i] for i in involved]), dist.ReduceOp.SUM, axis)
-        for i, value in zip(involved, reduced.unbind(), strict=True):
-            words[i] = value
-    total = torch.stack([*words, torch.zeros(4, dtype=torch.int64, device=device)]).sum(0)
-    for axis in extra_axes:
-        _all_reduce(total, dist.ReduceOp.SUM, axis)
-    norm = _as_float(total)
+    words = [_words(part, norm_type, _power_of_two(-exponent), device) for part in parts]
+    norm = _as_float(counting.sum(words, zero=torch.zeros(4, dtype=torch.int64, device=device)))
     norm = (norm.sqrt() if norm_type == 2 else norm) * _power_of_two(exponent)
     return torch.where(nan > 0, math.nan, torch.where(torch.isfinite(largest), norm, largest))
 
@@ -119,10 +104,3 @@ def _as_float(words: Tensor) -> Tensor:
     whole = whole + (middle >> _BITS)
     mask = 2**_BITS - 1
     return whole.double() + ((middle & mask).double() * 2.0**-_BITS + (third & mask).double() * 2.0 ** (-2 * _BITS))
-
-
-def _all_reduce(tensor: Tensor, op: dist.ReduceOp, axis: Axis) -> Tensor:
-    pending = axis.all_reduce(tensor, op, what="the gradient norm")
-    if pending is not None:
-        pending.wait()
-    return tensor

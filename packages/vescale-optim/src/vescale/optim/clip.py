@@ -6,36 +6,36 @@ p-norm of all of them is the p-th root of a sum in which every element counts on
 
     class of parameters, by the axes over which they are sharded    {}     {tp}    {dp}    {tp, dp}
     local sum of |g|^p                                              s0     s1      s2      s3
-    all-reduce over tp                                                     +               +
-    all-reduce over dp                                                             +       +
-    all-reduce of the total over norm_axes, whose ranks hold different parameters
+    added up on the ranks that are first along the other axes       tp,dp  dp      tp      -
+    one all-reduce of that number over all ranks: of tp, dp and norm_axes, whose ranks hold different parameters
 
-So there is one all-reduce of a few numbers per axis, whatever the number of parameters. For the infinity norm sum is
-max. Nothing waits for the host, unless ``error_if_nonfinite``. Replicas (tp of a gain, those of hybrid sharding) count
-once.
+So there is one all-reduce of one number, whatever the number of parameters, classes and axes, and all ranks receive the
+same bits (`_counting.py`, `_span.py`: also of axes that are not slices of one mesh). For the infinity norm sum is max;
+exact norms take one all-reduce more (`_exact_norm.py`). Nothing waits for the host, unless ``error_if_nonfinite``.
+Replicas (tp of a gain, those of hybrid sharding) count once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch
+from ._axes import DataAxes
 from ._axis import Axis
+from ._counting import Counting
 from ._exact_norm import EXACT_NORMS, exact_norm
 from ._grads import ShardedGradient, align_gradients, local_gradient
+from ._span import KnownAxis, Ranks
 from .ddp import DDP
 
 __all__ = ["clip_grad_norm_", "distribution_axes"]
-
-Ranks = tuple[int, ...]
 
 
 def clip_grad_norm_(
@@ -48,9 +48,13 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients, in place, so that their global norm is at most ``max_norm``.
 
-    The factor is that of ``torch.nn.utils.clip_grad_norm_``: ``max_norm / (norm + 1e-6)``, at most 1. Every rank of the
-    axes involved must call it. Sums over ranks and the norm itself are taken in float64, sums of a tensor in float32
-    or, for float64, in float64.
+    The factor is that of ``torch.nn.utils.clip_grad_norm_``: ``max_norm / (norm + 1e-6)``, at most 1. Sums over ranks
+    and the norm itself are taken in float64, sums of a tensor in float32 or, for float64, in float64.
+
+    Every rank of the meshes of the parameters, of ``DDP`` and of ``norm_axes`` must call it, as often as the others,
+    also ranks that only hold replicas. It is one all-reduce over all of them where their meshes are slices of one mesh
+    (two for norms of order 1 and 2 with ``DDP(reduction="ordered")``); what is no slice of it takes one more per axis.
+    The first call with a mesh or ``norm_axes`` also compares what ranks know, and waits for it.
 
     Args:
         model_or_parameters: A ``DDP``, another module, or parameters. Parameters may be plain tensors or DTensors.
@@ -60,10 +64,12 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise if the norm is nan or infinite; the host waits for the result then.
 
     Returns:
-        The norm before clipping, a 0-dim tensor, the same on every rank.
+        The norm before clipping, a 0-dim tensor, the same on every rank; in float64 if a parameter of this rank is,
+        else in float32.
 
     Raises:
-        ValueError: If ``norm_type`` is not positive, or a norm axis is not 1-D or is counted already.
+        ValueError: If ``norm_type`` is not positive, a norm axis is not 1-D or is counted already, or ranks of a mesh
+            have parameters of different meshes.
         RuntimeError: For gradients accumulated under ``no_sync`` and not reduced; if ``error_if_nonfinite`` applies.
 
     Example:
@@ -77,11 +83,14 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type must be positive (math.inf included), got {norm_type}")
     model = model_or_parameters if isinstance(model_or_parameters, DDP) else None
     parameters = _parameters(model_or_parameters)
-    extra_axes = _extra_axes(norm_axes, parameters, model)
+    classes = _classes(parameters, model)
+    known = _known_axes(classes, model)
+    extra_axes = _extra_axes(norm_axes, known)
     if model is not None:
         model.check_reduced()
     align_gradients(parameters)
-    norm = _global_norm(parameters, model, norm_type, extra_axes)
+    exactly = model is not None and model.reduction == "ordered" and norm_type in EXACT_NORMS
+    norm = _global_norm(classes, norm_type, known, extra_axes, exactly=exactly)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {norm.item()}; to go on nevertheless pass "
@@ -105,18 +114,27 @@ def _parameters(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> l
 def distribution_axes(
     parameters: Sequence[Tensor], model: DDP | None, norm_axes: Iterable[DeviceMesh] = ()
 ) -> list[Axis]:
-    """Return the axes whose ranks hold other gradients: other parts of these parameters, or other parameters."""
-    extra = _extra_axes(norm_axes, parameters, model)
-    axes = {ranks: axis for each in _classes(parameters, model) for ranks, axis in each.axes.items()}
-    return [*axes.values(), *extra]
+    """Return axes that join all ranks which hold other parts of these parameters or other parameters."""
+    classes = _classes(parameters, model)
+    known = _known_axes(classes, model)
+    return _counting(classes, known, _extra_axes(norm_axes, known)).axes
 
 
 @dataclass
 class _Class:
-    """Parameters whose gradients are sharded over the same axes, perhaps none."""
+    """Parameters whose gradients are sharded over the same axes, perhaps none.
+
+    Attributes:
+        parameters: The parameters.
+        axes: Axes of more than one rank over which they are sharded.
+        mesh: Their mesh if they are DTensors.
+        data: The axes of the ``DDP`` that has them, if that is known.
+    """
 
     parameters: list[Tensor] = field(default_factory=list)
     axes: dict[Ranks, Axis] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+    data: DataAxes | None = None
 
 
 def _classes(parameters: Sequence[Tensor], model: DDP | None) -> list[_Class]:
@@ -128,7 +146,8 @@ def _classes(parameters: Sequence[Tensor], model: DDP | None) -> list[_Class]:
         key = (layout, zero_axis)
         if key not in classes:
             axes = [*_shard_axes(param), *([zero_axis] if zero_axis else [])]
-            classes[key] = _Class(axes={axis.ranks: axis for axis in axes if axis.size > 1})
+            axes = {axis.ranks: axis for axis in axes if axis.size > 1}
+            classes[key] = _Class([], axes, layout and layout[0], _data_axes(param, model))
         classes[key].parameters.append(param)
     return list(classes.values())
 
@@ -147,43 +166,88 @@ def _shard_axes(param: Tensor) -> list[Axis]:
     return [Axis.of_dim(param.device_mesh, dim) for dim in dims]
 
 
-def _extra_axes(norm_axes: Iterable[DeviceMesh], parameters: Sequence[Tensor], model: DDP | None) -> list[Axis]:
-    meshes = [norm_axes] if isinstance(norm_axes, DeviceMesh) else norm_axes
-    extra = [Axis.of(mesh, role="norm_axes") for mesh in meshes]
-    param_meshes = {p.device_mesh for p in parameters if isinstance(p, DTensor)}
-    counted = {Axis.of_dim(mesh, dim).ranks for mesh in param_meshes for dim in range(mesh.ndim)}
+def _data_axes(param: Tensor, model: DDP | None) -> DataAxes | None:
+    """Return the axes of the model, or of the one that has sharded the gradient."""
     if model is not None:
-        counted |= {axis.ranks for axis in (model._axes.all, model._axes.shard, model._axes.replicate)}
-    for axis in extra:
-        if axis.size > 1 and axis.ranks in counted:
+        return model._axes
+    return param.grad.slot.bucket.axes if isinstance(param.grad, ShardedGradient) else None
+
+
+def _known_axes(classes: Sequence[_Class], model: DDP | None) -> dict[Ranks, KnownAxis]:
+    """Return the axes over which parameters are distributed or replicated, as far as their meshes are known."""
+    found = []
+    for data in _different(each.data for each in classes):
+        axes, meshes = (data.all, data.shard, data.replicate), data.meshes
+        if model is not None:
+            found += [KnownAxis.of(axis, model.mesh_axis) for axis in axes]
+        elif len(meshes) == 1:
+            found.append(KnownAxis.of(data.all, meshes[0]))
+        else:  # the mesh of which both are slices is not known here
+            found += [
+                KnownAxis.of(axis, mesh) for axis, mesh in zip((data.replicate, data.shard), meshes, strict=False)
+            ]
+    for mesh in dict.fromkeys(each.mesh for each in classes if each.mesh is not None):
+        found += [KnownAxis.of(Axis.of_dim(mesh, dim), mesh) for dim in range(mesh.ndim)]
+    known: dict[Ranks, KnownAxis] = {}
+    for each in found:
+        if each.axis.size > 1:
+            known.setdefault(each.axis.ranks, each)
+    return known
+
+
+def _different(found: Iterable[DataAxes | None]) -> list[DataAxes]:
+    return list({id(data): data for data in found if data is not None}.values())
+
+
+def _extra_axes(norm_axes: Iterable[DeviceMesh], known: Mapping[Ranks, KnownAxis]) -> list[KnownAxis]:
+    meshes = [norm_axes] if isinstance(norm_axes, DeviceMesh) else norm_axes
+    extra = [KnownAxis.of(Axis.of(mesh, role="norm_axes"), mesh) for mesh in meshes]
+    counted = [set(ranks) for ranks in known]
+    for each in extra:
+        if any(len(ranks.intersection(each.axis.ranks)) > 1 for ranks in counted):
             raise ValueError(
-                f"norm_axes has the axis {axis.name!r}, over which the parameters are distributed or replicated and "
-                'which counts already; give only axes whose ranks hold different parameters, such as mesh["pp"]'
+                f"norm_axes has the axis {each.axis.name!r}, over which the parameters are distributed or replicated "
+                "(or another of norm_axes goes) and which counts already; give only axes whose ranks hold different "
+                'parameters, such as mesh["pp"]'
             )
-    return [axis for axis in extra if axis.size > 1]
+        counted.append(set(each.axis.ranks))
+    return [each for each in extra if each.axis.size > 1]
 
 
-def _global_norm(parameters: Sequence[Tensor], model: DDP | None, norm_type: float, extra_axes: list[Axis]) -> Tensor:
+def _counting(classes: Sequence[_Class], known: Mapping[Ranks, KnownAxis], extra_axes: Sequence[KnownAxis]) -> Counting:
+    sharded = [data for data in _different(each.data for each in classes) if data.shard.size > 1]
+    return Counting.of([each.axes for each in classes], known, extra_axes, [data.replicate for data in sharded])
+
+
+def _global_norm(
+    classes: Sequence[_Class],
+    norm_type: float,
+    known: Mapping[Ranks, KnownAxis],
+    extra_axes: Sequence[KnownAxis],
+    *,
+    exactly: bool,
+) -> Tensor:
     """Return the p-norm over all ranks as a 0-dim float64 tensor."""
-    device = _device(parameters, extra_axes)
-    classes = _classes(parameters, model)
-    if model is not None and model.reduction == "ordered" and norm_type in EXACT_NORMS:
-        parts = [(_gradients(each.parameters), each.axes.values()) for each in classes]
-        return exact_norm(parts, norm_type, extra_axes, device)
-    sums = [_power_sum(_gradients(each.parameters), norm_type, device) for each in classes]
-    axes = {ranks: axis for each in classes for ranks, axis in each.axes.items()}
-    for ranks, axis in axes.items():
-        involved = [i for i, each in enumerate(classes) if ranks in each.axes]
-        reduced = _all_reduce(torch.stack([sums[i] for i in involved]), norm_type, axis)
-        for i, value in zip(involved, reduced.unbind(), strict=True):
-            sums[i] = value
-    total = _combine([*sums, torch.zeros((), dtype=torch.float64, device=device)], norm_type)
-    for axis in extra_axes:
-        total = _all_reduce(total, norm_type, axis)
-    if model is not None and model.zero and model._axes.replicate.size > 1:
-        # Each replica has added up for itself, perhaps in an order of its own: they must not part in the last bit.
-        total = _all_reduce(total, math.inf, model._axes.replicate)
-    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+    parts = [_gradients(each.parameters) for each in classes]  # raises, if at all, before the first collective
+    counting = _counting(classes, known, extra_axes)
+    device = _device(classes, counting.axes)
+    if exactly:
+        return exact_norm(parts, norm_type, counting, device)
+    parts = [part if share.is_needed else [] for part, share in zip(parts, counting.shares, strict=True)]
+    sums = [_power_sum(part, norm_type, device) for part in parts]
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    if math.isinf(norm_type):
+        return _largest(torch.stack([*sums, zero]), counting)
+    # Replicas outside the span have added up each for themselves, perhaps in an order of their own.
+    return counting.same(counting.sum(sums, zero=zero)) ** (1.0 / norm_type)
+
+
+def _largest(numbers: Tensor, counting: Counting) -> Tensor:
+    """Return the largest number of all ranks, or nan if there is one, of which no backend says what its maximum is."""
+    nan = numbers.isnan()
+    local = torch.stack([numbers.masked_fill(nan, 0.0).max(), nan.any().double()])
+    largest, any_nan = counting.largest(local).unbind()
+    return torch.where(any_nan > 0, math.nan, largest)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -196,11 +260,11 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def _device(parameters: Sequence[Tensor], extra_axes: list[Axis]) -> torch.device:
-    """Return where to compute: also a rank without parameters takes part in the reductions."""
-    if parameters:
-        return _torch.local_tensor(parameters[0]).device
-    return torch.empty(0, device=extra_axes[0].device_type).device if extra_axes else torch.device("cpu")
+def _device(classes: Sequence[_Class], axes: Sequence[Axis]) -> torch.device:
+    """Return where to compute: where the axes reduce, also on a rank without parameters, or with them elsewhere."""
+    device = _torch.local_tensor(classes[0].parameters[0]).device if classes else torch.device("cpu")
+    other = next((axis.device_type for axis in axes if axis.device_type != device.type), None)
+    return device if other is None else torch.empty(0, device=other).device
 
 
 def _power_sum(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -212,18 +276,6 @@ def _power_sum(grads: Sequence[Tensor], norm_type: float, device: torch.device) 
         norms += [torch.stack(found).to(device, torch.float64)] if found else []
     norms = torch.cat([norm.view(-1) for norm in norms])
     return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
-
-
-def _combine(sums: list[Tensor], norm_type: float) -> Tensor:
-    stacked = torch.stack(sums)
-    return stacked.max() if math.isinf(norm_type) else stacked.sum()
-
-
-def _all_reduce(tensor: Tensor, norm_type: float, axis: Axis) -> Tensor:
-    work = axis.all_reduce(tensor, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
-    if work is not None:
-        work.wait()
-    return tensor
 
 
 def _by_device_and_dtype(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
