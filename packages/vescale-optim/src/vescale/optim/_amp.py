@@ -5,7 +5,7 @@ whose gradients are elsewhere, and each rank sees only its own. So the list of a
 iterated, stand-ins for their gradients, and the one operator that the scaler runs on these does for all of them:
 
     unscale          multiply this rank's parts by 1 / scale; found = 1 if any is not finite
-    agree            all-reduce (max) of found over the axes whose ranks hold other parts: one number per axis
+    agree            all-reduce (max) of found, one number, over all ranks that hold other parts
 
 Afterwards everything is torch's: ``scaler.step`` skips if infinities were found, ``scaler.update`` adjusts the scale.
 """
@@ -39,6 +39,9 @@ class Unscaler:
         self._axes = axes
         self._grads = {piece.tensor: _Scaled(piece, self) for piece in pieces if piece.tensor is not piece.param}
         self._done = False
+        local = [_torch.local_tensor(piece.param) for piece in pieces]
+        pairs = zip(local, pieces, strict=True)
+        self._devices = {param.device for param, piece in pairs if param.device.type != piece.tensor.device.type}
 
     def attach(self) -> None:
         """Give every piece that has a gradient its stand-in."""
@@ -55,6 +58,8 @@ class Unscaler:
         """
         if self._done:  # called for each dtype, and all are done together
             return
+        for device in self._devices:  # offload: the scaler sends its numbers to the host, and does not wait for them
+            torch.get_device_module(device).current_stream(device).synchronize()
         grads: dict[torch.dtype, list[Tensor]] = {}
         for piece in self.pieces:
             grad = piece.gradient() if piece.tensor is not piece.param else None

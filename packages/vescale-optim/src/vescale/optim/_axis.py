@@ -6,6 +6,7 @@ errors, what a collective was for ("bucket 3"); a rank that is gone is named on 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterable
@@ -119,13 +120,21 @@ class Axis:
             return None
         return self._start("all-to-all", what, dist.all_to_all_single, received, buffer)
 
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is not on the axis' devices (in host memory, see `_offload.py`): copies travel then."""
+        return tensor.device.type != self.device_type
+
     def _start(self, kind: str, what: str, collective: Callable, *tensors: Tensor, **kwargs: object) -> Pending:
         name = f"the {kind}{what and ' of '}{what} over axis {self.name!r}"
+        home, brings = tensors[0], None  # where every collective leaves its result
+        if self.is_elsewhere(home):
+            tensors = tuple(tensor.to(self.device_type, copy=True) for tensor in tensors)
+            brings = functools.partial(home.copy_, tensors[0])
         try:
             work = collective(*tensors, group=self.group, async_op=True, **kwargs)
         except dist.DistError as error:  # the backend's; what is wrong with the arguments is not a failed rank
             raise RuntimeError(self.failures.describe(name, _first_line(error))) from error
-        return Pending(work, name, self)
+        return Pending(work, name, self, brings)
 
     def broadcast_(self, tensors: Iterable[Tensor], *, chunk_bytes: int) -> None:
         """Overwrite ``tensors``, of any dtype and bit for bit, by those of coord 0, a few chunks at a time."""
@@ -178,10 +187,11 @@ class Pending:
         at_end: What `wait` does, once, when the collective has ended well.
     """
 
-    def __init__(self, work: dist.Work, name: str, axis: Axis):
+    def __init__(self, work: dist.Work, name: str, axis: Axis, brings: Callable[[], object] | None = None):
         self._work = work
         self._name = name
         self._axis = axis
+        self._brings = brings  # the result, to where it is to be
         self.at_end: Callable[[], object] | None = None
 
     def ends_within(self, seconds: float) -> bool:
@@ -209,6 +219,9 @@ class Pending:
             raise RuntimeError(self._axis.failures.describe(self._name, _first_line(error))) from error
         if heard:
             raise RuntimeError(self._axis.failures.describe(self._name, ""))
+        if self._brings is not None:
+            self._brings()
+            self._brings = None
         if self.at_end is not None:
             self.at_end()
             self.at_end = None

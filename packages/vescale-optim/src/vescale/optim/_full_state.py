@@ -85,7 +85,8 @@ def _gather_bucket(bucket: FlatBucket, chosen: dict[str, Tensor], by_fqn: dict[s
 def _gather_shards(local: Tensor, param: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return local.clone()
-    return _torch.wrap_like(local.contiguous(), param).full_tensor().clone()
+    there = local.contiguous().to(_torch.local_tensor(param).device)  # from host memory to where ranks can exchange it
+    return _torch.wrap_like(there, param).full_tensor().to(local.device, copy=True)
 
 
 def numbered_state(

@@ -186,14 +186,16 @@ class StatePiece:
     def to_dtensor(self) -> DTensor:
         """Return the state as a DTensor of the global shape over the data-parallel axis, in the same memory.
 
+        State of a parameter without dims has the shape (1,) there where one rank owns it.
+
         Its placement there is `vescale.dtensor.RaggedShard`, or ``Replicate`` where ranks hold all of it (ZeRO 0); a
         tensor-parallel parameter's state is over the axes of both. So ``full_tensor()`` and ``redistribute`` work, and
         checkpoints store and reshard it. What is written into it is in the state.
 
         Raises:
             ValueError: If the model is no ``DDP``: this tensor is all there is on any data-parallel rank.
-            NotImplementedError: If no placement says what ranks hold: of a parameter without dims, or with
-                tensor-parallel shards of unequal size. The rectangles (``__boxes__``) do.
+            NotImplementedError: If no placement says what ranks hold: of a parameter with tensor-parallel shards of
+                unequal size. The rectangles (``__boxes__``) do.
 
         Example:
             >>> state = optimizer.state_dict()["state"]                               # doctest: +SKIP
@@ -216,7 +218,7 @@ class StatePiece:
         Raises:
             ValueError: If shapes or boxes do not match, or a DTensor is distributed otherwise.
         """
-        if isinstance(value, DTensor) and tuple(value.shape) == self.__global_shape__:
+        if isinstance(value, DTensor) and tuple(value.shape) in (self.__global_shape__, self.__global_shape__ or (1,)):
             self._load_distributed(value)
             return
         ours = self.__boxes__()

@@ -8,7 +8,8 @@ What ranks own of a parameter are consecutive ranges of its flat local tensor, p
 
 so the DTensor's local tensor is the memory that the rank owns anyway: nothing is copied. Over replicas (hybrid
 sharding, ZeRO 0) it is replicated. A tensor-parallel parameter becomes a DTensor over the axes of both, on which a
-ragged placement cuts what the others leave: all tensor-parallel ranks cut at the same places. Only for a parameter
+ragged placement cuts what the others leave: all tensor-parallel ranks cut at the same places. A parameter without
+dims, which one rank owns, is shown with the shape (1,), since only dims can be cut. Only for a parameter
 whose own tensor-parallel shards differ in size the rectangles of a `StatePiece` are the only description.
 """
 
@@ -69,11 +70,6 @@ class Spread:
         return self._joined(param, by_name)
 
     def _ragged(self, param: Tensor, held: tuple[int, ...]) -> RaggedShard:
-        if param.ndim == 0:
-            raise NotImplementedError(
-                f"{self.fqn!r} has no dims, and one data-parallel rank owns it: no placement says that; give it the "
-                "shape (1,), or use the rectangles of its StatePiece (__boxes__)"
-            )
         if not is_even(param):
             raise NotImplementedError(
                 f"{self.fqn!r} is a DTensor over {param.device_mesh.mesh_dim_names} with shards of unequal size "
@@ -82,7 +78,7 @@ class Spread:
                 "checkpoints store"
             )
         unit = math.gcd(*held)
-        return RaggedShard(tuple(range(param.ndim)), tuple(count // unit for count in held))
+        return RaggedShard(tuple(range(max(param.ndim, 1))), tuple(count // unit for count in held))
 
     def _joined(self, param: DTensor, placements: Mapping[str, Placement]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the mesh of both, and placements: the parameter's on its axes, others by name of the axis."""
@@ -99,6 +95,8 @@ class Spread:
     def to_dtensor(self, part: Tensor, param: Tensor) -> DTensor:
         """Return what this rank has of a tensor of the parameter's shape as a DTensor, over the same memory.
 
+        A tensor without dims has the shape (1,) there if one rank owns it.
+
         Args:
             part: This rank's part, flat or, if every rank has all, of the local tensor's shape.
             param: The parameter; its values are not read.
@@ -106,10 +104,15 @@ class Spread:
         mesh, placements = self.layout(param)
         shape, stride = tuple(param.shape), param.stride()
         if any(isinstance(placement, RaggedShard) for placement in placements):
+            shape = shape or (1,)
             part, stride = part.view(-1), _row_major(shape)
         elif part.ndim != param.ndim:
             part = part.view(_torch.local_tensor(param).shape)
-        return DTensor.from_local(part.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
+        part = part.detach()
+        # from_local would move what is in host memory to the device, which would be another tensor.
+        here = part if part.device.type == mesh.device_type else part.to("meta")
+        found = DTensor.from_local(here, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return found if here is part else _torch.wrap_like(part, found)
 
     def part_of(self, value: DTensor, param: Tensor) -> Tensor | None:
         """Return this rank's part of a tensor that is distributed over the same mesh; None for another mesh.
@@ -122,6 +125,10 @@ class Spread:
         mesh, placements = self.layout(param)
         if value.device_mesh != mesh:
             return None
+        if _torch.local_tensor(value).device.type != mesh.device_type:
+            value = value.to(mesh.device_type)  # from host memory, to where ranks can exchange it
+        if value.ndim == 0 and any(isinstance(placement, RaggedShard) for placement in placements):
+            value = value.reshape(1)
         return _torch.local_tensor(value.redistribute(placements=placements))
 
 

@@ -3,6 +3,8 @@
     shard        | part |                        this coord's part, always there: what the optimizer updates
     values       | slot | slot | slot |pad|      memory exists while the parameters are in use; they are views of it
 
+With offload (`_offload.py`) the shard is in host memory, and copied to its place in ``values`` before the gather.
+
 The parameters stay the same objects, and the storage object of ``values`` stays the same, too: freeing resizes it to
 nothing. So what autograd has saved for backward (the parameters, or views of them) has its values again when the bucket
 is gathered for the backward.
@@ -25,8 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from . import _torch
 from ._attributes import MEMORY, ParameterAttribute
-from ._axis import Axis, Pending
+from ._axis import Axis
 from ._buckets import Bucket
+from ._offload import Awaitable, HostMemory
 
 __all__ = ["ShardedValues"]
 
@@ -141,22 +144,26 @@ class Memory(ParameterAttribute):
 
 
 class ShardedValues:
-    """The values of one bucket's parameters. With one rank they are whole all the time.
+    """The values of one bucket's parameters. With one rank, and without offload, they are whole all the time.
 
     Args:
         plan: Layout.
         params: The parameters of ``plan.slots``, in that order; their memory moves into the buffer.
         axis: The axis over which they are sharded, with a process group for gathers.
+        host: Where the shard is to be; None: on the device of the parameters.
 
     Attributes:
         shard: This coord's part.
         parts: This coord's part of each parameter: a flat view of ``shard``, perhaps empty.
+        frees: Whether they are ever freed.
     """
 
-    def __init__(self, plan: Bucket, params: Sequence[nn.Parameter], axis: Axis):
+    def __init__(self, plan: Bucket, params: Sequence[nn.Parameter], axis: Axis, host: HostMemory | None = None):
         self.plan = plan
         self.params = list(params)
         self.axis = axis
+        self.frees = axis.size > 1 or host is not None
+        self._host = host
         self._values = torch.zeros(plan.numel, dtype=plan.dtype, device=_torch.local_tensor(params[0]).device)
         self._guards: list[tuple[Tensor, type, type]] = []
         self._shared: list[tuple[weakref.ref[Tensor], int | None]] = []  # and the parameter's position if it is a view
@@ -167,18 +174,19 @@ class ShardedValues:
             for tensor in dict.fromkeys((param, local)):
                 tensor._vescale_name = slot.fqn
                 self._guards.append((tensor, type(tensor), _hidden_class(type(tensor))))
-            if axis.size > 1:
+            if self.frees:
                 setattr(param, MEMORY, Memory(self))
         start, stop = plan.shard(axis.coord)
         self._own = slice(start, stop)
-        self.shard = self._values[start:stop] if axis.size == 1 else self._values[start:stop].clone()
+        own = self._values[start:stop]
+        self.shard = host.home_of(own) if host is not None else own.clone() if self.frees else own
         self.parts = []
         for slot, part in zip(plan.slots, plan.parts(axis.coord), strict=True):
             first, last = (min(max(slot.start + at - start, 0), len(self.shard)) for at in (part.start, part.stop))
             self.parts.append(self.shard[first:last])
         self.label = f"the parameters {plan.slots[0].fqn!r} and {len(plan.slots) - 1} more"
         self.is_whole = True
-        self._pending: Pending | None = None
+        self._pending: Awaitable | None = None
         self.free()
 
     def _views(self) -> list[Tensor]:
@@ -189,7 +197,14 @@ class ShardedValues:
     def launch(self) -> None:
         """Start making the parameters whole."""
         self._values.untyped_storage().resize_(self.plan.num_bytes)
-        self._pending = self.axis.all_gather(self._values, self.shard, what=self.label)
+        if self._host is None:
+            self._pending = self._gather(self.shard)
+        else:
+            own = self._values[self._own]
+            self._pending = self._host.bring(own, self.shard, then=lambda: self._gather(own))
+
+    def _gather(self, shard: Tensor) -> Awaitable | None:
+        return self.axis.all_gather(self._values, shard, what=self.label)
 
     def finish(self) -> None:
         """Wait until they are, and let them be used."""
@@ -204,7 +219,7 @@ class ShardedValues:
 
     def free(self) -> None:
         """Free the memory of the whole parameters; they cannot be used any more."""
-        if self.axis.size == 1:
+        if not self.frees:
             return
         if self._pending is not None:
             self._pending.wait()
@@ -229,8 +244,10 @@ class ShardedValues:
 
     def give_away(self) -> None:
         """Take this coord's part of the whole parameters, and leave their memory to views that somebody has made."""
-        if self.axis.size == 1:
+        if not self.frees:
             return
+        if self._host is not None:
+            self._host.wait_before_writing()
         self.shard.copy_(self._values[self._own])
         self._values = torch.empty_like(self._values)
         views = self._views()

@@ -184,7 +184,7 @@ class UnitHooks:
         self._follows = False  # whether this forward has run the units of the trace so far
         self._gathered = 0  # a digest of the units gathered so far, in order
         self._version = 0  # of the shards' values
-        if axis.size > 1:
+        if any(bucket.frees for unit in self.units for bucket in unit.buckets):
             others = {id(unit.module) for unit in self.units}
             self._modules = {unit: unit.own_modules(others - {id(unit.module)}) for unit in self.units}
             for unit in self.units:
@@ -207,6 +207,8 @@ class UnitHooks:
 
         `vescale.dmodule` asks before it rehearses a call: a rehearsal runs all units, so all ranks must make it.
         """
+        if self.axis.size == 1:
+            return flag
         mine = torch.tensor([flag], dtype=torch.int64, device=self.axis.device_type)
         every = torch.empty(self.axis.size, dtype=torch.int64, device=mine.device)
         self.axis.all_gather(every, mine, what="whether a call is new to a rank").wait()
@@ -396,6 +398,8 @@ class UnitHooks:
 
     def _check_same(self) -> None:
         """Raise RuntimeError, on all ranks, if they have gathered different units or in a different order."""
+        if self.axis.size == 1:
+            return
         mine = torch.tensor([self._gathered], dtype=torch.int64, device=self.axis.device_type)
         every = torch.empty(self.axis.size, dtype=torch.int64, device=mine.device)
         self.axis.all_gather(every, mine, what="a digest of the units that ran").wait()

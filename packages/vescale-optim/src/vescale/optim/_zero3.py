@@ -3,6 +3,7 @@
     _units            which parameters form a unit, and where they lie in the flat buffers
     _sharded_values   the values of one buffer: shard, whole, guarded
     _unit_hooks       when a unit is gathered and freed
+    _offload          shards in host memory
     _zero3_state      state dicts of shards
     this file         construction, and what DDP asks of it
 
@@ -11,6 +12,8 @@ units, so a unit's gradients leave when its backward is done. Per rank remain, o
 
     parameters    P/N + the root unit + the unit that runs and the one that is gathered meanwhile
     gradients     P/N + those of the root unit and of the units whose reduction is in flight
+
+With offload P/N of both are in host memory, and with them the optimizer's state.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2019), section 5.3;
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023), on prefetch.
@@ -37,6 +40,7 @@ from ._buckets import Bucket
 from ._checks import check_shared_memory
 from ._flat import FlatBucket
 from ._granularity import param_info
+from ._offload import HostMemory
 from ._rules import ReduceRules
 from ._sharded_values import ShardedValues
 from ._unit_hooks import Unit, UnitHooks
@@ -46,18 +50,58 @@ __all__ = ["ShardedModule", "materialize_in_shards"]
 
 
 class _Bucket(FlatBucket):
-    """A bucket of ZeRO 2 whose parameter values are sharded, too."""
+    """A bucket of ZeRO 2 whose parameter values are sharded, too.
 
-    def __init__(self, plan: Bucket, params: list[nn.Parameter], axes: DataAxes, gathers: Axis, rules: ReduceRules):
+    Args:
+        plan, params, axes, rules: As in `FlatBucket`.
+        gathers: The axis for gathers of parameters.
+        host: Where shards are to be; None: on the device.
+        is_last: Whether it is the last bucket of the plan.
+    """
+
+    def __init__(
+        self,
+        plan: Bucket,
+        params: list[nn.Parameter],
+        axes: DataAxes,
+        rules: ReduceRules,
+        *,
+        gathers: Axis,
+        host: HostMemory | None,
+        is_last: bool,
+    ):
         self._gathers = gathers
+        self._host = host
+        self._is_last = is_last
         super().__init__(plan, params, axes, zero=3, rules=rules)
 
     def _adopt_parameters(self) -> None:
-        self.sharded_values = ShardedValues(self.plan, [slot.param for slot in self.slots], self._gathers)
+        self.sharded_values = ShardedValues(self.plan, [slot.param for slot in self.slots], self._gathers, self._host)
+        self._home = self.grad_shard
+        if self._host is not None:
+            self._home = self._host.home_of(self.grad_shard)
+            self.grad_shard = None  # on the device there is none: sums come in new memory
         for slot, part in zip(self.slots, self.sharded_values.parts, strict=True):
             slot.value_part = part
             start = part.storage_offset() - self.sharded_values.shard.storage_offset()
-            slot.grad_part = self.grad_shard[start : start + part.numel()]
+            slot.grad_part = self._home[start : start + part.numel()]
+
+    def store(self, mean: Tensor) -> None:
+        """Put the mean of this coord's shard in its place, perhaps on the host, or add it to the reduced gradient."""
+        if self._host is None:
+            super().store(mean)
+            return
+        if self.accumulates:
+            mean = mean.to(self._home.device)  # the host waits
+            for slot in self.slots:
+                self._add(slot, mean)
+        else:
+            self._host.keep(self._home, mean)
+        for slot in self.slots:
+            slot.unreduced, slot.reduced = False, True
+        self.release()
+        if self._is_last:  # buckets are finished in the order of the plan, each once per reduction
+            self._host.wait_before_reading()
 
 
 class ShardedModule:
@@ -70,8 +114,10 @@ class ShardedModule:
         bucket_bytes: Bucket size of the root unit.
         shards: Values of parameters that have none themselves, see `materialize_in_shards`.
         blocks: Elements that must stay together, by name of the parameter.
+        offload: Keep shards in host memory.
 
     Attributes:
+        frees: Whether parameters are freed between uses.
         plan: Buckets of the trainable parameters.
         buckets: The buckets, once `make` has run.
         frozen: Values of frozen parameters: name -> this rank's flat part.
@@ -86,6 +132,7 @@ class ShardedModule:
         bucket_bytes: int,
         shards: dict[str, Tensor],
         blocks: Mapping[str, int],
+        offload: bool = False,
     ):
         self.module = module
         self.axes = axes
@@ -94,6 +141,9 @@ class ShardedModule:
         self.params = dict(module.named_parameters())
         check_shared_memory(module, self.params)
         self._shards = shards
+        self.frees = offload or axis.size > 1
+        device = next(_torch.local_tensor(p).device for p in self.params.values())
+        self._host = HostMemory(device) if offload else None
         infos = {
             trains: [param_info(fqn, p, blocks) for fqn, p in self.params.items() if p.requires_grad == trains]
             for trains in (True, False)
@@ -112,12 +162,13 @@ class ShardedModule:
         self._gathers = self._gather_axis()
         values: dict[str, list[ShardedValues]] = {spec.name: [] for spec in self.specs}
         for plan, home in zip(self._frozen_plan.buckets, self._frozen_homes, strict=True):
-            held = ShardedValues(plan, self._fill(plan), self._gathers)
+            held = ShardedValues(plan, self._fill(plan), self._gathers, self._host)
             values[home].append(held)
             for part, tensor in zip(plan.parts(self.axis.coord), held.parts, strict=True):
                 self.frozen[part.fqn] = ((part.start, part.stop), tensor)
         for plan, home in zip(self.plan.buckets, self._homes, strict=True):
-            bucket = _Bucket(plan, self._fill(plan), self.axes, self._gathers, rules)
+            place = {"gathers": self._gathers, "host": self._host, "is_last": plan is self.plan.buckets[-1]}
+            bucket = _Bucket(plan, self._fill(plan), self.axes, rules, **place)
             values[home].append(bucket.sharded_values)
             self.buckets.append(bucket)
         self._units = [
@@ -164,10 +215,17 @@ class ShardedModule:
         if self.hooks.pinned:
             self._gather_all()
 
+    def wait_for_copies(self) -> None:
+        """Wait until shards in host memory can be read and written."""
+        if self._host is not None:
+            self._host.wait_before_reading()
+            self._host.wait_before_writing()
+
     def backward_failed(self) -> None:
         """Free what a backward that ended with an exception has left."""
         if self.hooks.in_backward:
             self.hooks.reset()
+            self.wait_for_copies()
 
     def keep(self, keeps: bool) -> bool:
         """Leave units whole after their use, or free them again; return what was set."""
@@ -202,8 +260,8 @@ class ShardedModule:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether all parameters are whole for the user: inside `unsharded`, or with one rank."""
-        return self.hooks.pinned > 0 or self.axis.size == 1
+        """Whether all parameters are whole for the user: inside `unsharded`, or never freed."""
+        return self.hooks.pinned > 0 or not self.frees
 
 
 def materialize_in_shards(module: nn.Module, axes: DataAxes) -> dict[str, Tensor]:

@@ -55,6 +55,7 @@ from ._flat import FlatBucket, FlatSlot
 from ._gathers import ParameterGathers
 from ._granularity import check_granularity, param_info, resolve_blocks, warn_of_padding
 from ._local_batch import attach_local_batch
+from ._offload import check_offload
 from ._originals import Originals, check_param_dtype
 from ._ragged import sharded_parameters, spreads_of, whole_values
 from ._reduce import Reducer
@@ -127,13 +128,20 @@ class DDP(_torch.UnmovableModule):
             of this rank's local tensor. By default parameters are cut anywhere. Shards stay equal in size, with
             padding between parameters, so no shard is smaller than a block: buffers that this makes much larger than
             what they hold are warned of.
+        offload: With ``zero=3``: keep shards of parameters (frozen ones, too) and gradients, and so the optimizer's
+            state and masters, in host memory, pinned if there is an accelerator; the optimizer steps there. A unit's
+            shard is copied to the device before its gather, that of its gradient back after its reduction, both beside
+            the computation. Also on an axis of one rank parameters are on the device only while they are used. The
+            module is given on its device, or deferred. Tensors of state dicts and of `sharded_parameters` are in host
+            memory: collectives of a backend for devices only need ``.to(device)`` first.
 
     Raises:
         ValueError: If ``mesh_axis`` is neither 1-D nor 2-D with ranks that ascend along its axes, ``zero`` or
             ``reduction`` is unknown, a dtype is not a floating-point one, nothing is trainable, a parameter has no
             storage, is not a floating-point number, is on another device, is a DTensor over these axes, shares memory
             with another (ZeRO 1 to 3), has a gradient of another dtype or has been wrapped before; if ``granularity``
-            names no parameter, or does not fit its shape; or if modules or settings differ between ranks.
+            names no parameter, or does not fit its shape; if ``offload`` is given with another stage than 3, or
+            the module is not on the devices of the mesh then; or if modules or settings differ between ranks.
 
     Note:
         ``param.grad`` is a view of a flat buffer that the next backward overwrites: clone a gradient to keep it.
@@ -168,11 +176,13 @@ class DDP(_torch.UnmovableModule):
         reshard_after_forward: bool = True,
         prefetch: bool = True,
         granularity: Mapping[str | re.Pattern, str | int | tuple[str, int]] | None = None,
+        offload: bool = False,
     ):
         super().__init__()
         check_zero(zero)
         units = units if units is None or isinstance(units, str) else list(units)
         check_units(zero, units)
+        check_offload(offload, zero, module, mesh_axis)
         check_granularity(zero, granularity)
         blocks = resolve_blocks(module, granularity)
         rules = ReduceRules(reduction, grad_dtype, reduce_dtype)
@@ -190,7 +200,7 @@ class DDP(_torch.UnmovableModule):
         check_grad_dtype(trainable, rules)
         sharded = None
         if zero == 3:
-            layout = {"units": units, "bucket_bytes": bucket_bytes, "blocks": blocks}
+            layout = {"units": units, "bucket_bytes": bucket_bytes, "blocks": blocks, "offload": offload}
             sharded = ShardedModule(module, axes, shards=shards, **layout)
             plan = sharded.plan
         else:
@@ -198,7 +208,7 @@ class DDP(_torch.UnmovableModule):
             parts = {"num_shards": axes.shard.size, "num_pieces": axes.replicate.size}
             plan = plan_buckets(infos, bucket_bytes=bucket_bytes, **parts)
         settings = f"zero={zero} find_unused_parameters={find_unused_parameters}\n{rules}\n{originals}"
-        settings += f"\n{reshard_after_forward} {prefetch}\n{sharded}" if sharded else ""
+        settings += f"\n{reshard_after_forward} {prefetch} offload={offload}\n{sharded}" if sharded else ""
         axes.all.check_same(f"{settings}\n{_describe(module, plan)}", what="the modules given to DDP")
         logger.debug("zero=%d over %r\n%s", zero, axes, plan)
         placed = [*plan.buckets, *(sharded.frozen_buckets if sharded else ())]
@@ -335,7 +345,7 @@ class DDP(_torch.UnmovableModule):
             self._gathers.launch(num_views or {})
 
     def wait_for_parameters(self) -> None:
-        """Wait until the parameters have the values of the last step (ZeRO 1, 2).
+        """Wait until the parameters have the values of the last step (ZeRO 1, 2), and offloaded shards can be written.
 
         Everything that reads them through torch waits by itself. Call it before a C++ extension that is no operator of
         torch gets a parameter elsewhere than in the forward of the module that holds it.
@@ -344,6 +354,8 @@ class DDP(_torch.UnmovableModule):
             RuntimeError: If a gather has failed, naming it and the ranks that are gone.
         """
         self._gathers.finish()
+        if self._sharded is not None:
+            self._sharded.wait_for_copies()
 
     def check_reduced(self) -> None:
         """Raise RuntimeError if a gradient has been accumulated and not reduced."""
@@ -361,7 +373,8 @@ class DDP(_torch.UnmovableModule):
         """Return what this rank owns of each parameter as a DTensor over the data-parallel axis, by name.
 
         The placement is `vescale.dtensor.RaggedShard` where parameters, or with ZeRO 1 and 2 their optimizer state, are
-        sharded, else ``Replicate``; a tensor-parallel parameter is a DTensor over the axes of both. The tensors share
+        sharded, else ``Replicate``; a tensor-parallel parameter is a DTensor over the axes of both. With ``zero=3`` one
+        without dims, which one rank owns, has the shape (1,) here. The tensors share
         the memory that the optimizer updates: after writing to them, `gather_parameters`. `load_state_dict` takes them.
 
         Raises:
@@ -373,6 +386,7 @@ class DDP(_torch.UnmovableModule):
         """
         parts = {slot.param: slot.value_part for slot in self._reducer.slots if self.zero}
         if self._sharded is not None:
+            self._sharded.wait_for_copies()
             parts = {param: part for param, (_, part) in self._sharded.parts.items()}
         return sharded_parameters(dict(self.named_parameters()), parts, self.spreads, whole=self.zero < 3)
 
@@ -401,11 +415,12 @@ class DDP(_torch.UnmovableModule):
             raise ValueError("assign=True would replace the parameters that DDP manages; load in place (assign=False)")
         from . import _zero3_state  # it needs the pieces, which need DDP
 
-        if self._sharded is None or self._sharded.axis.size == 1:
+        if self._sharded is None or not self._sharded.frees:
             params = dict(self.module.named_parameters(remove_duplicate=False))
             whole = _zero3_state.with_metadata(whole_values(state_dict, params, self.spreads), state_dict)
             return self.module.load_state_dict(whole, strict=strict)
         parts, spreads = self._sharded.parts, self.spreads
+        self._sharded.wait_for_copies()
         try:
             return _zero3_state.load_pieces(self.module, parts, spreads, state_dict, strict=strict)
         finally:
