@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from vescale.dmodule import NotLocalFriendlyError, parallelize_module, set_mode
-from vescale.dtensor import Replicate, Shard, init_device_mesh
+from vescale.dtensor import Replicate, Shard, init_device_mesh, random
 from vescale.optim import DDP
 from vescale_testing import ranks
 
@@ -59,6 +59,9 @@ def test_quiet_calls_are_not_watched():
     found = [total(), total()]
     assert layer.num_modes[-1] == 0
     assert 1 in layer.num_modes, "the rehearsal is watched"
+    with random.stream("philox", seed=1):
+        model(x)
+        assert layer.num_modes[-1] == 0, "nor are they in the other stream"
     layer.dropout.p = 0.5
     with pytest.raises(NotLocalFriendlyError, match="drew random numbers, but the recorded call did not"):
         model(x)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -168,10 +167,13 @@ def test_what_a_compiler_refuses_stays_static(graphs, caplog):
 
 def test_dropout_of_two_layouts_is_an_obstacle():
     def draw(function, *placements):
-        operand = SimpleNamespace(local_shape=torch.Size((2, 3)), shape=torch.Size((4, 3)), placements=placements)
-        return SimpleNamespace(function=function, operands=[operand])
+        return Draw(function, [Operand(torch.Size((2, 3)), torch.Size((4, 3)), placements)])
 
     dropout, obstacle = nn.functional.dropout, _compile.draws_obstacle
     assert obstacle([draw(dropout, Shard(0)), draw(dropout, Shard(0))]) is None
     assert "has two layouts" in obstacle([draw(dropout, Shard(0)), draw(dropout, Partial())])
-    assert "only dropout can be compiled" in obstacle([draw(torch.bernoulli, Shard(0))])
+    assert "only dropout can be compiled on sharded tensors, not" in obstacle([draw(torch.bernoulli, Shard(0))])
+    assert obstacle([draw(torch.bernoulli, Replicate())]) is None
+    of_the_batch = obstacle([draw(torch.bernoulli, Replicate()), Draw(torch.rand, [])], is_watched=True)
+    assert "only dropout can be compiled for a part of the batch, not torch.bernoulli on (4, 3)" in of_the_batch
+    assert obstacle([Draw(torch.rand, [])], is_watched=True).endswith("not torch.rand")

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, disabled, init_device_mesh, random
+from vescale.dtensor._torch import dispatch_modes
 from vescale_testing import ranks
 
 B = 3  # rows on each rank
@@ -111,21 +112,35 @@ def test_sharded_tensors_inside_data_parallelism(names, shard, shard_of):
 @ranks(2)
 def test_code_that_is_not_watched():
     axis = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    torch.manual_seed(4)
-    whole, unwatched = torch.rand(2 * B, 5), torch.rand(B, 5)
-    torch.manual_seed(4)
-    assert not random.is_watched_alone()
-    with random.local_batch(axis):
-        assert random.is_watched_alone()
-        rows = torch.rand(B, 5)
-        with random.unwatched():
-            assert not random.is_watched_alone()
-            assert torch.equal(torch.rand(B, 5), unwatched)  # not a part of what one device draws
-        assert random.is_watched_alone()
-        with random.forbidden("of this test"), random.unwatched():  # somebody else watches, too
-            with pytest.raises(RuntimeError, match="of this test"):
-                torch.rand(1)
-    assert torch.equal(rows, whole.chunk(2)[axis.get_local_rank()])
+    coord = axis.get_local_rank()
+    assert not random.is_watched()
+    with random.unwatched(), random.watched():
+        assert not random.is_watched_alone()
+    for stream in ("torch", "philox"):
+        with random.stream(stream, seed=4):
+            whole, again = torch.rand(2 * B, 5), torch.rand(2 * B, 5)
+        torch.manual_seed(4)
+        torch.rand(2 * B, 5)
+        in_torch = torch.rand(B, 5)
+        with random.stream(stream, seed=4), random.local_batch(axis):
+            assert random.is_watched_alone()
+            rows = torch.rand(B, 5)
+            with random.unwatched():
+                assert random.is_watched()
+                assert not random.is_watched_alone()
+                assert not dispatch_modes()
+                if stream == "torch":
+                    with random.fork():
+                        assert torch.equal(torch.rand(B, 5), in_torch)  # not a part of what one device draws
+                with random.watched():
+                    assert random.is_watched_alone()
+                    assert torch.equal(torch.rand(B, 5), again.chunk(2)[coord])
+                assert not dispatch_modes()
+            assert random.is_watched_alone()
+            with random.forbidden("of this test"), random.unwatched():  # somebody else watches, too
+                with pytest.raises(RuntimeError, match="of this test"):
+                    torch.rand(1)
+        assert torch.equal(rows, whole.chunk(2)[coord])
 
 
 @ranks(4)
@@ -133,11 +148,15 @@ def test_nested_axes_cut_parts_of_parts():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     index = 2 * mesh.get_local_rank("outer") + mesh.get_local_rank("inner")
     torch.manual_seed(4)
-    expected = torch.rand(4 * B, 5)[index * B : (index + 1) * B]
+    expected = [torch.rand(4 * B, 5)[index * B : (index + 1) * B] for _ in range(2)]
     torch.manual_seed(4)
     with random.local_batch(mesh["outer"]):
         with random.local_batch(mesh["inner"]):
-            assert torch.equal(torch.rand(B, 5), expected)
+            assert torch.equal(torch.rand(B, 5), expected[0])
+            with random.unwatched():  # both of them
+                assert not dispatch_modes()
+                with random.watched():
+                    assert torch.equal(torch.rand(B, 5), expected[1])
 
 
 @ranks(2)

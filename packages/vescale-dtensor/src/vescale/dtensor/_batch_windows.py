@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -20,9 +21,12 @@ from ._philox import _rules, _state
 from ._place import WINDOWS, BatchWindow
 from ._streams import switchable
 
-__all__ = ["MicroBatches", "RandomMode", "is_watched_alone", "unwatched", "window"]
+__all__ = ["MicroBatches", "RandomMode", "is_watched", "is_watched_alone", "unwatched", "watched", "window"]
 
 Windows = tuple[BatchWindow, ...]
+
+# The modes that `unwatched` has taken off around the running code, the outermost first.
+TAKEN_OFF: ContextVar[tuple[_torch.TorchDispatchMode, ...]] = ContextVar("vescale_modes_taken_off", default=())
 
 handle = switchable(_random_rules.handle)
 
@@ -36,8 +40,8 @@ class RandomMode(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled() and _torch.is_composite(func):
-            with self:  # only inference mode shows dropout and the like as one operator: look inside
+        if _torch.is_composite(func) and (torch.is_inference_mode_enabled() or _torch.is_random(func)):
+            with self:  # only below autograd dropout and the like are one operator: look inside
                 return func.decompose(*args, **kwargs)
         if not _torch.is_random(func) or _rules.runs_stock() or not _random_rules.is_enabled():
             return func(*args, **kwargs)
@@ -61,10 +65,26 @@ def window(declared: BatchWindow) -> Iterator[None]:
         WINDOWS.reset(token)
 
 
+def is_watched() -> bool:
+    """Tell whether random operators on plain tensors are followed here, inside of `unwatched`, too.
+
+    They are in `local_batch`, in `micro_batches` and in the stream "philox".
+
+    Example:
+        >>> is_watched()
+        False
+    """
+    return bool(TAKEN_OFF.get()) or any(map(_is_ours, _torch.dispatch_modes()))
+
+
 def is_watched_alone() -> bool:
-    """Tell whether `local_batch` or `micro_batches` watches operators on plain tensors, and nobody else does."""
+    """Tell whether operators on plain tensors are watched for what `is_watched` names, and by nobody else."""
     modes = _torch.dispatch_modes()
-    return len(modes) == 1 and isinstance(modes[0], RandomMode) and modes[0].handler is handle
+    return bool(modes) and all(map(_is_ours, modes))
+
+
+def _is_ours(mode: _torch.TorchDispatchMode) -> bool:
+    return isinstance(mode, _streams.PhiloxMode) or (isinstance(mode, RandomMode) and mode.handler is handle)
 
 
 @contextlib.contextmanager
@@ -72,8 +92,9 @@ def unwatched() -> Iterator[None]:
     """Run code that draws nothing without looking for random operators in it, as `local_batch` otherwise does.
 
     Looking takes some microseconds per operator, and a compiler refuses to run meanwhile. Random operators on DTensors
-    still draw their part of the batch; those on plain tensors draw as if there were no other ranks. Nothing changes
-    where somebody else watches operators, too: ask `is_watched_alone` where that matters.
+    still draw their part of the batch; those on plain tensors draw as if there were no other ranks, in torch's stream,
+    unless `watched` is around them. Nothing changes where somebody else watches operators, too: ask `is_watched_alone`
+    where that matters.
 
     Example:
         >>> with random.local_batch(mesh["dp"]), random.unwatched():    # doctest: +SKIP
@@ -82,12 +103,40 @@ def unwatched() -> Iterator[None]:
     if not is_watched_alone():
         yield
         return
-    (mode,) = _torch.dispatch_modes()
-    mode.__exit__(None, None, None)
+    modes = tuple(_torch.dispatch_modes())
+    token = TAKEN_OFF.set(modes)
+    for mode in reversed(modes):
+        mode.__exit__(None, None, None)
     try:
         yield
     finally:
-        mode.__enter__()
+        for mode in modes:
+            mode.__enter__()
+        TAKEN_OFF.reset(token)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Look for random operators again, inside of `unwatched`; nothing changes elsewhere.
+
+    For operators of one's own that compiled code calls, and that draw.
+
+    Example:
+        >>> with random.local_batch(mesh["dp"]), random.unwatched():    # doctest: +SKIP
+        ...     with random.watched():
+        ...         torch.rand(3)                                       # this rank's part of what one device draws
+    """
+    if not (modes := TAKEN_OFF.get()):
+        yield
+        return
+    token = TAKEN_OFF.set(())
+    try:
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            yield
+    finally:
+        TAKEN_OFF.reset(token)
 
 
 def _nested(declared: BatchWindow, outer: Windows) -> Windows:

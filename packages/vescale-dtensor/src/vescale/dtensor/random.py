@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _random_state, _streams, _torch
-from ._batch_windows import MicroBatches, RandomMode, is_watched_alone, unwatched, window
+from ._batch_windows import MicroBatches, RandomMode, is_watched, is_watched_alone, unwatched, watched, window
 from ._philox._modules import ModuleKeys
 from ._place import BatchWindow
 from .errors import UnsupportedRandomOperator
@@ -41,6 +41,7 @@ __all__ = [
     "forbidden",
     "fork",
     "get_state",
+    "is_watched",
     "is_watched_alone",
     "key_by_module",
     "local_batch",
@@ -50,6 +51,7 @@ __all__ = [
     "set_stream",
     "stream",
     "unwatched",
+    "watched",
 ]
 
 

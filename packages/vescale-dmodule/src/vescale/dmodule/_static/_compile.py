@@ -13,15 +13,16 @@ kind gets a code object of its own, because a compiler does not guard the absenc
 and so does a full cache (blocks that read their own number).
 
 Data parallelism has a mode that watches every operator for random ones on a rank's part of the batch (see
-``vescale.dtensor.random.local_batch``), and no compiler runs then. Where rehearsals have found that the program draws
-nothing, blocks run without that mode; where it draws, they run as in static mode, and a warning says so.
+``vescale.dtensor.random.local_batch``), and no compiler runs then. Compiled blocks run without that mode. The operator
+that their dropout is in a graph takes it on again for its own draw; other random operators keep a block in static mode.
 
 A block that a compiler refuses (control flow that depends on data, random operators other than dropout on sharded
-tensors) stays in static mode, and a warning says why.
+tensors or on parts of a batch) stays in static mode, and a warning says why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import types
@@ -35,14 +36,15 @@ from vescale.dtensor import random
 
 from .. import _torch
 from . import _async_tp
-from ._compiled_draws import CompiledDraws, draws_obstacle
+from ._compiled_draws import CompiledDraws, accounted, draws_obstacle, is_dropout
 from ._compiled_hooks import compiled_hooks, hook_kinds, stays_outside
 from ._names import is_inside, join
+from ._random import silenced
 from ._swaps import Swaps
 
 if TYPE_CHECKING:
     from ._program import StaticProgram
-    from ._random import Draw
+    from ._random import Draw, Listening
 
 __all__ = ["CompiledBlocks", "find_blocks"]
 
@@ -62,16 +64,27 @@ class CompiledBlocks:
     Attributes:
         functions: kind of block -> its compiled function, the newest.
         refused: names of the blocks that stay in static mode.
+        draws: what rehearsals have heard, by module: draws of DTensors and of plain tensors.
     """
 
     def __init__(self):
         self.functions: dict[Hashable, Callable] = {}
         self.refused: set[str] = set()
+        self.draws: dict[str, list[Draw]] = {}
         self._made: tuple[tuple[int, int], Swaps] | None = None
+
+    def hear(self, listening: Listening) -> None:
+        """Add the draws of a rehearsal."""
+        for heard in (listening.draws, listening.plain):
+            for name, draws in heard.items():
+                known = self.draws.setdefault(name, [])
+                for draw in draws:
+                    if not any(draw.key == old.key and draw.operands == old.operands for old in known):
+                        known.append(draw)
 
     def swaps(self, program: StaticProgram) -> Swaps:
         """Return what changes while the program is open. Compiles nothing yet; the first call of a block does."""
-        state = sum(map(len, program.steps.values())), sum(map(len, program.draws.values()))
+        state = sum(map(len, program.steps.values())), sum(map(len, self.draws.values()))
         if self._made is None or self._made[0] != state:
             self._made = state, self._make(program, state)
         return self._made[1]
@@ -80,9 +93,10 @@ class CompiledBlocks:
         _async_tp.check(program.model.mesh)
         swaps = _CompiledSwaps(lambda: self._make(program, state), self.refused)
         shared: dict[Hashable, Callable] = {}
+        is_watched = random.is_watched()
         for name, block in find_blocks(program):
-            draws = [draw for owner, drawn in program.draws.items() if is_inside(owner, name) for draw in drawn]
-            if name not in self.refused and (reason := draws_obstacle(draws)) is not None:
+            draws = [draw for owner, drawn in self.draws.items() if is_inside(owner, name) for draw in drawn]
+            if name not in self.refused and (reason := draws_obstacle(draws, is_watched=is_watched)) is not None:
                 self.refuse(name, reason)
             if name in self.refused:
                 continue
@@ -94,7 +108,7 @@ class CompiledBlocks:
                     kind.append((inner, type(part), hook_kinds(part, hooks)))
                     swaps.watch(part)
             entry = _Entry.of(block)
-            run = self._run(program, name, entry, (tuple(kind), _mode(draws, program)))
+            run = self._run(program, name, entry, (tuple(kind), _mode(draws, program, is_watched=is_watched)))
             swaps.places.append((vars(entry), "run", run))
         swaps.made_for = swaps.state()
         return swaps
@@ -115,9 +129,7 @@ class CompiledBlocks:
         compiled = self.functions[key]
 
         def call(function: Callable, args: tuple, kwargs: dict) -> object:
-            if mode is None:
-                return function(*entry.first, *args, **kwargs)
-            with mode:
+            with silenced(), mode or contextlib.nullcontext():
                 return function(*entry.first, *args, **kwargs)
 
         def run(*args: object, **kwargs: object) -> object:
@@ -125,7 +137,7 @@ class CompiledBlocks:
             if name in self.refused or not program.may_compile:  # in this call already; the mode still makes draws
                 return call(entry.function, args, kwargs)
             try:
-                with random.unwatched():
+                with _unwatched(name, program):
                     return call(compiled, args, kwargs)
             except Exception as error:  # nothing has run yet where it comes from the compiler
                 if _torch.is_full_cache(error):
@@ -180,8 +192,20 @@ class _Entry:
         return types.MethodType(self.function, copy.deepcopy(self.block, memo))
 
 
-def _mode(draws: list[Draw], program: StaticProgram) -> CompiledDraws | None:
-    return CompiledDraws(draws, program.model.mesh) if any(draw.is_sharded for draw in draws) else None
+def _mode(draws: list[Draw], program: StaticProgram, *, is_watched: bool) -> CompiledDraws | None:
+    """Return what makes the draws of a block; None if there are none but those that all ranks make alike."""
+    drawn = [draw for draw in draws if is_dropout(draw) and (draw.is_sharded or is_watched)]
+    return CompiledDraws(drawn, program.model.mesh, is_watched=is_watched) if drawn else None
+
+
+@contextlib.contextmanager
+def _unwatched(name: str, program: StaticProgram) -> Iterator[None]:
+    """Run a compiled block without the modes that watch operators. Calls without draws have nothing left to take off,
+    and are compared as a whole.
+    """
+    is_watched = random.is_watched_alone()
+    with random.unwatched(), accounted(name, program.stream) if is_watched else contextlib.nullcontext():
+        yield
 
 
 def _compiled(entry: _Entry) -> Callable:
@@ -198,21 +222,23 @@ def _compiled(entry: _Entry) -> Callable:
 
 
 class _CompiledSwaps(Swaps):
-    """Swaps that are made anew when hooks have come or gone inside of blocks, or a block has been refused."""
+    """Swaps that are made anew when hooks have come or gone inside of blocks, a block has been refused, or a part of a
+    batch begins or ends.
+    """
 
     def __init__(self, renew: Callable[[], _CompiledSwaps], refused: set[str]):
         super().__init__()
         self.renew, self.refused = renew, refused
         self.tables: list[dict] = []
-        self.made_for = 0
+        self.made_for: tuple[int, int, bool] | None = None
 
     def watch(self, part: nn.Module) -> None:
         """Count the hooks of a part."""
         self.tables += _torch.module_hook_tables(part)
 
-    def state(self) -> int:
-        """Return a number that changes when something has changed."""
-        return sum(map(len, self.tables)) + len(self.refused)
+    def state(self) -> tuple[int, int, bool]:
+        """Return what changes when something has changed."""
+        return sum(map(len, self.tables)), len(self.refused), random.is_watched()
 
     def put(self) -> None:
         """Set the values of the inside."""

@@ -5,13 +5,26 @@ graph that is one operator, which runs when the graph runs and advances the rand
 
     dropout(x, p)   ->   x * dropout_factors(x, p, layout)          factors are 0 or 1 / (1 - p)
 
-The operator is tagged as random, so a compiler neither drops, repeats nor merges its calls. Dropout of tensors that are
-equal on all ranks stays what it is.
+The operator is tagged as random, so a compiler neither drops, repeats nor merges its calls. Three kinds of dropout:
+
+==========================  =============================================  ==========================================
+tensor                      one device or tensor parallelism alone         inside of a part of the batch, or "philox"
+==========================  =============================================  ==========================================
+sharded over the model      the operator draws by the recorded layout      the same; its rules know the windows
+equal on its ranks          stays what it is                               the operator draws with the modes on
+that no rehearsal has seen  stays what it is                               an error after the block
+==========================  =============================================  ==========================================
+
+The modes of a part of the batch (``vescale.dtensor.random.local_batch``) are off while compiled code runs, so whatever
+draws there beside the operator would draw as if there were no other ranks. An `Account` sees it: it follows the random
+stream from one call of the operator to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,32 +32,50 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from vescale.dtensor import random
+
 from .. import _torch
 from .._edges import wrapped
+from ..errors import NotLocalFriendlyError
+from ._names import describe
+from ._random import same_stream
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ._random import Draw
 
-__all__ = ["CompiledDraws", "draws_obstacle"]
+__all__ = ["CompiledDraws", "accounted", "draws_obstacle", "is_dropout"]
 
 # Operators take numbers, not meshes: a layout is its place in this list, which holds each layout once.
 _layouts: list[tuple] = []
+
+EQUAL = -1
+"""The layout of a tensor that is equal on all ranks of the model."""
+
+
+# ------------------------------------------------------------------------------------------------- the operator
 
 
 @torch.library.custom_op("vescale_dmodule::dropout_factors", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def dropout_factors(like: Tensor, p: float, layout: int) -> Tensor:
     """Return what dropout multiplies a local tensor with, of the shape and dtype of ``like``."""
-    mesh, placements, shape = _layouts[layout]
-    with _torch.no_function_modes(), torch.no_grad():
-        ones = wrapped(torch.ones_like(like), mesh, placements, shape=shape)
-        return _torch.local_of(F.dropout(ones, p))
+    return _drawn(like, p, layout)
 
 
 @dropout_factors.register_fake
 def _(like: Tensor, p: float, layout: int) -> Tensor:  # noqa: ARG001 - the operator's signature
     return torch.empty_like(like)
+
+
+def _drawn(like: Tensor, p: float, layout: int) -> Tensor:
+    with _torch.no_function_modes(), torch.no_grad(), _entered(_account.get()):
+        ones = torch.ones_like(like)
+        if layout == EQUAL:
+            with random.watched():
+                return F.dropout(ones, p)
+        mesh, placements, shape = _layouts[layout]
+        return _torch.local_of(F.dropout(wrapped(ones, mesh, placements, shape=shape), p))
 
 
 def _number(layout: tuple) -> int:
@@ -53,12 +84,81 @@ def _number(layout: tuple) -> int:
     return _layouts.index(layout)
 
 
-def draws_obstacle(draws: Sequence[Draw]) -> str | None:
-    """Return why draws cannot be made in a graph; None if they can."""
+# ------------------------------------------------------------------------------------------------- the account
+
+
+class Account:
+    """Tells whether a random stream has moved between the draws that are entered.
+
+    Args:
+        stream: gives the state of the stream.
+    """
+
+    def __init__(self, stream: Callable[[], Tensor]):
+        self._stream, self._position = stream, stream()
+        self.is_right = True
+
+    def check(self) -> None:
+        """Compare the stream with where it was left."""
+        self.is_right = self.is_right and same_stream(self._position, self._stream())
+
+    def move(self) -> None:
+        """Note where the stream is."""
+        self._position = self._stream()
+
+
+_account: ContextVar[Account | None] = ContextVar("vescale_account_of_draws", default=None)
+
+
+@contextlib.contextmanager
+def _entered(account: Account | None) -> Iterator[None]:
+    """Enter one draw."""
+    if account is not None:
+        account.check()
+    yield
+    if account is not None:
+        account.move()
+
+
+@contextlib.contextmanager
+def accounted(name: str, stream: Callable[[], Tensor]) -> Iterator[None]:
+    """Refuse draws of a block that `dropout_factors` does not make.
+
+    Raises:
+        NotLocalFriendlyError: at the end, naming the block.
+    """
+    account = Account(stream)
+    token = _account.set(account)
+    try:
+        yield
+    finally:
+        _account.reset(token)
+    account.check()
+    if not account.is_right:
+        raise NotLocalFriendlyError(
+            f"{describe(name)} runs compiled on a part of the batch and drew random numbers that the recorded call did "
+            "not draw, so nothing says which parts of one device's draws they are (a rate of dropout that was 0?); "
+            'call set_mode(model, "compile") after such a change, or run the model in mode "static"'
+        )
+
+
+# ------------------------------------------------------------------------------------------------- dropout
+
+
+def draws_obstacle(draws: Sequence[Draw], *, is_watched: bool = False) -> str | None:
+    """Return why the draws of a block cannot be made in a graph; None if they can.
+
+    Args:
+        draws: of all modules in the block.
+        is_watched: whether draws of tensors that are equal on the ranks of the model are parts of a draw, too.
+    """
     layouts: dict[torch.Size, object] = {}
     for draw in draws:
-        if draw.function is not F.dropout or len(draw.operands) != 1:
-            return f"only dropout can be compiled on sharded tensors, not {draw}"
+        if not is_dropout(draw):
+            if draw.is_sharded or is_watched:
+                where = "for a part of the batch" if is_watched else "on sharded tensors"
+                return f"only dropout can be compiled {where}, not {draw}"
+            continue
         (operand,) = draw.operands
         layout = operand.placements, operand.shape
         if layouts.setdefault(operand.local_shape, layout) != layout:
@@ -66,13 +166,29 @@ def draws_obstacle(draws: Sequence[Draw]) -> str | None:
     return None
 
 
-class CompiledDraws(TorchFunctionMode):
-    """Let dropout of the local shapes in ``draws`` draw by their layouts."""
+def is_dropout(draw: Draw) -> bool:
+    """Tell whether a draw is one that `CompiledDraws` can make."""
+    return draw.function is F.dropout and len(draw.operands) == 1
 
-    def __init__(self, draws: Sequence[Draw], mesh: DeviceMesh):
+
+class CompiledDraws(TorchFunctionMode):
+    """Let dropout of the local shapes in ``draws`` draw by their layouts.
+
+    Args:
+        draws: what the rehearsal has seen.
+        mesh: of the layouts.
+        is_watched: whether draws of tensors that are equal on the ranks of the mesh are parts of a draw, too.
+    """
+
+    def __init__(self, draws: Sequence[Draw], mesh: DeviceMesh, *, is_watched: bool = False):
         super().__init__()
-        operands = [draw.operands[0] for draw in draws if draw.is_sharded]
-        self.layouts = {o.local_shape: _number((mesh, o.placements, o.shape)) for o in operands}
+        self.layouts: dict[torch.Size, int] = {}
+        for draw in filter(is_dropout, draws):
+            (operand,) = draw.operands
+            if draw.is_sharded:
+                self.layouts[operand.local_shape] = _number((mesh, operand.placements, operand.shape))
+            elif is_watched:
+                self.layouts[operand.local_shape] = EQUAL
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -87,5 +203,7 @@ class CompiledDraws(TorchFunctionMode):
         layout = self.layouts.get(input.shape)
         if layout is None or not training or p == 0:
             return F.dropout(input, p, training, inplace)
-        factors = dropout_factors(input.detach(), float(p), layout)
+        # called from Python, the operator would be one more that the modes of a part of the batch look at
+        draw = dropout_factors if torch.compiler.is_compiling() else _drawn
+        factors = draw(input.detach(), float(p), layout)
         return input.mul_(factors) if inplace else input * factors

@@ -216,6 +216,8 @@ def _adopt(program: StaticProgram, eager: Run, listening: Listening) -> None:
         program.gradients[name] = layout
     for name, found in draws.items():
         program.add_draws(name, found)
+    if program.blocks is not None:
+        program.blocks.hear(listening)
     program.tokens.update(tokens)
     program.gradients = experts_gradients(program) | program.gradients
     for name in eager.names.recomputed:

@@ -115,7 +115,7 @@ class StaticProgram:
         self.recomputations = Recomputations()
         self.switches = [part for part in self.modules.values() if hasattr(part, CHECKPOINTING)]
         self.quiet: set[Hashable] = set()  # calls that draw no random numbers
-        self.has_warned = False  # that blocks are not compiled because of them
+        self.has_warned = False  # that blocks are not compiled because of somebody who watches operators
         self.device_type = model.mesh.device_type
         self.stream = stream_of(self.device_type)
         # the state of a call
@@ -330,11 +330,11 @@ class StaticProgram:
         if self.is_compiled:
             if self.may_compile:
                 self.compiled.put()
-            elif not self.has_warned and random.is_watched_alone():
+            elif not self.has_warned:
                 self.has_warned = True
                 logger.warning(
-                    "blocks of %s run as in static mode: the model draws random numbers for a part of the batch, which "
-                    "no compiled code does (dropout with data parallelism)",
+                    "blocks of %s run as in static mode while somebody watches operators (a TorchDispatchMode), which "
+                    "no compiler allows",
                     describe(self.name),
                 )
         elif not is_watched(self.model.phase.meter):
@@ -345,10 +345,10 @@ class StaticProgram:
 
     @property
     def may_compile(self) -> bool:
-        """Whether compiled code may run now: a compiler refuses where somebody watches operators, who may be left out
-        if he looks for random operators only and there are none.
+        """Whether compiled code may run now: a compiler refuses where somebody watches operators, except who looks for
+        random ones only, which compiled blocks see to themselves.
         """
-        return not _torch.has_dispatch_mode() or (random.is_watched_alone() and self.known.keys() <= self.quiet)
+        return not _torch.has_dispatch_mode() or random.is_watched_alone()
 
     def _close(self) -> None:
         self.depth -= 1

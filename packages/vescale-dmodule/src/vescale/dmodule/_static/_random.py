@@ -8,9 +8,10 @@ that draw pay for it. Draws of tensors that are equal on all ranks are left alon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from ctypes import string_at
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ from ..errors import NotLocalFriendlyError
 from ._names import describe, ways_out
 from ._record import replicated
 
-__all__ = ["Draw", "DrawHooks", "Draws", "Listening", "QuietCall", "stream_of"]
+__all__ = ["Draw", "DrawHooks", "Draws", "Listening", "QuietCall", "same_stream", "silenced", "stream_of"]
 
 Placements = tuple[Placement, ...]
 
@@ -73,17 +74,28 @@ class Draw:
 
     def __str__(self) -> str:
         operands = ", ".join(f"{tuple(o.shape)} {o.placements}" for o in self.operands)
-        return f"{resolve_name(self.function)} on {operands}"
+        return f"{resolve_name(self.function) or self.function}{' on ' * bool(operands)}{operands}"
 
 
 def stream_of(device_type: str) -> Callable[[], Tensor]:
-    """Return the function that gives the state of the random stream of a kind of device."""
-    return torch.get_rng_state if device_type == "cpu" else torch.get_device_module(device_type).get_rng_state
+    """Return the function that gives the state of the random streams of a kind of device and of the CPU, which is also
+    where the stream "philox" of all devices is kept.
+    """
+    if device_type == "cpu":
+        return torch.get_rng_state
+    on_device = torch.get_device_module(device_type).get_rng_state
+    return lambda: torch.cat([torch.get_rng_state(), on_device()])
+
+
+_compare_memory = ctypes.CDLL(None).memcmp
+_compare_memory.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 def same_stream(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two states of a random stream are equal (``torch.equal`` takes several times as long)."""
-    return string_at(one.data_ptr(), one.nbytes) == string_at(other.data_ptr(), other.nbytes)
+    """Tell whether two states of a random stream, bytes on the CPU, are equal (``torch.equal`` takes five times as
+    long).
+    """
+    return not _compare_memory(one.data_ptr(), other.data_ptr(), one.nbytes)
 
 
 class QuietCall:
@@ -133,18 +145,25 @@ def _same_state(one: list[object], other: list[object]) -> bool:
 
 
 class Listening(TorchFunctionMode):
-    """Note draws of sharded tensors while the module runs in eager mode."""
+    """Note draws while the module runs in eager mode.
+
+    Attributes:
+        draws: of DTensors, by module.
+        plain: of plain tensors, by module, and those of a generator that the program made itself.
+    """
 
     def __init__(self, running: Callable[[], str], mesh: DeviceMesh):
         super().__init__()
         self.running, self.mesh = running, mesh
         self.draws: dict[str, list[Draw]] = {}
+        self.plain: dict[str, list[Draw]] = {}
+        self._stream = stream_of(mesh.device_type)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         operands = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(isinstance(leaf, DTensor) for leaf in operands):
-            return func(*args, **kwargs)
+            return self._on_plain_tensors(func, args, kwargs, operands)
         before = _random_state()
         described = [_describe(t, self.mesh) for t in operands]
         result = func(*args, **kwargs)
@@ -153,6 +172,14 @@ class Listening(TorchFunctionMode):
         draw = Draw(func, described)
         self.draws.setdefault(self.running(), []).append(draw)
         return _torch.tree_map(lambda leaf: _watched(leaf, draw) if isinstance(leaf, DTensor) else leaf, result)
+
+    def _on_plain_tensors(self, func: Callable, args: tuple, kwargs: dict, operands: list[Tensor]) -> object:
+        described = [_describe(t, self.mesh) for t in operands]
+        before = self._stream()
+        result = func(*args, **kwargs)
+        if isinstance(kwargs.get("generator"), torch.Generator) or not same_stream(before, self._stream()):
+            self.plain.setdefault(self.running(), []).append(Draw(func, described))
+        return result
 
 
 def _describe(tensor: Tensor, mesh: DeviceMesh) -> Operand:
@@ -174,7 +201,17 @@ def _watched(result: DTensor, draw: Draw) -> DTensor:
     return result
 
 
-_running: list[Draws] = []  # of the modules that run, innermost last: it alone acts
+_running: list[Draws | None] = []  # of the modules that run, innermost last: it alone acts
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Let no `Draws` act, around a compiled block, which makes its draws itself."""
+    _running.append(None)
+    try:
+        yield
+    finally:
+        _running.pop()
 
 
 class Draws(TorchFunctionMode):
@@ -190,7 +227,7 @@ class Draws(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in self.functions or self is not _running[-1]:
+        if torch.compiler.is_compiling() or func not in self.functions or self is not _running[-1]:
             return func(*args, **kwargs)
         leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(leaf, DTensor) for leaf in leaves):
