@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["compare", "float64", "gather", "ranks"])
+@pytest.mark.parametrize("name", ["compare", "float64", "gather", "late", "ranks"])
 def test_examples(name):
     result = doctest.testmod(importlib.import_module(f"vescale_testing.{name}"))
     assert result.attempted > 0

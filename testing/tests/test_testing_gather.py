@@ -98,6 +98,29 @@ def test_replicas_that_have_drifted_apart_are_an_error():
     with pytest.raises(AssertionError, match=text):
         gather_named({"w": value})
     assert gather_named({"w": value * 0})["w"].sum() == 0
+    with pytest.raises(AssertionError, match=r"step: replicas differ in 1 elements, first at \(\): rank 0 has 0, "):
+        gather_named({"step": torch.tensor(dist.get_rank())})
+    sign = 1 - 2 * dist.get_rank()  # zeros of either sign, and two kinds of nan, are no drift
+    assert gather_named({"zero": torch.zeros(2) * sign, "nan": torch.full((2,), torch.nan) * sign})["zero"].sum() == 0
+
+
+@ranks(2)
+def test_every_dtype_and_layout_travels():
+    values = {
+        "bfloat16": WHOLE.bfloat16(),
+        "bool": WHOLE > 3,
+        "complex": torch.complex(WHOLE, WHOLE).conj(),
+        "transposed": WHOLE.T,
+        "one of many": WHOLE[:, 3],
+        "nothing": torch.empty(0, 3),
+        "number": torch.tensor(7, dtype=torch.int8),
+    }
+    for name, whole in gather_named(values).items():
+        assert torch.equal(whole, values[name]), name
+        assert (whole.dtype, whole.shape) == (values[name].dtype, values[name].shape), name
+    same = gather_named({"w": WHOLE})["w"]
+    same.zero_()  # a copy
+    assert WHOLE.sum() > 0
 
 
 @ranks(2)

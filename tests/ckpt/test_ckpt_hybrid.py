@@ -8,7 +8,7 @@ from torch import nn
 from vescale import checkpoint
 from vescale.dtensor import init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import gather_state, ranks
+from vescale_testing import ranks
 
 #: Shape of the mesh (data-parallel ranks, or replicas and shards), and settings.
 LAYOUTS = [
@@ -44,18 +44,9 @@ def build(seed, layout):
     return model, DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.1)
 
 
-def step(model, optimizer, seed):
-    """Take a step on this rank's rows."""
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)).chunk(4)[dist.get_rank()]
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def values(model, optimizer):
-    with model.unsharded():
-        params = {fqn: value.clone() for fqn, value in model.state_dict().items()}
-    return params, gather_state(optimizer.state_dict()["state"])
+def batch(seed):
+    """Return this rank's rows."""
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)).chunk(4)[dist.get_rank()]
 
 
 def num_bytes(folder):
@@ -63,23 +54,8 @@ def num_bytes(folder):
 
 
 @ranks(4)
-def test_every_layout_loads_every_other(tmp_path):
-    for index, layout in enumerate(LAYOUTS):
-        model, optimizer = build(1, layout)
-        step(model, optimizer, 1)
-        checkpoint.save(tmp_path / str(index), {"model": model, "optimizer": optimizer})
-        step(model, optimizer, 2)
-        params, state = values(model, optimizer)
-        for other in LAYOUTS if index in (0, 2) else LAYOUTS[:1]:
-            loaded, its_optimizer = build(2, other)
-            checkpoint.load(tmp_path / str(index), {"model": loaded, "optimizer": its_optimizer})
-            step(loaded, its_optimizer, 2)
-            its_params, its_state = values(loaded, its_optimizer)
-            for fqn, value in params.items():
-                assert torch.equal(its_params[fqn], value), (layout, other, fqn)
-            for fqn, entries in state.items():
-                for name, value in entries.items():
-                    assert torch.equal(its_state[fqn][name], value), (layout, other, fqn, name)
+def test_every_layout_loads_every_other(tmp_path, goes_on_alike):
+    params, state = goes_on_alike(build, batch, LAYOUTS, lambda number: LAYOUTS if number in (0, 2) else LAYOUTS[:1])
     sizes = [num_bytes(tmp_path / str(index)) for index in range(len(LAYOUTS))]
     held = 4 * sum(value.numel() for value in params.values()) + 4 * sum(
         value.numel() for entries in state.values() for value in entries.values()
@@ -88,9 +64,9 @@ def test_every_layout_loads_every_other(tmp_path):
 
 
 @ranks(4)
-def test_replicas_that_differ_are_not_saved(tmp_path):
+def test_replicas_that_differ_are_not_saved(tmp_path, take_step):
     model, optimizer = build(1, ((2, 2), {"zero": 2}))
-    step(model, optimizer, 1)
+    take_step(model, optimizer, batch(1))
     if dist.get_rank() == 3:
         optimizer.state_dict()["state"]["layers.1.weight"]["exp_avg"].tensor[7] += 1
     with pytest.raises(checkpoint.CheckpointError, match=r"replicas .* differ .*exp_avg.*rank 1 differ from rank 3"):

@@ -16,11 +16,17 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("layout", SECOND)
-def test_continued_under_another_layout(layout, tmp_path):
-    training, folder, plan = Training(layers=4, steps=4), str(tmp_path / "checkpoint"), SECOND[layout]
-    expected = train_on_one(training)
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A training, what it gives on one process, and where its first half under `FIRST` is saved."""
+    training, folder = Training(layers=4, steps=4), str(tmp_path_factory.mktemp("first") / "checkpoint")
     run_ranks(train_in_parallel, FIRST.world_size, training, FIRST, save=folder, stop=2, timeout=120)
+    return training, train_on_one(training), folder
+
+
+@pytest.mark.parametrize("layout", SECOND)
+def test_continued_under_another_layout(layout, stopped):
+    (training, expected, folder), plan = stopped, SECOND[layout]
     for record in run_ranks(train_in_parallel, plan.world_size, training, plan, load=folder, timeout=120):
         assert_same_training(record, _last_steps(expected, 2), rtol=1e-10)
 

@@ -6,7 +6,9 @@ Every package's own page is run by its unit session, with only what the package 
 
 import pytest
 from projects import ROOT
-from run_examples import Program, has_gpu, pages, programs, run
+from run_examples import Program, has_gpu, pages, programs
+
+from vescale_testing import RankFailure
 
 
 def place(program: Program) -> str:
@@ -26,12 +28,20 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_example_runs(program):
+def test_example_runs(program, run_forked):
     if program.needs_gpu and not has_gpu():
         pytest.skip("torch sees no CUDA device")
-    failure = None
-    try:
-        run(program)
-    except RuntimeError as error:
-        failure = str(error)
-    assert failure is None, failure
+    run_forked(program)
+
+
+@pytest.mark.parametrize("num_processes", [0, 2])
+def test_an_example_that_fails_is_seen(run_forked, num_processes):
+    lines = (
+        "",
+        "import os",
+        "",
+        "assert os.environ['RANK'] != os.environ['LOCAL_WORLD_SIZE'], 'first'",
+        "raise OSError",
+    )
+    with pytest.raises(RankFailure, match=r'(?s)OSError.*page\.py", line 5'):
+        run_forked(Program(ROOT / "page.md", lines, num_processes=num_processes))

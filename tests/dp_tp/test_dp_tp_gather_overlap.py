@@ -13,7 +13,7 @@ from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim._awaited import AwaitedValues, Memory
 from vescale.optim._flat import FlatBucket
 from vescale.optim._torch import local_tensor
-from vescale_testing import ranks
+from vescale_testing import begin_late, ranks
 
 WHOLE = [{"tp": Replicate()}]
 PLAN = {
@@ -153,18 +153,6 @@ def test_a_forward_on_local_tensors_begins_before_the_last_gather_has_ended(monk
 # ------------------------------------------------------------------------------------------------- guards
 
 
-class LateGather:
-    """A gather that begins when somebody waits for it, so that nobody can have read its result before."""
-
-    gather = staticmethod(FlatBucket.gather_values)
-
-    def __init__(self, bucket):
-        self.bucket = bucket
-
-    def wait(self):
-        self.gather(self.bucket).wait()
-
-
 def outputs_after_a_late_gather(mesh, monkeypatch, module, *, prepare=lambda _model: None):
     """Return what static mode computes with values that come when somebody waits for them, and what is right."""
     model, _ = wrapped(mesh, module)
@@ -173,7 +161,7 @@ def outputs_after_a_late_gather(mesh, monkeypatch, module, *, prepare=lambda _mo
     x = batch(mesh)
     model(x).sum().backward()
     with monkeypatch.context() as patch:
-        patch.setattr(FlatBucket, "gather_values", lambda bucket: LateGather(bucket))
+        begin_late(patch, FlatBucket, "gather_values")
         # A late thread of gloo may hold the memory of the last gather: on one rank, which would then wait earlier.
         patch.setattr(AwaitedValues, "is_shared", lambda _values, _num_views: False)
         for slot in model.slots().values():

@@ -11,7 +11,7 @@ from torch import nn
 from vescale.optim import DDP
 from vescale.optim._awaited import AwaitedValues
 from vescale.optim._flat import FlatBucket
-from vescale_testing import TrainingRecord
+from vescale_testing import TrainingRecord, begin_late
 
 
 class Net(nn.Module):
@@ -97,25 +97,32 @@ def accumulating_problem():
     return Problem(accumulation=3)
 
 
-class LateGather:
-    """A gather that begins when somebody waits for it, so that nobody can have read its result before."""
-
-    gather = staticmethod(FlatBucket.gather_values)
-
-    def __init__(self, bucket):
-        self.bucket = bucket
-
-    def wait(self):
-        self.gather(self.bucket).wait()
-
-
 @pytest.fixture
 def late_gathers():
-    """Return what gives a monkeypatch these gathers; all ranks must wait for buckets in the same order."""
+    """Return what lets gathers begin late, given a monkeypatch; all ranks must wait for buckets in the same order."""
 
     def install(patch):
-        patch.setattr(FlatBucket, "gather_values", lambda bucket: LateGather(bucket))
+        begin_late(patch, FlatBucket, "gather_values")
         # A late thread of gloo may hold the memory of the last gather: on one rank, which would then wait earlier.
         patch.setattr(AwaitedValues, "is_shared", lambda _values, _num_views: False)
 
     return install
+
+
+class Deliver(torch.autograd.Function):
+    """As a pipeline engine does: a loss whose backward hands out gradients that were computed before."""
+
+    @staticmethod
+    def forward(ctx, loss, grads, *_params):
+        ctx.grads = grads
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None, *[None if g is None else g * grad for g in ctx.grads]
+
+
+@pytest.fixture
+def deliver():
+    """`deliver(loss, grads, *params)` gives a loss whose backward hands these gradients to the parameters."""
+    return Deliver.apply

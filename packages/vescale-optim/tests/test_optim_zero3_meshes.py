@@ -105,21 +105,8 @@ def test_tensor_parallel_parameters(shape, names):
             torch.testing.assert_close(params[fqn], value.detach(), rtol=1e-12, atol=1e-14)
 
 
-class _Deliver(torch.autograd.Function):
-    """As a pipeline engine does: a loss whose backward hands out gradients that were computed before."""
-
-    @staticmethod
-    def forward(ctx, loss, grads, *_params):
-        ctx.grads = grads
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, None, *[None if g is None else g * grad for g in ctx.grads]
-
-
 @ranks(2)
-def test_an_engine_that_calls_the_module_underneath():
+def test_an_engine_that_calls_the_module_underneath(deliver):
     """Forwards of two micro-batches before their backwards, in the engine's own passes."""
     module, reference = build(), build()
     model = DDP(module, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), zero=3)
@@ -130,7 +117,7 @@ def test_an_engine_that_calls_the_module_underneath():
         losses = [module(x).square().mean() / 2 for x in batch(step, dist.get_rank(), 2).chunk(2)]
         parts = [torch.autograd.grad(loss, params) for loss in losses]
         grads = [sum(each) for each in zip(*parts, strict=True)]
-        _Deliver.apply(sum(losses).detach(), grads, *params).backward()
+        deliver(sum(losses).detach(), grads, *params).backward()
         reference(batch(step)).square().mean().backward()
         for each in (optimizer, expected):
             each.step()

@@ -3,6 +3,7 @@
 from vescale_testing.compare import TrainingRecord, assert_same_training
 from vescale_testing.float64 import created_dtypes, keep_float64
 from vescale_testing.gather import gather_full, gather_named, gather_state
+from vescale_testing.late import begin_late
 from vescale_testing.memory import held_bytes
 from vescale_testing.ranks import RankFailure, ranks, run_ranks
 
@@ -10,6 +11,7 @@ __all__ = [
     "RankFailure",
     "TrainingRecord",
     "assert_same_training",
+    "begin_late",
     "created_dtypes",
     "gather_full",
     "gather_named",

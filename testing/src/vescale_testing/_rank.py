@@ -25,7 +25,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +34,8 @@ from typing import Any, Literal, NoReturn, TextIO
 import pytest
 import torch
 import torch.distributed as dist
+
+from vescale_testing.shapes import remember_shapes
 
 Kind = Literal["returned", "raised", "skipped", "xfailed", "died", "killed"]
 
@@ -47,12 +49,14 @@ class Report:
         summary: One line: the exception, the reason to skip, the signal that ended the process.
         text: The traceback or the stacks, or an empty string.
         value: What the body returned or raised.
+        shapes: What torch has told this rank about shapes, for the ranks of later tests.
     """
 
     kind: Kind
     summary: str = ""
     text: str = ""
     value: Any = None
+    shapes: dict = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ def rank_main(seat: Seat, pipe: Connection, inherited: list[Connection], body: C
     for connection in inherited:  # else a sibling would hold the parent's end open, and end of file would never come
         connection.close()
     _detach(seat)
-    report = _run(seat, body)
+    shapes = remember_shapes()
+    report = replace(_run(seat, body), shapes=shapes)
     sys.stdout.flush()
     sys.stderr.flush()
     pipe.send_bytes(_pickled(report))

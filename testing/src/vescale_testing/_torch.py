@@ -1,14 +1,32 @@
 """The names of torch that are private, in one place: everything here may move between torch versions."""
 
+import functools
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._guards import detect_fake_mode
+from torch.distributed._functional_collectives import _are_we_tracing
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["TorchDispatchMode", "autograd_is_no_torch_function", "preload", "tree_leaves"]
+__all__ = [
+    "DTensorSpec",
+    "TensorMeta",
+    "TorchDispatchMode",
+    "active_modes",
+    "autograd_is_no_torch_function",
+    "is_tracing",
+    "preload",
+    "replace_shape_propagation",
+    "tree_leaves",
+]
 
 
 def preload() -> None:
@@ -24,3 +42,25 @@ def autograd_is_no_torch_function() -> AbstractContextManager:
 
 def _never(_: object) -> bool:
     return False
+
+
+def replace_shape_propagation(instead: Callable[[Callable, Any, Any], Any]) -> None:
+    """Let DTensor call `instead(stock, propagator, op_schema)` for the metadata of an operator's result."""
+    stock = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    @functools.wraps(stock)
+    def propagate(propagator: Any, op_schema: Any) -> Any:
+        return instead(stock, propagator, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate
+
+
+def is_tracing() -> bool:
+    """Whether torch runs on tensors without storage now, or traces."""
+    return detect_fake_mode() is not None or bool(_are_we_tracing())
+
+
+def active_modes() -> tuple[str, ...]:
+    """Return the types of the function and dispatch modes that are active."""
+    modes = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    return tuple(type(mode).__qualname__ for mode in modes)

@@ -36,6 +36,7 @@ from typing import Any
 
 import pytest
 
+from vescale_testing import shapes
 from vescale_testing._rank import Report, Seat, rank_main
 from vescale_testing._torch import preload
 
@@ -199,7 +200,9 @@ def _receive_until(
 
 def _receive(child: _Child) -> Report:
     try:
-        return pickle.loads(child.pipe.recv_bytes())
+        report = pickle.loads(child.pipe.recv_bytes())
+        shapes.known.update(report.shapes)
+        return report
     except (EOFError, OSError):
         child.process.join(timeout=GRACE)
         return Report("died", _exit_text(child.process.exitcode), _read(child.seat.stacks))
