@@ -17,12 +17,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch
 from ._boxes import Box
 from ._layout import Piece, pieces
+from ._mesh import rank_set
 from ._pieces import NORMAL_BLOCK
 from ._random._spans import Span, spans
 from .errors import UnsupportedRandomOperator
@@ -171,7 +171,7 @@ def _cut(place: Place, window: BatchWindow) -> Place:
 def _check_window(op: object, tensor: Tensor, window: BatchWindow) -> None:
     if tensor.ndim == 0:
         way_out = "a tensor without dims has no batch dim: draw it outside random.local_batch"
-    elif isinstance(tensor, DTensor) and len(_mesh_ranks(tensor.device_mesh).intersection(window.ranks)) > 1:
+    elif isinstance(tensor, DTensor) and len(rank_set(tensor.device_mesh).intersection(window.ranks)) > 1:
         way_out = "its mesh spans the axis of random.local_batch already: use one of the two"
     elif tensor.shape[0] == 1 and tensor.numel() > 0 and tensor.stride(0) != tensor.numel():
         # with more rows, dim 0 may come anywhere in memory: the strides of a single row do not tell
@@ -179,11 +179,6 @@ def _check_window(op: object, tensor: Tensor, window: BatchWindow) -> None:
     else:
         return
     raise UnsupportedRandomOperator.for_tensor(op, tensor, way_out)
-
-
-@functools.lru_cache(maxsize=64)
-def _mesh_ranks(mesh: DeviceMesh) -> frozenset[int]:
-    return frozenset(mesh.mesh.flatten().tolist())
 
 
 def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from .._boxes import Box
 from .._layout import local_views
+from .._mesh import rank_set
 from .._place import BatchWindow
 from ..errors import UnsupportedRandomOperator
 from ._cipher import Key
@@ -102,7 +102,7 @@ def check(op: object, tensor: Tensor, windows: tuple[BatchWindow, ...]) -> None:
             raise UnsupportedRandomOperator.for_tensor(
                 op, tensor, "a tensor without dims has no batch dim: draw it outside random.local_batch"
             )
-        if isinstance(tensor, DTensor) and len(_mesh_ranks(tensor.device_mesh).intersection(window.ranks)) > 1:
+        if isinstance(tensor, DTensor) and len(rank_set(tensor.device_mesh).intersection(window.ranks)) > 1:
             raise UnsupportedRandomOperator.for_tensor(
                 op, tensor, "its mesh spans the axis of random.local_batch already: use one of the two"
             )
@@ -115,8 +115,3 @@ def local_of(tensor: Tensor) -> Tensor:
 
 def _views(local: Tensor, *, shape: tuple[int, ...], like: DTensor) -> list[tuple[Box, Tensor]]:
     return local_views(local, shape, like.device_mesh, like.placements)
-
-
-@functools.lru_cache(maxsize=64)
-def _mesh_ranks(mesh: DeviceMesh) -> frozenset[int]:
-    return frozenset(mesh.mesh.flatten().tolist())

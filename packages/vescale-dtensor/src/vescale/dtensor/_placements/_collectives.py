@@ -9,6 +9,8 @@ Guarantee: a reduction over several axes is one collective; its result is the sa
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._mesh import ranks_of
 from . import _torch
 from ._plan import peers
 
@@ -82,14 +85,22 @@ def in_group_order(mesh: DeviceMesh) -> bool:
     Torch cuts by coordinate but gathers in the order of the group, so where this is false it returns tensors whose
     shards have changed places.
     """
-    return all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
+    ranks, shape = ranks_of(mesh), tuple(mesh.shape)
+    for axis, size in enumerate(shape):
+        stride = math.prod(shape[axis + 1 :])
+        along = [place for place in range(len(ranks)) if place // stride % size < size - 1]
+        if any(ranks[place] > ranks[place + stride] for place in along):
+            return False
+    return True
 
 
 def group_of(mesh: DeviceMesh, axes: Sequence[int]) -> Group:
     """Return the group of this rank on ``axes``, a non-empty set of mesh axes in ascending order."""
     key = (dist.group.WORLD, mesh, tuple(axes))
     if key not in _groups:
-        members = [int(mesh.mesh[coord]) for coord in peers(tuple(mesh.shape), tuple(mesh.get_coordinate()), axes)]
+        shape = tuple(mesh.shape)
+        rank_at = dict(zip(itertools.product(*map(range, shape)), ranks_of(mesh), strict=True))
+        members = [rank_at[coord] for coord in peers(shape, tuple(mesh.get_coordinate()), axes)]
         process_group = mesh.get_group(axes[0]) if len(axes) == 1 else group_of_ranks(members)
         _groups[key] = Group(process_group, members)
     return _groups[key]

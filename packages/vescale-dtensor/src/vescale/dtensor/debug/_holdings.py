@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 
 from .._boxes import Box
 from .._layout import pieces
+from .._mesh import ranks_of
 
 __all__ = ["Holding", "box_text", "boxes_text", "holdings"]
 
@@ -41,7 +42,7 @@ def holdings(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placem
     cuts = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
     mesh_shape = tuple(mesh.shape)
     found = []
-    for coord, rank in zip(itertools.product(*map(range, mesh_shape)), mesh.mesh.flatten().tolist(), strict=True):
+    for coord, rank in zip(itertools.product(*map(range, mesh_shape)), ranks_of(mesh), strict=True):
         boxes = (piece.box for piece in pieces(tuple(shape), mesh_shape, coord, cuts))
         found.append(Holding(rank, coord, tuple(box for box in boxes if math.prod(box[1]))))
     return found
