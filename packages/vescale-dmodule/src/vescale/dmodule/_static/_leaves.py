@@ -23,7 +23,7 @@ Note: values that come and go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add, getitem, is_, setitem
 from typing import Protocol
@@ -74,7 +74,6 @@ class Twin:
         local: the plain tensor that modules see; a leaf.
         gradient: layout of the local gradient; None until a rehearsal has found it.
         trained: whether the parameter takes a gradient.
-        address: of the DTensor's local storage.
         hooks: the tables of gradient hooks of the DTensor; None for a buffer.
         is_hooked: whether some of them are not our own.
         is_alone: whether nothing else of the model gives the DTensor gradients.
@@ -85,7 +84,6 @@ class Twin:
     whole: DTensor
     local: Tensor
     gradient: tuple[Placement, ...] | None = None
-    address: int = 0
     hooks: tuple[dict, dict] | None = None
     is_hooked: bool = False
     is_alone: bool = True
@@ -164,24 +162,20 @@ class LocalParameters:
             for twin in found.values():
                 twin.is_alone = len(found) == 1 and number not in elsewhere
         # columns of what is looked at in every call
-        places = [place for place in self._places if place[-1].hooks is not None]
-        self._tables, self._keys, self._wholes, self._locals, _ = (
-            ([*column] for column in zip(*places, strict=True)) if places else ([],) * 5
-        )
+        self._tables, self._keys, self._wholes, self._locals, _ = _columns(self._places)
+        self._buffers = [place for place in self._places if place[-1].hooks is None]
+        self._buffer_tables, self._buffer_keys, _, self._buffer_locals, _ = _columns(self._buffers)
         self._parameters = [twin for twin in self.twins if twin.hooks is not None]
-        fixed = [twin for twin in self._parameters if not _is_freed(twin.whole)]
-        refilled = [twin for twin in self._parameters if _is_freed(twin.whole)]
-        self._fixed = [twin.whole for twin in fixed]
-        self._state = [twin.trained for twin in fixed], [twin.address for twin in fixed]
-        self._refilled, self._refilled_state = [twin.whole for twin in refilled], [twin.trained for twin in refilled]
+        self._fixed = [twin.whole for twin in self.twins if not _is_freed(twin.whole)]
+        self._refilled = [twin.whole for twin in self.twins if _is_freed(twin.whole)]
+        self._state, self._refilled_state = _torch.leaf_states(self._fixed), _torch.train_flags(self._refilled)
         self._hooks_before, self._hooks_after = ([twin.hooks[i] for twin in self._parameters] for i in (0, 1))
         self._num_hooks = self._count_hooks()
         self._through = self._find_through()
-        self._buffers = [(table, key, twin) for table, key, _, _, twin in self._places if twin.hooks is None]
 
     def _add(self, name: str, whole: DTensor, silent: tuple[int, ...]) -> Twin:
         local = silenced(whole, silent)
-        twin = Twin(name, whole, local, address=_torch.local_of(whole).data_ptr())
+        twin = Twin(name, whole, local)
         if isinstance(whole, nn.Parameter):
             twin.local = _torch.leaf_over(local, requires_grad=whole.requires_grad)
             vars(twin.local).update(vars(whole))
@@ -197,9 +191,6 @@ class LocalParameters:
         """Tell whether a tensor has been replaced, moved, frozen or thawed since the twins were made."""
         if not all(map(is_, map(getitem, self._tables, self._keys), self._wholes)):
             return True
-        for table, key, twin in self._buffers:
-            if table[key] is not twin.whole or _torch.local_of(twin.whole).data_ptr() != twin.address:
-                return True
         if self._refilled and _torch.train_flags(self._refilled) != self._refilled_state:
             return True
         return _torch.leaf_states(self._fixed) != self._state
@@ -207,8 +198,6 @@ class LocalParameters:
     def put(self) -> None:
         """Show the modules the local tensors."""
         _torch.for_each(setitem, self._tables, self._keys, self._locals)
-        for table, key, twin in self._buffers:
-            table[key] = twin.local
         if self._count_hooks() != self._num_hooks:
             self._look_at_hooks()
         for table, key, twin in self._through:
@@ -235,12 +224,17 @@ class LocalParameters:
         return [place for place in hooked if not place[-1].is_alone or taker_of(place[-1].whole) is None]
 
     def take_back(self) -> None:
-        """Show the modules their DTensors again."""
+        """Show the modules their DTensors again, or the buffers that the forward has put in their place."""
+        replaced = ()
+        if not all(map(is_, map(getitem, self._buffer_tables, self._buffer_keys), self._buffer_locals)):
+            replaced = [
+                (table, key, _in_layout(table[key], whole))
+                for table, key, whole, local, _ in self._buffers
+                if table[key] is not local
+            ]
         _torch.for_each(setitem, self._tables, self._keys, self._wholes)
-        for table, key, twin in self._buffers:
-            if (new := table[key]) is not twin.local:
-                twin.whole = _in_layout(new, twin.whole)  # the forward has replaced it
-            table[key] = twin.whole
+        for table, key, new in replaced:
+            table[key] = new
 
     @property
     def trained(self) -> frozenset[str]:
@@ -249,6 +243,10 @@ class LocalParameters:
 
     def __iter__(self) -> Iterator[Twin]:
         return iter(self.twins)
+
+
+def _columns(places: Sequence[tuple]) -> tuple[list, ...]:
+    return tuple([*column] for column in zip(*places, strict=True)) if places else ([], [], [], [], [])
 
 
 def _memory_of(parameter: DTensor) -> Memory | None:
