@@ -90,7 +90,7 @@ def check(name, function, shape, mesh, placements):
         torch.testing.assert_close(actual, one, rtol=1e-10, atol=1e-10, msg=lambda m, where=where: f"{where}: {m}")
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [4, pytest.param(20, marks=pytest.mark.thorough)])
 @ranks(8, timeout=180)
 def test_equal_one_device(number, meshes_of_1_to_8_ranks, draw_placements):
     meshes = [mesh for mesh in meshes_of_1_to_8_ranks() if mesh.ndim < 3]  # torch searches long on more axes

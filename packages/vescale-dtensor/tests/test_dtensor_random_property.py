@@ -144,7 +144,7 @@ def draw_examples(meshes, draw_placements, number):
     return examples
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(20, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [4, pytest.param(20, marks=pytest.mark.thorough)])
 @ranks(8, timeout=400)
 def test_draws_are_those_of_one_device(number, meshes_of_1_to_8_ranks, draw_placements):
     examples = draw_examples(meshes_of_1_to_8_ranks(), draw_placements, number)

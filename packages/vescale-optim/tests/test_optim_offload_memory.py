@@ -1,7 +1,6 @@
 """With offload a device holds nothing of a unit between its uses, and shards are where the optimizer updates them."""
 
 import gc
-import time
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim._offload import HostMemory
-from vescale_testing import RankFailure, held_bytes, ranks, run_ranks
+from vescale_testing import RankFailure, held_bytes, ranks, run_ranks, settled_bytes
 
 WIDTH, NUM_BLOCKS = 32, 6
 
@@ -73,16 +72,6 @@ def on_device(model):
     return sum(storages(buffers).values())
 
 
-def settled():
-    """What stays: a thread of gloo may hold the tensors of the last collective for a moment."""
-    found = []
-    for _ in range(5):
-        time.sleep(0.02)
-        gc.collect()
-        found.append(held_bytes())
-    return min(found)
-
-
 def check_memory(size, **settings):
     gc.collect()
     before = held_bytes()
@@ -112,7 +101,7 @@ def check_memory(size, **settings):
     for memory, expected in zip(found, (total, trained, 2 * trained), strict=True):
         assert abs(sum(memory.values()) - expected / size) < 0.02 * expected / size
     held = sum(sum(memory.values()) for memory in found)
-    assert held <= settled() - before < held + small  # and nothing else
+    assert held <= settled_bytes() - before < held + small  # and nothing else
 
 
 def test_a_device_holds_what_is_in_use_and_the_host_one_share_of_everything():

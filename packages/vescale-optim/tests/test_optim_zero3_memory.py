@@ -1,7 +1,6 @@
 """What a rank holds with ZeRO 3, by adding up the memory of all tensors."""
 
 import gc
-import time
 
 import torch
 import torch.distributed as dist
@@ -9,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import held_bytes, run_ranks
+from vescale_testing import held_bytes, run_ranks, settled_bytes
 
 WIDTH, NUM_BLOCKS = 64, 8
 
@@ -44,16 +43,6 @@ def num_bytes(module):
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
-def settled():
-    """What stays: a thread of gloo may hold the tensors of the last collective for a moment."""
-    found = []
-    for _ in range(5):
-        time.sleep(0.02)
-        gc.collect()
-        found.append(held_bytes())
-    return min(found)
-
-
 def measure(zero, **settings):
     """Return the bytes held between steps, after forward, and the largest in forward and in backward."""
     gc.collect()
@@ -74,13 +63,14 @@ def measure(zero, **settings):
 
     for _ in range(2):
         loss = model(torch.ones(2, WIDTH)).sum()
-        after_forward = settled() - before
+        after_forward = settled_bytes() - before
         loss.backward()
         del loss
-        after_backward = settled() - before
+        after_backward = settled_bytes() - before
         optimizer.step()
         optimizer.zero_grad()
-    return {**peaks, "after forward": after_forward, "after backward": after_backward, "after": settled() - before}
+    after = settled_bytes() - before
+    return {**peaks, "after forward": after_forward, "after backward": after_backward, "after": after}
 
 
 def test_memory_is_that_of_the_formula():
