@@ -11,7 +11,7 @@ from torch import nn
 from vescale.optim import DDP
 from vescale.optim._awaited import AwaitedValues
 from vescale.optim._flat import FlatBucket
-from vescale_testing import TrainingRecord, begin_late
+from vescale_testing import TrainingRecord, ask_again, begin_late
 
 
 class Net(nn.Module):
@@ -97,13 +97,19 @@ def accumulating_problem():
     return Problem(accumulation=3)
 
 
+@pytest.fixture(autouse=True)
+def settled_sharing(monkeypatch):
+    """See whoever shares memory, but no thread of gloo that holds that of the last gather a moment longer."""
+    ask_again(monkeypatch, AwaitedValues, "is_shared")
+
+
 @pytest.fixture
 def late_gathers():
     """Return what lets gathers begin late, given a monkeypatch; all ranks must wait for buckets in the same order."""
 
     def install(patch):
         begin_late(patch, FlatBucket, "gather_values")
-        # A late thread of gloo may hold the memory of the last gather: on one rank, which would then wait earlier.
+        # Outside of an optimizer's step its tensors over a bucket would count as those of strangers.
         patch.setattr(AwaitedValues, "is_shared", lambda _values, _num_views: False)
 
     return install

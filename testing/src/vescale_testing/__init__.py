@@ -3,13 +3,14 @@
 from vescale_testing.compare import TrainingRecord, assert_same_training
 from vescale_testing.float64 import created_dtypes, keep_float64
 from vescale_testing.gather import gather_full, gather_named, gather_state
-from vescale_testing.late import begin_late
+from vescale_testing.late import ask_again, begin_late
 from vescale_testing.memory import held_bytes, settled_bytes
 from vescale_testing.ranks import RankFailure, ranks, run_ranks
 
 __all__ = [
     "RankFailure",
     "TrainingRecord",
+    "ask_again",
     "assert_same_training",
     "begin_late",
     "created_dtypes",

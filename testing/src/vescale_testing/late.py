@@ -1,17 +1,29 @@
-"""Delay what is started in the background until somebody waits for it, so that nobody can have used its result before.
+"""Take chance out of what runs in the background.
 
 A test whose code forgets to wait still passes when the background is quick. With `begin_late` it cannot:
 
     begin_late(monkeypatch, Buffer, "gather")       # Buffer.gather(...) returns something with wait()
+
+And a thread of the background may hold memory for a moment after its work has ended. With `ask_again` a test does not
+depend on how long that is:
+
+    ask_again(monkeypatch, Buffer, "is_shared")     # yes only if it stays yes
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+__all__ = ["ask_again", "begin_late"]
+
+#: Seconds for which an answer must stay true, and between two questions.
+_STAYS = 0.3
+_NAP = 0.02
 
 
 class Late:
@@ -51,3 +63,33 @@ def begin_late(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     """
     begin = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **kwargs: Late(functools.partial(begin, *args, **kwargs)))
+
+
+def ask_again(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """Let the method `name` of `owner` be true only if it stays true for 0.3 s; what is false is false at once.
+
+    Args:
+        patch: Undoes it.
+        owner: The class.
+        name: Its method, which may be asked often and changes nothing.
+
+    Example:
+        >>> class Buffer:
+        ...     holders = 3
+        ...     def is_shared(self):
+        ...         self.holders -= 1
+        ...         return self.holders > 0
+        >>> with pytest.MonkeyPatch.context() as patch:
+        ...     ask_again(patch, Buffer, "is_shared")
+        ...     Buffer().is_shared()
+        False
+    """
+    ask = getattr(owner, name)
+
+    def patient(*args: Any, **kwargs: Any) -> Any:
+        end = time.monotonic() + _STAYS
+        while (answer := ask(*args, **kwargs)) and time.monotonic() < end:
+            time.sleep(_NAP)
+        return answer
+
+    patch.setattr(owner, name, patient)
