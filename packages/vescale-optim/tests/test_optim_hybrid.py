@@ -218,7 +218,7 @@ def masks_of_columns_first():
 
 
 def masks(chosen):
-    return lambda module, meshes: attach_local_batch(module, meshes[chosen])
+    return lambda module, meshes, **settings: attach_local_batch(module, meshes[chosen], **settings)
 
 
 def norms_count_replicas_twice():

@@ -77,7 +77,7 @@ def test_dropout_that_is_recomputed_in_backward(recompute):
 
 
 def test_local_masks_are_seen(monkeypatch):
-    monkeypatch.setattr("vescale.optim.ddp.attach_local_batch", lambda *_: None)
+    monkeypatch.setattr("vescale.optim.ddp.attach_local_batch", lambda *_, **__: None)
     with pytest.raises(AssertionError):
         check(None, "wrapper")
 
@@ -85,7 +85,7 @@ def test_local_masks_are_seen(monkeypatch):
 def test_masks_that_differ_in_the_recomputation_are_seen(monkeypatch):
     """The context around the wrapper's forward alone would not reach the second forward, in backward."""
 
-    def around_the_wrapper_only(module, meshes):
+    def around_the_wrapper_only(module, meshes, **_):
         from vescale.dtensor import random
 
         forward = module.forward

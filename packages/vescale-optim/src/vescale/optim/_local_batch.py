@@ -1,10 +1,24 @@
-"""Run a module's forward as a part of the global batch, wherever the call comes from.
+"""Run a module's forward as a part of the global batch, whoever calls it, at full speed where nothing draws.
 
 Inside ``vescale.dtensor.random.local_batch`` dropout on a rank's local batch draws this rank's slice of the mask that
-one device would draw. The context must be active whenever the module runs: when the user calls ``DDP``, when a pipeline
-engine calls the module underneath, and when activation checkpointing runs a part of it again during backward, outside
-of any call of the user's. So it is entered by hooks of the module and of its submodules, by the outermost of them that
-runs.
+one device would draw. The context must be active whenever the module draws: when the user calls ``DDP``, when a
+pipeline engine calls the module underneath, and when activation checkpointing runs a part of it again during backward,
+outside of any call of the user's. So it is entered by hooks of the module and of its submodules.
+
+The context looks at every operator, which takes the host some microseconds each. So the first call of each module is
+watched as a whole, and whose own code drew is noted, for training and for evaluation. Later the context is entered in
+the calls of those modules only (own code means all that is not in a hooked submodule):
+
+    first call      watched | embed | block (attn drop mlp) | block (attn drop mlp) | head |       the dropouts drew
+    later calls     watched |                   drop                        drop            |
+    full speed              | embed | block (attn        mlp) | block (attn        mlp) | head |
+
+A module that draws after all, where nobody looks, would draw as if there were no other ranks. The place of the random
+stream shows it (`random.position`, a microsecond per call): that is an error, at the end of the call.
+
+Watched in every call, whatever the first did: torch's dropout modules, whose rate may change; modules that hold a
+generator of their own, whose draws no position shows, or that draw from one in their first call; and whole modules that
+`vescale.dmodule` runs (it looks only where it needs to itself) or that are given to ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -12,11 +26,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import random
+
+from . import _torch
+from ._checks import executions_of
 
 __all__ = ["attach_local_batch"]
 
@@ -35,39 +54,145 @@ _QUIET = (
 )
 
 
+#: Modules whose rate may be 0 in their first call.
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class _Draws:
+    """Which modules draw in their own code, by what their first calls did.
+
+    Args:
+        root: The module given to DDP.
+        always: Whether all of them count as such.
+    """
+
+    def __init__(self, root: nn.Module, *, always: bool):
+        self._always = always
+        self._names = {module: fqn for fqn, module in root.named_modules()}
+        self._in_training: dict[nn.Module, bool] = {}
+        self._in_evaluation: dict[nn.Module, bool] = {}
+        for module in self._names:
+            holds_generator = any(isinstance(value, torch.Generator) for value in vars(module).values())
+            if holds_generator or isinstance(module, _DROPOUTS):
+                self._in_training[module] = True
+            if holds_generator:
+                self._in_evaluation[module] = True
+
+    def __call__(self, module: nn.Module) -> bool | None:
+        """Tell whether a module draws; None if it has not been called yet."""
+        return self._always or self._of(module).get(module)
+
+    def learn(self, module: nn.Module, *, draws: bool) -> None:
+        """Note it; who has drawn once draws."""
+        known = self._of(module)
+        known[module] = known.get(module, False) or draws
+
+    def name(self, module: nn.Module) -> str:
+        fqn = self._names.get(module)
+        return repr(fqn) if fqn else f"the module ({type(module).__name__})"
+
+    def _of(self, module: nn.Module) -> dict[nn.Module, bool]:
+        return self._in_training if module.training else self._in_evaluation
+
+
 class _LocalBatch(threading.local):
-    """The state of one thread: how many hooked modules are running, and the context of the outermost."""
+    """The state of one thread: the hooked modules that are running, and the context that is entered for one of them.
 
-    def __init__(self, meshes: Sequence[DeviceMesh]):
+    A copy of a module that has its hooks is no part of the DDP: the copied state does nothing.
+    """
+
+    def __init__(self, meshes: Sequence[DeviceMesh], draws: _Draws | None):
         self.meshes = meshes
-        self.depth = 0
+        self.draws = draws
+        self.running: list[nn.Module] = []
         self.context = contextlib.ExitStack()
+        self.watched_from = 0  # how many ran when the context was entered, the module that draws included; 0: none is
+        self.learns = False  # whether that was because nothing is known of it yet
+        self.position: random.Position | None = None  # of the random stream, when it was last known what had drawn
 
-    def enter(self, _module: nn.Module, _args: tuple) -> None:
-        if self.depth == 0:
-            for mesh in self.meshes:
-                self.context.enter_context(random.local_batch(mesh))
-        self.depth += 1
+    def __reduce__(self) -> Any:
+        return type(self), ((), None)
 
-    def leave(self, _module: nn.Module, _args: tuple, _output: object) -> None:
-        self.depth -= 1
-        if self.depth == 0:
+    def enter(self, module: nn.Module, _args: tuple) -> None:
+        if not self.meshes:
+            return
+        self.running.append(module)
+        if self.watched_from:
+            if self.learns:
+                self._attribute(self.running[-2])
+        elif (draws := self.draws(module)) is not False:
+            if len(self.running) > 1:
+                self._check(self.running[0])
+            self._watch(learns=draws is None)
+        elif len(self.running) == 1:
+            self.position = self._now()
+
+    def leave(self, module: nn.Module, _args: tuple, output: object) -> None:
+        if module not in self.running:  # somebody else's hook has raised before ours
+            return
+        if self.learns and self.watched_from:
+            self._attribute(module)
+            if output is not None:  # else an exception may have ended the call before it drew
+                self.draws.learn(module, draws=False)
+        while self.running.pop() is not module:
+            pass
+        if len(self.running) < self.watched_from:
+            self.watched_from = 0
             self.context.close()
+            self.position = self._now() if self.running else None
+        elif not self.running:
+            self._check(module)
+
+    def _watch(self, *, learns: bool) -> None:
+        self.watched_from = len(self.running)
+        self.learns = learns
+        for mesh in self.meshes:
+            self.context.enter_context(random.local_batch(mesh))
+        if learns:
+            self.position = self._now()
+            self.context.enter_context(_torch.GeneratorListener(self._hear))
+
+    def _hear(self) -> None:
+        self.draws.learn(self.running[-1], draws=True)
+
+    def _attribute(self, module: nn.Module) -> None:
+        """Note whether a module has drawn that has run since the stream's place was noted."""
+        now = self._now()
+        if now != self.position:
+            self.draws.learn(module, draws=True)
+        self.position = now
+
+    def _check(self, module: nn.Module) -> None:
+        """Raise RuntimeError if somebody has drawn unwatched since the outermost module was entered."""
+        before, self.position = self.position, self._now()
+        if self.position != before:
+            mode = "training" if module.training else "evaluation"
+            raise RuntimeError(
+                f"{self.draws.name(module)}, or a module in it, drew random numbers, or seeded, as it had not in its "
+                f"first call in {mode}. So nobody looked, and this rank has drawn as if there were no other ranks. (A "
+                "rate that was 0? Another thread that draws? A seed that is set in forward?) Pass watch_draws=True to "
+                "DDP, which then looks in every call"
+            )
+
+    def _now(self) -> random.Position:
+        return random.position(self.meshes[0].device_type)
 
     # `vescale.dmodule` leaves these hooks out inside of compiled code: the hooks of the compiled module itself count
     enter._vescale_in_graph = leave._vescale_in_graph = "absent"
 
 
-def attach_local_batch(module: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
+def attach_local_batch(module: nn.Module, meshes: Sequence[DeviceMesh], *, watch_draws: bool = False) -> None:
     """Make every call of ``module``, or of a part of it, run as this rank's part of the batch.
 
     Args:
         module: The module.
         meshes: 1-D meshes over which the batch is divided: over the first, its parts over the second, and so on.
+        watch_draws: Whether to look for random operators in every call of every module.
     """
     if not meshes:
         return
-    state = _LocalBatch(meshes)
+    always = watch_draws or bool(executions_of(module)) or _torch.is_compiled(module)
+    state = _LocalBatch(meshes, _Draws(module, always=always))
     for part in module.modules():
         if part is module or not isinstance(part, _QUIET):
             part.register_forward_pre_hook(state.enter, prepend=True)

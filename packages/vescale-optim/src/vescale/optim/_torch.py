@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "GeneratorListener",
     "IncompatibleKeys",
     "UnmovableModule",
     "all_gather",
@@ -126,6 +128,24 @@ def backward_number() -> int:
 def backward_is_nested() -> bool:
     """Tell, at the end of a backward pass, whether it ran inside a node of another one (reentrant checkpointing)."""
     return torch._C._current_autograd_node() is not None
+
+
+class GeneratorListener(TorchDispatchMode):
+    """Call a function whenever an operator is given a generator.
+
+    Args:
+        hear: The function.
+    """
+
+    def __init__(self, hear: Callable[[], None]):
+        super().__init__()
+        self._hear = hear
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            self._hear()
+        return func(*args, **kwargs)
 
 
 def is_captured(leaf: Tensor) -> bool:

@@ -134,6 +134,10 @@ class DDP(_torch.UnmovableModule):
             the computation. Also on an axis of one rank parameters are on the device only while they are used. The
             module is given on its device, or deferred. Tensors of state dicts and of `sharded_parameters` are in host
             memory: collectives of a backend for devices only need ``.to(device)`` first.
+        watch_draws: Look for random operators in every call of every module, which takes the host some microseconds per
+            operator. By default only in those modules whose own code draws in their first call (in training, and in
+            evaluation), in torch's dropout modules, and in modules that hold a `torch.Generator`. A draw of another
+            module is an error when its call ends; of a draw from a generator that is held elsewhere nothing shows.
 
     Raises:
         ValueError: If ``mesh_axis`` is neither 1-D nor 2-D with ranks that ascend along its axes, ``zero`` or
@@ -177,6 +181,7 @@ class DDP(_torch.UnmovableModule):
         prefetch: bool = True,
         granularity: Mapping[str | re.Pattern, str | int | tuple[str, int]] | None = None,
         offload: bool = False,
+        watch_draws: bool = False,
     ):
         super().__init__()
         check_zero(zero)
@@ -239,7 +244,7 @@ class DDP(_torch.UnmovableModule):
         self._reducer = Reducer(buckets, frozen, axes.all, overlap=overlap, find_unused=find_unused_parameters)
         self._gathers = ParameterGathers(module, buckets if sharded is None else (), overlap=overlap)
         refuse_local_statistics(module, axes.all)
-        attach_local_batch(module, axes.meshes)
+        attach_local_batch(module, axes.meshes, watch_draws=watch_draws)
         if sharded is not None:
             settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
             sharded.attach(synchronises=lambda: self._reducer.synchronises, **settings)

@@ -204,7 +204,7 @@ def _unwatched(name: str, program: StaticProgram) -> Iterator[None]:
     and are compared as a whole.
     """
     is_watched = random.is_watched_alone()
-    with random.unwatched(), accounted(name, program.stream) if is_watched else contextlib.nullcontext():
+    with random.unwatched(), accounted(name, program.position) if is_watched else contextlib.nullcontext():
         yield
 
 

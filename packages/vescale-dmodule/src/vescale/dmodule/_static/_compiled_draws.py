@@ -38,7 +38,6 @@ from .. import _torch
 from .._edges import wrapped
 from ..errors import NotLocalFriendlyError
 from ._names import describe
-from ._random import same_stream
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,20 +90,20 @@ class Account:
     """Tells whether a random stream has moved between the draws that are entered.
 
     Args:
-        stream: gives the state of the stream.
+        position: tells where the stream is.
     """
 
-    def __init__(self, stream: Callable[[], Tensor]):
-        self._stream, self._position = stream, stream()
+    def __init__(self, position: Callable[[], random.Position]):
+        self._ask, self._position = position, position()
         self.is_right = True
 
     def check(self) -> None:
         """Compare the stream with where it was left."""
-        self.is_right = self.is_right and same_stream(self._position, self._stream())
+        self.is_right = self.is_right and self._ask() == self._position
 
     def move(self) -> None:
         """Note where the stream is."""
-        self._position = self._stream()
+        self._position = self._ask()
 
 
 _account: ContextVar[Account | None] = ContextVar("vescale_account_of_draws", default=None)
@@ -121,13 +120,13 @@ def _entered(account: Account | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def accounted(name: str, stream: Callable[[], Tensor]) -> Iterator[None]:
+def accounted(name: str, position: Callable[[], random.Position]) -> Iterator[None]:
     """Refuse draws of a block that `dropout_factors` does not make.
 
     Raises:
         NotLocalFriendlyError: at the end, naming the block.
     """
-    account = Account(stream)
+    account = Account(position)
     token = _account.set(account)
     try:
         yield

@@ -60,10 +60,10 @@ def _rehearse_eagerly(program: StaticProgram, args: tuple, kwargs: dict) -> tupl
     model.scope.attaches = False
     try:
         with nothing_happens(program.module), run.names.watching(program.modules):
-            before = program.stream()
+            before = program.position()
             with listening:
                 output = program.module(*copied(args), **copied(kwargs))
-                run.is_quiet = torch.equal(before, program.stream())
+                run.is_quiet = program.position() == before
                 if torch.is_grad_enabled():
                     differentiate(output)
             run.gradients.update(_gradients(program))

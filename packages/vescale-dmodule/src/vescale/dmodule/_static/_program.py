@@ -48,7 +48,7 @@ from ._leaves import LocalParameters, Twin, held_by
 from ._modules import local_forward, silent_axes
 from ._names import describe, is_inside, join
 from ._overlap import overlapping
-from ._random import Draw, DrawHooks, QuietCall, stream_of
+from ._random import Draw, DrawHooks, QuietCall
 from ._record import Crossing, Observer
 from ._region import EagerRegion
 from ._rehearsal import Run
@@ -117,7 +117,7 @@ class StaticProgram:
         self.quiet: set[Hashable] = set()  # calls that draw no random numbers
         self.has_warned = False  # that blocks are not compiled because of somebody who watches operators
         self.device_type = model.mesh.device_type
-        self.stream = stream_of(self.device_type)
+        self.position = functools.partial(random.position, self.device_type)
         # the state of a call
         self.depth = 0
         self.quiet_call = QuietCall(self.device_type)

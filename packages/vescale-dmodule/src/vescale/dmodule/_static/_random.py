@@ -9,7 +9,6 @@ that draw pay for it. Draws of tensors that are equal on all ranks are left alon
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from ..errors import NotLocalFriendlyError
 from ._names import describe, ways_out
 from ._record import replicated
 
-__all__ = ["Draw", "DrawHooks", "Draws", "Listening", "QuietCall", "same_stream", "silenced", "stream_of"]
+__all__ = ["Draw", "DrawHooks", "Draws", "Listening", "QuietCall", "silenced"]
 
 Placements = tuple[Placement, ...]
 
@@ -77,27 +76,6 @@ class Draw:
         return f"{resolve_name(self.function) or self.function}{' on ' * bool(operands)}{operands}"
 
 
-def stream_of(device_type: str) -> Callable[[], Tensor]:
-    """Return the function that gives the state of the random streams of a kind of device and of the CPU, which is also
-    where the stream "philox" of all devices is kept.
-    """
-    if device_type == "cpu":
-        return torch.get_rng_state
-    on_device = torch.get_device_module(device_type).get_rng_state
-    return lambda: torch.cat([torch.get_rng_state(), on_device()])
-
-
-_compare_memory = ctypes.CDLL(None).memcmp
-_compare_memory.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-
-
-def same_stream(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two states of a random stream, bytes on the CPU, are equal (``torch.equal`` takes five times as
-    long).
-    """
-    return not _compare_memory(one.data_ptr(), other.data_ptr(), one.nbytes)
-
-
 class QuietCall:
     """A call whose rehearsal drew no random numbers: nobody looks for random operators in it, and it is refused if it
     draws after all.
@@ -107,13 +85,13 @@ class QuietCall:
     """
 
     def __init__(self, device_type: str):
-        self._stream = stream_of(device_type)
-        self._before: Tensor | None = None
+        self._device_type = device_type
+        self._before: random.Position | None = None
         self._unwatched: AbstractContextManager | None = None
 
     def begin(self) -> None:
         """Before the call."""
-        self._before = self._stream()
+        self._before = random.position(self._device_type)
         if _torch.has_dispatch_mode():
             self._unwatched = random.unwatched()
             self._unwatched.__enter__()
@@ -128,7 +106,7 @@ class QuietCall:
             unwatched, self._unwatched = self._unwatched, None
             unwatched.__exit__(None, None, None)
         before, self._before = self._before, None
-        if before is not None and well and not same_stream(before, self._stream()):
+        if before is not None and well and random.position(self._device_type) != before:
             raise NotLocalFriendlyError(
                 f"{describe(name)} drew random numbers, but the recorded call did not, so nothing says which "
                 "parts of one device's draws they are (a rate of dropout that was 0?); call "
@@ -157,7 +135,6 @@ class Listening(TorchFunctionMode):
         self.running, self.mesh = running, mesh
         self.draws: dict[str, list[Draw]] = {}
         self.plain: dict[str, list[Draw]] = {}
-        self._stream = stream_of(mesh.device_type)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -175,9 +152,9 @@ class Listening(TorchFunctionMode):
 
     def _on_plain_tensors(self, func: Callable, args: tuple, kwargs: dict, operands: list[Tensor]) -> object:
         described = [_describe(t, self.mesh) for t in operands]
-        before = self._stream()
+        before = random.position(self.mesh.device_type)
         result = func(*args, **kwargs)
-        if isinstance(kwargs.get("generator"), torch.Generator) or not same_stream(before, self._stream()):
+        if isinstance(kwargs.get("generator"), torch.Generator) or random.position(self.mesh.device_type) != before:
             self.plain.setdefault(self.running(), []).append(Draw(func, described))
         return result
 

@@ -1,0 +1,51 @@
+"""The position of the random streams says whether anybody has drawn."""
+
+import pytest
+import torch
+from torch import nn
+
+from vescale.dtensor import random
+
+DRAWS = {
+    "function": lambda: nn.functional.dropout(torch.ones(3), 0.5),
+    "one number": lambda: torch.rand(()),
+    "numbers of numpy's size": lambda: torch.randperm(10_000),
+    "seed": lambda: torch.manual_seed(4),
+    "code of C++": lambda: torch.jit.script(nn.Dropout(0.5))(torch.ones(3)),
+}
+OTHERS = {
+    "nothing": lambda: None,
+    "computation": lambda: torch.ones(3).cos(),
+    "dropout in evaluation": lambda: nn.functional.dropout(torch.ones(3), 0.5, training=False),
+    "restored": lambda: _restored(),
+    "another generator": lambda: torch.rand(3, generator=torch.Generator()),
+}
+
+
+def _restored():
+    with torch.random.fork_rng():
+        torch.rand(3)
+
+
+@pytest.mark.parametrize("stream", ["torch", "philox"])
+def test_draws_move_it(stream):
+    with random.stream(stream, seed=3):
+        for name, draw in DRAWS.items():
+            before = random.position()
+            draw()
+            assert random.position() != before, name
+
+
+@pytest.mark.parametrize("stream", ["torch", "philox"])
+def test_nothing_else_moves_it(stream):
+    with random.stream(stream, seed=3):
+        for name, function in OTHERS.items():
+            before = random.position()
+            function()
+            assert random.position() == before, name
+
+
+def test_it_equals_positions_only():
+    assert random.position() != torch.get_rng_state().tolist()
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(random.position())
