@@ -125,8 +125,13 @@ class _Call:
         self.around: tuple = ()  # of a call of the root unit: what was noted of the call around it
 
 
+def _do_nothing(*_args: object) -> None:
+    pass
+
+
 class _InGraph:
-    """A hook, and what it is to a compiler of whole blocks.
+    """A hook, and what it is to a compiler of whole blocks. A copy of its module belongs to no unit, and its hook does
+    nothing.
 
     Attributes:
         _vescale_in_graph: ``"outside"``: its module must be entered and left outside of compiled code. ``"absent"``:
@@ -140,6 +145,9 @@ class _InGraph:
     def __call__(self, *args: object) -> object:
         with _torch.no_function_modes():  # what a hook asks of tensors is nobody else's business
             return self.function(*args)
+
+    def __reduce__(self) -> object:
+        return type(self), ("absent", _do_nothing)
 
 
 class UnitHooks:

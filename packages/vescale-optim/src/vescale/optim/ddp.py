@@ -255,6 +255,12 @@ class DDP(_torch.UnmovableModule):
             self._gathers.waits_in_step = True
         return self.module(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a DDP cannot be copied or pickled, as it has the process groups of its ranks: copy `model.module` (with "
+            "zero=3 inside of `model.unsharded()`), or save `model.state_dict()`"
+        )
+
     @contextlib.contextmanager
     def no_sync(self, *, reshard: bool = False) -> Iterator[None]:
         """Accumulate gradients locally: a ``backward()`` inside this context does not reduce.
