@@ -218,16 +218,3 @@ def test_a_first_call_that_fails_tells_nothing():
         expected = F.dropout(model.module[0](rows(0)), 0.5)
         torch.manual_seed(1)
         assert torch.equal(model(part_of(rows(0))), part_of(expected))
-
-
-# ------------------------------------------------------------------------------------------------- others
-
-
-@ranks(2)
-def test_modules_that_are_compiled_are_watched():
-    part = Part()
-    compiled = torch.compile(nn.Sequential(part), backend="eager")
-    model = DDP(nn.Sequential(nn.Linear(6, 6), compiled).double(), mesh()["dp"])
-    for step in range(3):
-        model(part_of(rows(step)))
-    assert part.calls == [(True, True)] * 3

@@ -18,14 +18,17 @@ stream shows it (`random.position`, a microsecond per call): that is an error, a
 
 Watched in every call, whatever the first did: torch's dropout modules, whose rate may change; modules that hold a
 generator of their own, whose draws no position shows, or that draw from one in their first call; and whole modules that
-`vescale.dmodule` runs (it looks only where it needs to itself) or that are given to ``torch.compile``.
+`vescale.dmodule` runs (it looks only where it needs to itself) or with parts compiled by ``part.compile()``.
+
+No compiler runs while operators are watched. What ``torch.compile(part)`` returned is watched as one module, in its
+first call and if it draws, and runs as plain Python then; otherwise it is compiled in its second call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,9 +104,10 @@ class _LocalBatch(threading.local):
     A copy of a module that has its hooks is no part of the DDP: the copied state does nothing.
     """
 
-    def __init__(self, meshes: Sequence[DeviceMesh], draws: _Draws | None):
+    def __init__(self, meshes: Sequence[DeviceMesh], draws: _Draws | None, *, compiles: bool = False):
         self.meshes = meshes
         self.draws = draws
+        self.compiles = compiles  # whether to keep the compiler away, which would give up on what runs watched for good
         self.running: list[nn.Module] = []
         self.context = contextlib.ExitStack()
         self.watched_from = 0  # how many ran when the context was entered, the module that draws included; 0: none is
@@ -146,6 +150,9 @@ class _LocalBatch(threading.local):
     def _watch(self, *, learns: bool) -> None:
         self.watched_from = len(self.running)
         self.learns = learns
+        if self.compiles and not torch.compiler.is_compiling():
+            with contextlib.suppress(RuntimeError):  # inside of a compiled caller it cannot be said
+                self.context.enter_context(torch.compiler.set_stance("force_eager"))
         for mesh in self.meshes:
             self.context.enter_context(random.local_batch(mesh))
         if learns:
@@ -181,6 +188,17 @@ class _LocalBatch(threading.local):
     enter._vescale_in_graph = leave._vescale_in_graph = "absent"
 
 
+def _outside_of_compiled(module: nn.Module) -> Iterator[nn.Module]:
+    """Give a module and those inside of it, each once, but nothing inside of what ``torch.compile`` returned."""
+    seen, stack = set(), [module]
+    while stack:
+        part = stack.pop()
+        if part not in seen:
+            seen.add(part)
+            yield part
+            stack += [] if _torch.is_compiler_wrapper(part) else part.children()
+
+
 def attach_local_batch(module: nn.Module, meshes: Sequence[DeviceMesh], *, watch_draws: bool = False) -> None:
     """Make every call of ``module``, or of a part of it, run as this rank's part of the batch.
 
@@ -191,9 +209,9 @@ def attach_local_batch(module: nn.Module, meshes: Sequence[DeviceMesh], *, watch
     """
     if not meshes:
         return
-    always = watch_draws or bool(executions_of(module)) or _torch.is_compiled(module)
-    state = _LocalBatch(meshes, _Draws(module, always=always))
-    for part in module.modules():
+    always = watch_draws or bool(executions_of(module)) or _torch.has_compiled_calls(module)
+    state = _LocalBatch(meshes, _Draws(module, always=always), compiles=not always and _torch.is_compiled(module))
+    for part in _outside_of_compiled(module):
         if part is module or not isinstance(part, _QUIET):
             part.register_forward_pre_hook(state.enter, prepend=True)
             part.register_forward_hook(state.leave, always_call=True)

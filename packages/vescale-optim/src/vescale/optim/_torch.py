@@ -33,11 +33,13 @@ __all__ = [
     "foreach_mul_",
     "foreach_norms",
     "grad_dtype",
+    "has_compiled_calls",
     "has_strided_shard",
     "hook_keys",
     "in_transform",
     "is_captured",
     "is_compiled",
+    "is_compiler_wrapper",
     "is_deferred_storage",
     "joined_mesh",
     "local_tensor",
@@ -198,8 +200,17 @@ def in_transform() -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Tell whether a module or a part of it has been given to ``torch.compile``."""
-    wrapper = torch._dynamo.OptimizedModule
-    return any(isinstance(part, wrapper) or part._compiled_call_impl is not None for part in module.modules())
+    return has_compiled_calls(module) or any(map(is_compiler_wrapper, module.modules()))
+
+
+def is_compiler_wrapper(module: nn.Module) -> bool:
+    """Tell whether a module is what ``torch.compile`` has returned for another."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def has_compiled_calls(module: nn.Module) -> bool:
+    """Tell whether ``compile()`` of a module or of a part of it has been called."""
+    return any(part._compiled_call_impl is not None for part in module.modules())
 
 
 def on_compilation(callback: Callable[[], None]) -> None:
