@@ -33,7 +33,7 @@ def step_of_which_a_rank_leaves(lost, when, settings):
         model.module[1].weight.register_hook(leave)
     model(torch.ones(2, 8)).sum().backward()
     if dist.get_rank() == lost and when == "step":
-        time.sleep(0.5)  # until the others are done with the backward, too
+        time.sleep(1)  # until the others are done with the backward, too
         leave()
     optimizer.step()
     with pytest.raises(RuntimeError) as first:  # gathers of parameters are awaited where they are read
@@ -41,7 +41,7 @@ def step_of_which_a_rank_leaves(lost, when, settings):
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=re.escape(str(first.value))):
         optimizer.step()
-    assert time.monotonic() - began < 1  # it is known already
+    assert time.monotonic() - began < _failures.PATIENCE / 2  # it is known already
     raise first.value
 
 
