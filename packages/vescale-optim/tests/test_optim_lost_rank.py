@@ -48,8 +48,8 @@ def step_of_which_a_rank_leaves(lost, when, settings):
 def errors_of(world_size, lost, when, settings):
     began = time.monotonic()
     with pytest.raises(RankFailure, match=rf"rank {lost}: left with exit status 7") as failure:
-        run_ranks(step_of_which_a_rank_leaves, world_size, lost, when, settings, timeout=40)
-    assert time.monotonic() - began < 20
+        run_ranks(step_of_which_a_rank_leaves, world_size, lost, when, settings, timeout=90)
+    assert time.monotonic() - began < 60  # gloo alone waits half an hour
     assert set(failure.value.exceptions) == set(range(world_size)) - {lost}, failure.value
     return {rank: str(error) for rank, error in failure.value.exceptions.items()}
 
