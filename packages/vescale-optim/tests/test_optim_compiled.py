@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP, DistributedOptimizer, _local_batch
 from vescale_testing import ranks
@@ -23,9 +24,16 @@ class Block(nn.Module):
         return x + F.dropout(torch.tanh(self.linear(x)), self.rate, self.training)
 
 
-def build(rate):
+def build(rate, kind=nn.Sequential):
     torch.manual_seed(0)
-    return nn.Sequential(Block(rate), Block(rate)).double()
+    return kind(Block(rate), Block(rate)).double()
+
+
+class Repeated(nn.Sequential):
+    """Runs its first block again in backward."""
+
+    def forward(self, x):
+        return self[1](checkpoint(self[0], x, use_reentrant=False))
 
 
 class Backend:
@@ -65,12 +73,12 @@ def train(call, optimizer, take=lambda x: x):
     return outs
 
 
-def errors(rate, zero, compiled=lambda module: module, around=lambda model: model):
+def errors(rate, zero, compiled=lambda module: module, around=lambda model: model, kind=nn.Sequential):
     """Return by how much the outputs of four steps differ from those of one process."""
     torch._dynamo.reset()
-    module = build(rate)
+    module = build(rate, kind)
     expected = train(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    model = DDP(compiled(build(rate)), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), zero=zero)
+    model = DDP(compiled(build(rate, kind)), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), zero=zero)
     optimizer = DistributedOptimizer(torch.optim.SGD, model=model, lr=0.1)
     outs = train(around(model), optimizer, lambda x: x.chunk(2)[dist.get_rank()])
     return [(out - all_.chunk(2)[dist.get_rank()]).abs().max() for out, all_ in zip(outs, expected, strict=True)]
@@ -92,6 +100,8 @@ def test_what_draws_draws_its_part():
             backend = Backend()
             assert max(errors(0.5, zero, lambda module, backend=backend, way=way: way(backend, module))) < 1e-14
             assert backend.num_graphs == 0
+            repeated = errors(0.5, zero, lambda module, backend=backend, way=way: way(backend, module), kind=Repeated)
+            assert max(repeated) < 1e-14
         assert max(errors(0.5, zero, around=Backend().whole)) < 1e-14
 
 

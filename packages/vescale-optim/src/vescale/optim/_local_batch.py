@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,11 +67,18 @@ class _Draws:
     Args:
         root: The module given to DDP.
         always: Whether all of them count as such.
+
+    Attributes:
+        wrappers: Of each module inside of what ``torch.compile`` returned: these; one that draws makes them draw.
     """
 
     def __init__(self, root: nn.Module, *, always: bool):
         self._always = always
         self._names = {module: fqn for fqn, module in root.named_modules()}
+        self.wrappers: dict[nn.Module, list[nn.Module]] = {}
+        for wrapper in filter(_torch.is_compiler_wrapper, self._names):
+            for inner in filter(lambda module: module is not wrapper, wrapper.modules()):
+                self.wrappers.setdefault(inner, []).append(wrapper)
         self._in_training: dict[nn.Module, bool] = {}
         self._in_evaluation: dict[nn.Module, bool] = {}
         for module in self._names:
@@ -87,8 +94,9 @@ class _Draws:
 
     def learn(self, module: nn.Module, *, draws: bool) -> None:
         """Note it; who has drawn once draws."""
-        known = self._of(module)
-        known[module] = known.get(module, False) or draws
+        for each in (module, *(self.wrappers.get(module, ()) if draws else ())):
+            known = self._of(each)
+            known[each] = known.get(each, False) or draws
 
     def name(self, module: nn.Module) -> str:
         fqn = self._names.get(module)
@@ -184,19 +192,18 @@ class _LocalBatch(threading.local):
     def _now(self) -> random.Position:
         return random.position(self.meshes[0].device_type)
 
+    def enter_compiled(self, module: nn.Module, args: tuple) -> None:
+        """Enter a module inside of what ``torch.compile`` returned: nothing, in a graph."""
+        if not torch.compiler.is_compiling():
+            self.enter(module, args)
+
+    def leave_compiled(self, module: nn.Module, args: tuple, output: object) -> None:
+        """Leave it."""
+        if not torch.compiler.is_compiling():
+            self.leave(module, args, output)
+
     # `vescale.dmodule` leaves these hooks out inside of compiled code: the hooks of the compiled module itself count
     enter._vescale_in_graph = leave._vescale_in_graph = "absent"
-
-
-def _outside_of_compiled(module: nn.Module) -> Iterator[nn.Module]:
-    """Give a module and those inside of it, each once, but nothing inside of what ``torch.compile`` returned."""
-    seen, stack = set(), [module]
-    while stack:
-        part = stack.pop()
-        if part not in seen:
-            seen.add(part)
-            yield part
-            stack += [] if _torch.is_compiler_wrapper(part) else part.children()
 
 
 def attach_local_batch(module: nn.Module, meshes: Sequence[DeviceMesh], *, watch_draws: bool = False) -> None:
@@ -210,8 +217,10 @@ def attach_local_batch(module: nn.Module, meshes: Sequence[DeviceMesh], *, watch
     if not meshes:
         return
     always = watch_draws or bool(executions_of(module)) or _torch.has_compiled_calls(module)
-    state = _LocalBatch(meshes, _Draws(module, always=always), compiles=not always and _torch.is_compiled(module))
-    for part in _outside_of_compiled(module):
+    draws = _Draws(module, always=always)
+    state = _LocalBatch(meshes, draws, compiles=not always and bool(draws.wrappers))
+    for part in module.modules():
         if part is module or not isinstance(part, _QUIET):
-            part.register_forward_pre_hook(state.enter, prepend=True)
-            part.register_forward_hook(state.leave, always_call=True)
+            compiled = part in draws.wrappers
+            part.register_forward_pre_hook(state.enter_compiled if compiled else state.enter, prepend=True)
+            part.register_forward_hook(state.leave_compiled if compiled else state.leave, always_call=True)
