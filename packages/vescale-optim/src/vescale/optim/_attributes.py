@@ -1,18 +1,16 @@
-"""What DDP leaves on parameters: for other packages by attributes, so that neither side imports the other.
+"""What DDP leaves on parameters for other packages: attributes, so that neither side imports the other.
 
 parameter._vescale_takes_gradients    a `Taker`: takes local gradients from elsewhere than autograd (`_taker.py`)
 parameter._vescale_memory             a `Memory`: hears of tensors over the memory of the parameter, which are then
                                       guarded as the parameter is (`_awaited.py`, `_sharded_values.py`)
-parameter._vescale_ddp                a mark: a second DDP would reduce its gradients twice
 """
 
 from __future__ import annotations
 
-__all__ = ["MEMORY", "TAKER", "WRAPPED", "ParameterAttribute"]
+__all__ = ["MEMORY", "TAKER", "ParameterAttribute"]
 
 TAKER = "_vescale_takes_gradients"
 MEMORY = "_vescale_memory"
-WRAPPED = "_vescale_ddp"
 
 
 class ParameterAttribute:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch
-from ._attributes import WRAPPED, ParameterAttribute
 from ._axes import DataAxes
 from ._axis import Axis
 from ._rules import ReduceRules
@@ -26,6 +25,10 @@ __all__ = [
     "refuse_local_statistics",
     "set_grad_dtype",
 ]
+
+#: Attribute of parameters that have a DDP: a second one would reduce their gradients twice. It is the parameter's id,
+#: as a copy through pickle has the same attributes.
+_WRAPPED = "_vescale_ddp"
 
 #: Where `vescale.dmodule` notes how a module runs.
 _EXECUTION = "_vescale_execution"
@@ -73,7 +76,7 @@ def _check_trainable(trainable: dict[str, nn.Parameter]) -> None:
     devices = {}
     for fqn, param in trainable.items():
         devices.setdefault(_torch.local_tensor(param).device, fqn)
-        if getattr(param, WRAPPED, None) is not None:
+        if getattr(param, _WRAPPED, None) == id(param):
             raise ValueError(f"{fqn!r} belongs to another DDP already; wrap a module once, after all other changes")
         if not param.is_floating_point():
             raise ValueError(f"{fqn!r} has dtype {param.dtype}; DDP reduces floating-point gradients: freeze it")
@@ -112,7 +115,7 @@ def check_shared_memory(module: nn.Module, parameters: dict[str, nn.Parameter]) 
 def mark_wrapped(parameters: Iterable[nn.Parameter]) -> None:
     """Note that the parameters have a DDP, for `check_module`."""
     for param in parameters:
-        setattr(param, WRAPPED, ParameterAttribute())
+        setattr(param, _WRAPPED, id(param))
 
 
 def executions_of(module: nn.Module) -> list[Any]:
