@@ -33,5 +33,3 @@ class Position:
         if not isinstance(other, Position) or self._state.nbytes != other._state.nbytes:
             return NotImplemented
         return not _compare_memory(self._state.data_ptr(), other._state.data_ptr(), self._state.nbytes)
-
-    __hash__ = None  # a position is compared, and forgotten

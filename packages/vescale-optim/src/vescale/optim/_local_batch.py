@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -184,9 +185,9 @@ class _LocalBatch(threading.local):
             mode = "training" if module.training else "evaluation"
             raise RuntimeError(
                 f"{self.draws.name(module)}, or a module in it, drew random numbers, or seeded, as it had not in its "
-                f"first call in {mode}. So nobody looked, and this rank has drawn as if there were no other ranks. (A "
-                "rate that was 0? Another thread that draws? A seed that is set in forward?) Pass watch_draws=True to "
-                "DDP, which then looks in every call"
+                f"first call in {mode}. So nobody looked, and rank {dist.get_rank()} has drawn as if there were no "
+                "others. (A rate that was 0? Another thread that draws? A seed that is set in forward?) Pass "
+                "watch_draws=True to DDP, which then looks in every call"
             )
 
     def _now(self) -> random.Position:

@@ -79,7 +79,8 @@ class DDP(_torch.UnmovableModule):
     mask that one device would draw for the global batch.
 
     Attributes the wrapper does not have are looked up in the module; ``state_dict``, ``load_state_dict`` and
-    ``named_parameters`` use the module's names.
+    ``named_parameters`` use the module's names. Copies of the module (``copy.deepcopy(model.module)``) are plain
+    modules; the wrapper itself cannot be copied.
 
     Args:
         module: Module with at least one trainable parameter, on its final device and with its final dtype.
