@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 
 import torch
@@ -24,6 +25,9 @@ __all__ = ["Axis", "Pending"]
 
 #: Seconds between two looks at a collective that is waited for within limits.
 _NAP = 0.0002
+
+#: Bytes of a shard from which gloo gathers by broadcasts, one per rank. Its all-gather fills a buffer of its own first.
+_LARGE = 2**16
 
 
 @dataclass(frozen=True)
@@ -80,11 +84,6 @@ class Axis:
         """Where the ranks of the axis tell each other about failures."""
         return _failures.Failures(self.listening or self.ranks, self.ranks[self.coord])
 
-    @property
-    def copies_to_scatter(self) -> bool:
-        """Whether a reduce-scatter is an all-reduce of a copy: gloo has no other."""
-        return self.device_type == "cpu" and self.size > 1
-
     def __repr__(self) -> str:
         return f"{self.name}({self.coord} of {self.size})"
 
@@ -95,23 +94,31 @@ class Axis:
         return self._start("all-reduce", what, dist.all_reduce, tensor, op=op)
 
     def reduce_scatter(self, shard: Tensor, buffer: Tensor, *, what: str = "") -> Pending | None:
-        """Start summing ``buffer`` over the ranks; this coord's part of the sum goes to ``shard``."""
+        """Start summing ``buffer``, which may be overwritten; this coord's part of the sum goes to ``shard``."""
         if self.size == 1:
             shard.copy_(buffer)
             return None
-        if not self.copies_to_scatter:
+        if self.device_type != "cpu":
             return self._start("reduce-scatter", what, _torch.reduce_scatter, shard, buffer)
-        # As torch does it; but its own work cannot be waited for by turns.
-        whole = buffer.clone()
-        pending = self._start("reduce-scatter", what, dist.all_reduce, whole)
-        pending.at_end = lambda: shard.copy_(whole.view(self.size, -1)[self.coord].view(shard.shape))
+        # gloo's is an all-reduce of a copy, too, and its work cannot be waited for by turns
+        pending = self._start("reduce-scatter", what, dist.all_reduce, buffer)
+        pending.at_end = lambda: shard.copy_(buffer.view(self.size, -1)[self.coord].view(shard.shape))
         return pending
 
     def all_gather(self, buffer: Tensor, shard: Tensor, *, what: str = "") -> Pending | None:
         """Start filling ``buffer`` with every coord's ``shard``, which may be its own part of ``buffer``."""
         if self.size == 1:
             return None
-        return self._start("all-gather", what, _torch.all_gather, buffer, shard)
+        is_large = shard.numel() * shard.element_size() >= _LARGE
+        in_place = self.device_type == "cpu" and is_large
+        return self._start("all-gather", what, self._broadcast_each if in_place else _torch.all_gather, buffer, shard)
+
+    def _broadcast_each(self, buffer: Tensor, shard: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> _Works:
+        parts = buffer.view(self.size, -1)
+        if shard.data_ptr() != parts[self.coord].data_ptr():
+            parts[self.coord].copy_(shard.view(-1))
+        each = enumerate(parts)
+        return _Works([dist.broadcast(part, group_src=at, group=group, async_op=async_op) for at, part in each])
 
     def exchange(self, received: Tensor, buffer: Tensor, *, what: str = "") -> Pending | None:
         """Start an all-to-all: part i of ``received`` is what coord i has as this coord's part of ``buffer``."""
@@ -180,6 +187,20 @@ class Axis:
             raise ValueError(f"{what} differ over axis {self.name!r}:\n{_first_difference(texts, other[0])}")
 
 
+class _Works:
+    """Several collectives as one."""
+
+    def __init__(self, works: Sequence[dist.Work]):
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, *timeout: timedelta) -> None:
+        for work in self._works:
+            work.wait(*timeout)
+
+
 class Pending:
     """A collective on its way. Its failure names it, this rank, and the ranks that are gone.
 
@@ -187,7 +208,7 @@ class Pending:
         at_end: What `wait` does, once, when the collective has ended well.
     """
 
-    def __init__(self, work: dist.Work, name: str, axis: Axis, brings: Callable[[], object] | None = None):
+    def __init__(self, work: dist.Work | _Works, name: str, axis: Axis, brings: Callable[[], object] | None = None):
         self._work = work
         self._name = name
         self._axis = axis

@@ -303,7 +303,7 @@ class FlatBucket:
     @property
     def needs_room(self) -> bool:
         """Whether a reduction in flight holds memory that its end gives back, or has to be brought to the replicas."""
-        more = self.sharded and (self.axis.copies_to_scatter or self.axes.replicate.size > 1)
+        more = self.sharded and self.axes.replicate.size > 1
         return self.frees_grads or self.ordered or more or self.wire_dtype != self.grads.dtype
 
     def set_aside(self, slot: FlatSlot) -> None:

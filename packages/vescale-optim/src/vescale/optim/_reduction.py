@@ -10,7 +10,7 @@ ZeRO 1 to 3: R = 1), the buffer is the bucket's, and the result this rank's shar
 A collective over one rank is left out; an all-reduce that comes first is launched at once. So ZeRO 0 sends 2 (N-1)/N,
 and ZeRO 1 to 3 on one axis (N-1)/N, by either rule. Bytes are in units of the bucket, in the dtype of the wire; a wire
 of another dtype than the gradients is one more buffer while it is in flight. The first collective needs one more by
-``"ordered"``; by ``"backend"`` 1/S, with gloo one. At most three buckets are in flight where that takes memory or where
+``"ordered"``; by ``"backend"`` 1/S. At most three buckets are in flight where that takes memory or where
 a second collective is to follow (ZeRO 3: where communication keeps up).
 
 In the ordered sum the replicas of a shard cut it into pieces, and every rank gets all addends of its own
@@ -43,7 +43,8 @@ class ScatteredSum:
 
     Args:
         axis: Of more than one rank.
-        wire: Every coord's part, one after the other; unchanged until `result` returns.
+        wire: Every coord's part, one after the other. Nobody else may write to it until `result` returns; what it holds
+            then is not defined.
         order: Coords in the order in which to add; None leaves it to the backend.
         what: Name in errors.
         out: Where the backend may put the sum; by default a new tensor.
