@@ -119,7 +119,9 @@ def _watch_collectives(clock: _Clock, spans: list[Span]) -> None:
     def watched(self: Axis, kind: str, what: str, collective: Callable, *tensors: object, **kwargs: object) -> object:
         begin = clock()
         pending = start(self, kind, what, collective, *tensors, **kwargs)
-        pending._work.get_future().then(lambda _: spans.append((f"the {kind}", begin, clock())))
+        works = getattr(pending._work, "works", [pending._work])
+        ended = torch.futures.collect_all([work.get_future() for work in works])
+        ended.then(lambda _: spans.append((f"the {kind}", begin, clock())))
         return pending
 
     Axis._start = watched

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, _failures
+from vescale.optim import DDP, DistributedOptimizer, _axis, _failures
 from vescale_testing import RankFailure, ranks, run_ranks
 
 
@@ -67,6 +67,15 @@ CASES = [
 
 @pytest.mark.parametrize("world_size, lost, when, settings, collective", CASES)
 def test_the_others_name_the_lost_rank_and_the_collective(world_size, lost, when, settings, collective):
+    check_errors(world_size, lost, when, settings, collective)
+
+
+def test_a_rank_that_is_lost_in_a_gather_by_broadcasts(monkeypatch):
+    monkeypatch.setattr(_axis, "IN_PLACE_BYTES", 0)
+    check_errors(3, 2, "step", {"zero": 1}, f"all-gather of the parameters of {BUCKET}")
+
+
+def check_errors(world_size, lost, when, settings, collective):
     for rank, message in errors_of(world_size, lost, when, settings).items():
         expected = (
             rf"the {collective}.* over axis 'dp' failed on rank {rank}; "

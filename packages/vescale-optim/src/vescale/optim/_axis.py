@@ -27,7 +27,7 @@ __all__ = ["Axis", "Pending"]
 _NAP = 0.0002
 
 #: Bytes of a shard from which gloo gathers by broadcasts, one per rank. Its all-gather fills a buffer of its own first.
-_LARGE = 2**16
+IN_PLACE_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ class Axis:
         """Start filling ``buffer`` with every coord's ``shard``, which may be its own part of ``buffer``."""
         if self.size == 1:
             return None
-        is_large = shard.numel() * shard.element_size() >= _LARGE
-        in_place = self.device_type == "cpu" and is_large
-        return self._start("all-gather", what, self._broadcast_each if in_place else _torch.all_gather, buffer, shard)
+        in_place = self.device_type == "cpu" and shard.numel() * shard.element_size() >= IN_PLACE_BYTES
+        collective = self._broadcast_each if in_place else _torch.all_gather
+        return self._start("all-gather", what, collective, buffer, shard)
 
     def _broadcast_each(self, buffer: Tensor, shard: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> _Works:
         parts = buffer.view(self.size, -1)
         if shard.data_ptr() != parts[self.coord].data_ptr():
             parts[self.coord].copy_(shard.view(-1))
-        each = enumerate(parts)
-        return _Works([dist.broadcast(part, group_src=at, group=group, async_op=async_op) for at, part in each])
+        settings = {"group": group, "async_op": async_op}
+        return _Works([dist.broadcast(part, group_src=coord, **settings) for coord, part in enumerate(parts)])
 
     def exchange(self, received: Tensor, buffer: Tensor, *, what: str = "") -> Pending | None:
         """Start an all-to-all: part i of ``received`` is what coord i has as this coord's part of ``buffer``."""
@@ -188,16 +188,16 @@ class Axis:
 
 
 class _Works:
-    """Several collectives as one."""
+    """Several collectives as one; the limit of a wait is that for each of them."""
 
     def __init__(self, works: Sequence[dist.Work]):
-        self._works = works
+        self.works = works
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return all(work.is_completed() for work in self.works)
 
     def wait(self, *timeout: timedelta) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait(*timeout)
 
 
