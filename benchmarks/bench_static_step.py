@@ -3,26 +3,27 @@
 Real kernels and real communication (gloo), one thread per process: forward, backward and AdamW. Stock is
 `torch.distributed.tensor.parallel` with the same matrices sharded and the same boundaries. All cases start from the
 same weights and train on the same tokens; the run stops if losses differ. AdamW is fused. For stock that gathers
-parameters, because it leaves gradients of norms partial: so it has `foreach`, too. Times are of the clock: ranks wait
-for each other, so run this where nothing else runs; the last column is the processor time of one rank.
+parameters, because it leaves gradients of norms partial: so it has `foreach`, too. Each case has processes of its own
+(`turns.py`). Times are of the clock: ranks wait for each other, so run this where nothing else runs; the last column is
+the processor time of one rank.
 """
 
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable
+from functools import partial
 
 import huggingface
 import torch
 from cases import MODES, check_same_losses
-from measure import Result, time_in_turns, with_processor_time
+from measure import Result
 from targets import Target, Targets
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from turns import steps_in_turns
 
 from vescale.dmodule import parallelize_module, plans
-from vescale.dtensor import init_device_mesh
-from vescale_testing import run_ranks
 
 WORLD, BATCH, SEQ, VOCABULARY = 2, 1, 128, 1024
 SIZES = {
@@ -35,12 +36,17 @@ SIZES = {
     "max_position_embeddings": SEQ,
 }
 STOCK, STOCK_FOREACH = "stock", "stock, foreach"
-CHECKED_STEPS = 3
 
 
 def run(num_rounds: int) -> Result:
-    """Measure on two forked gloo processes."""
-    seconds, processor, note = run_ranks(_on_each_rank, WORLD, num_rounds, timeout=900)[0]
+    """Measure on forked gloo processes."""
+    makers = {
+        STOCK: partial(_stock, fused=True),
+        STOCK_FOREACH: partial(_stock, foreach=True),
+        **{f"vescale {mode}": partial(_ours, mode) for mode in MODES},
+    }
+    steps = steps_in_turns(makers, WORLD, "tp", num_rounds=num_rounds)
+    note = check_same_losses({name: each.losses for name, each in steps.items()}, STOCK)
     shape = (
         f"{SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, {BATCH} x {SEQ} tokens, float32, AdamW"
     )
@@ -49,26 +55,21 @@ def run(num_rounds: int) -> Result:
         Target("vescale compile", "vescale static", at_most=1.0),
     )
     title = f"Training step of a LLaMA on {WORLD} gloo ranks, sequence parallel ({shape})"
-    remarks = {"processor, ms": {name: f"{1e3 * statistics.median(times):.1f}" for name, times in processor.items()}}
-    return Targets(title, STOCK, seconds, dict.fromkeys(seconds, STOCK), targets, remarks, (note,))
-
-
-def _on_each_rank(num_rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]], str]:
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-    steps = {
-        STOCK: _step(huggingface.parallelize_as_stock(_model(), mesh), fused=True),
-        STOCK_FOREACH: _step(huggingface.parallelize_as_stock(_model(), mesh), foreach=True),
+    remarks = {
+        "processor, ms": {name: f"{1e3 * statistics.median(each.processor):.1f}" for name, each in steps.items()}
     }
-    for mode in MODES:
-        model = _model()
-        plan = plans.plan_for(model, degree=WORLD, sequence_parallel=True)
-        steps[f"vescale {mode}"] = _step(parallelize_module(model, mesh, plan, mode=mode), fused=True)
-    note = check_same_losses({name: [step() for _ in range(CHECKED_STEPS)] for name, step in steps.items()}, STOCK)
-    processor: dict[str, list[float]] = {name: [] for name in steps}
-    timed = {name: with_processor_time(step, processor[name]) for name, step in steps.items()}
-    seconds = time_in_turns(timed, num_rounds=num_rounds, num_warmup=1)
-    return seconds, {name: times[1:] for name, times in processor.items()}, note
+    seconds = {name: each.seconds for name, each in steps.items()}
+    return Targets(title, STOCK, seconds, dict.fromkeys(seconds, STOCK), targets, {"processor, ms": processor}, (note,))
+
+
+def _stock(mesh: DeviceMesh, **implementation: bool) -> Callable[[], float]:
+    return _step(huggingface.parallelize_as_stock(_model(), mesh), **implementation)
+
+
+def _ours(mode: str, mesh: DeviceMesh) -> Callable[[], float]:
+    model = _model()
+    plan = plans.plan_for(model, degree=WORLD, sequence_parallel=True)
+    return _step(parallelize_module(model, mesh, plan, mode=mode), fused=True)
 
 
 def _model() -> nn.Module:

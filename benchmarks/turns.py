@@ -1,4 +1,4 @@
-"""Processor time of cases that take turns, each in a process of its own.
+"""Times of cases that take turns, each in a process of its own, or in as many as it has ranks.
 
 What runs before a case decides about a tenth of its time: the interpreter specializes its bytecode to the types that it
 meets, memory comes from where the last case left holes. A training program has one way of being parallel, so each case
@@ -9,6 +9,9 @@ processes take turns on one core, one at a time, and a ratio is taken round by r
     process a  ======          ====                                  ====
     process b  =======                     ====
     process c  =====                                   ====
+
+Cases of several ranks are worlds of their own within one, on all cores: `steps_in_turns`. Ranks wait for each other, so
+their times are of the clock. In one process, what one case frees would spare another the page faults of new memory.
 """
 
 from __future__ import annotations
@@ -17,11 +20,19 @@ import multiprocessing
 import os
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-__all__ = ["Made", "processor_time_in_turns"]
+import torch.distributed as dist
+from measure import time_in_turns, with_processor_time
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.dtensor import init_device_mesh
+from vescale_testing import run_ranks
+
+__all__ = ["Made", "Steps", "processor_time_in_turns", "steps_in_turns"]
 
 WARM = 0.3  # of a turn, untimed before it: caches have been used by others
 
@@ -128,3 +139,51 @@ def _mean(step: Callable[[], object], least: float) -> float:
         num_calls += 1
         passed = time.process_time() - start
     return passed / num_calls
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What rank 0 of a case has seen.
+
+    Attributes:
+        losses: of the first steps, which are not timed.
+        seconds: by the clock, round by round.
+        processor: seconds of the processor, those of gloo's threads included.
+    """
+
+    losses: list[float]
+    seconds: list[float]
+    processor: list[float]
+
+
+def steps_in_turns(
+    makers: dict[str, Callable[[DeviceMesh], Callable[[], float]]],
+    world: int,
+    axis: str,
+    *,
+    num_rounds: int,
+    num_checked: int = 3,
+) -> dict[str, Steps]:
+    """Train cases of several gloo ranks, each in processes of its own, in turns.
+
+    Args:
+        makers: called on each rank of a case with its mesh; what they return does a training step: the loss.
+        world: ranks of a case.
+        axis: name of the only axis of the mesh.
+        num_rounds: that are measured, after one more.
+        num_checked: first steps, of which losses are kept.
+    """
+    every = run_ranks(_steps_of_a_rank, world * len(makers), makers, world, axis, num_rounds, num_checked, timeout=1500)
+    return dict(zip(makers, every[::world], strict=True))
+
+
+def _steps_of_a_rank(makers: dict, world: int, axis: str, num_rounds: int, num_checked: int) -> Steps:
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    mesh = init_device_mesh("cpu", (len(makers), world), mesh_dim_names=("case", axis))
+    own = list(makers)[dist.get_rank() // world]
+    step = makers[own](mesh[axis])
+    losses = [step() for _ in range(num_checked)]
+    processor: list[float] = []
+    cases = {name: with_processor_time(step, processor) if name == own else lambda: None for name in makers}
+    seconds = time_in_turns(cases, num_rounds=num_rounds, num_warmup=1)[own]
+    return Steps(losses, seconds, processor[1:])
