@@ -48,7 +48,7 @@ def run(num_rounds: int) -> Result:
     rows = {}
     for rank, record in enumerate(records):
         rows[f"rank {rank}, tensors"] = record["counted"], share, 0.02 * share + unit
-        rows[f"rank {rank}, peak of the process"] = record["peak"], peak, 0.02 * peak + unit
+        rows[f"rank {rank}, peak of the process"] = record["peak"], peak, 0.02 * share + unit
     seconds = ", ".join(f"{record['seconds']:.0f}" for record in records)
     losses = ", ".join(f"{loss:.4f}" for loss in records[0]["losses"])
     notes = (f"losses of rank 0: {losses}", f"seconds from nothing to the end of two steps, by rank: {seconds}")

@@ -10,8 +10,8 @@ ZeRO 1 to 3: R = 1), the buffer is the bucket's, and the result this rank's shar
 A collective over one rank is left out; an all-reduce that comes first is launched at once. So ZeRO 0 sends 2 (N-1)/N,
 and ZeRO 1 to 3 on one axis (N-1)/N, by either rule. Bytes are in units of the bucket, in the dtype of the wire; a wire
 of another dtype than the gradients is one more buffer while it is in flight. The first collective needs one more by
-``"ordered"``; by ``"backend"`` 1/S. At most three buckets are in flight where that takes memory or where
-a second collective is to follow (ZeRO 3: where communication keeps up).
+``"ordered"``; by ``"backend"`` 1/S. At most three buckets are in flight where that takes memory or where a second
+collective is to follow (ZeRO 3: where communication keeps up).
 
 In the ordered sum the replicas of a shard cut it into pieces, and every rank gets all addends of its own
 
