@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from measure import Result, time_in_turns
 
-from vescale.dtensor._cuda import replay_fill, replay_native_dropout
+from vescale.dtensor._random.cuda_replay import replay_fill, replay_native_dropout
 
 NUM_RANKS, RANK = 8, 3
 SHAPE = (8192, 12_289)  # rows that are no multiple of a window

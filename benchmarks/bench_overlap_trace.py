@@ -20,7 +20,7 @@ from torch import nn
 
 from vescale.dtensor import init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._axis import Axis
+from vescale.optim._ranks.axis import Axis
 from vescale_testing import run_ranks
 
 DEPTH, HIDDEN, HEADS, BATCH, SEQ = 6, 512, 8, 4, 64

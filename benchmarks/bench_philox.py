@@ -13,10 +13,10 @@ import torch
 from measure import Result, time_in_turns
 
 from vescale.dtensor import random
-from vescale.dtensor._boxes import Box
-from vescale.dtensor._philox._cipher import Key
-from vescale.dtensor._philox._elements import sample_box
-from vescale.dtensor._philox._values import Uniform
+from vescale.dtensor._layout.boxes import Box
+from vescale.dtensor._random.philox.cipher import Key
+from vescale.dtensor._random.philox.elements import sample_box
+from vescale.dtensor._random.philox.values import Uniform
 
 NUMEL = 2**20
 SHAPE = (1024, 1024)

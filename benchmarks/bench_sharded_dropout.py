@@ -18,7 +18,7 @@ from measure import time_in_turns
 from torch import Tensor
 
 from vescale.dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from vescale.dtensor import _torch as ours
+from vescale.dtensor._torch import dispatch as ours
 from vescale_testing import run_ranks
 
 SIZES = (64, 256, 1024, 2048)

@@ -10,8 +10,8 @@ from torch import nn
 from vescale.dmodule import parallelize_module, set_mode
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._awaited import AwaitedValues, Memory
-from vescale.optim._flat import FlatBucket
+from vescale.optim._gradients.bucket import FlatBucket
+from vescale.optim._parameters.awaited import AwaitedValues, Memory
 from vescale.optim._torch import local_tensor
 from vescale_testing import ask_again, begin_late, ranks
 
@@ -103,7 +103,7 @@ def train(mesh, *, modes, **settings):
 
 @ranks(4, timeout=120)
 def test_modes_may_change_while_gathers_are_on_their_way(monkeypatch):
-    monkeypatch.setattr("vescale.dmodule._static._compile.BACKEND", "eager")
+    monkeypatch.setattr("vescale.dmodule._compile.blocks.BACKEND", "eager")
     modes = ("eager", "static", "static", "compile", "static", "eager")
     mesh = data_and_tensor_parallel()
     values, on_their_way = train(mesh, modes=modes)

@@ -8,9 +8,13 @@ import torch
 from torch import nn
 
 from vescale.dmodule import parallelize_module
-from vescale.dmodule._static import _compile, _conversions, _overlap
+from vescale.dmodule._compile import blocks as _compile
+from vescale.dmodule._static import overlap as _overlap
+from vescale.dmodule._static.movement import conversions as _conversions
 from vescale.dtensor import DTensor, Partial, Replicate, Shard, debug, init_device_mesh
-from vescale.optim import DDP, DistributedOptimizer, _partials, _reduce, clip_grad_norm_
+from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
+from vescale.optim._gradients import partials as _partials
+from vescale.optim._gradients import reducer as _reduce
 from vescale_testing import ranks
 
 WIDTH, LENGTH, MICROS, STEPS = 6, 12, 3, 2

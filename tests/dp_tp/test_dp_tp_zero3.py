@@ -134,7 +134,7 @@ def test_training_is_that_of_one_process():
 
 @ranks(4, timeout=240)
 def test_compiled_layers_train_as_one_process(monkeypatch, caplog):
-    monkeypatch.setattr("vescale.dmodule._static._compile.BACKEND", "aot_eager")
+    monkeypatch.setattr("vescale.dmodule._compile.blocks.BACKEND", "aot_eager")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for checkpoints in (False, True):
         counters["stats"].clear()
@@ -226,7 +226,7 @@ def test_parameters_of_other_units_are_guarded_on_local_tensors():
 @ranks(4, timeout=120)
 def test_values_come_from_the_gathers(monkeypatch):
     """Without what the gathers bring, the comparison fails in every mode."""
-    from vescale.optim import _sharded_values
+    from vescale.optim._parameters import sharded_values as _sharded_values
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     expected = train_on_one(checkpoints=False)

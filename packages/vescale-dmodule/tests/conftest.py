@@ -42,7 +42,7 @@ from transformers import (
 from transformers.utils import logging
 
 from vescale.dmodule import Repeat, parallelize_module
-from vescale.dmodule._static import _compile
+from vescale.dmodule._compile import blocks as _compile
 from vescale.dtensor import Replicate, Shard
 from vescale_testing import gather_full, keep_float64
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import parallelize_module, set_mode
-from vescale.dmodule._static import _compile
-from vescale.dmodule._static._random import Draw, Operand
+from vescale.dmodule._compile import blocks as _compile
+from vescale.dmodule._static.draws import Draw, Operand
 from vescale.dtensor import Partial, Replicate, Shard, init_device_mesh
 from vescale_testing import ranks
 

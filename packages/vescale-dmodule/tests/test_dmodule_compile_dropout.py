@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale.dmodule import NotLocalFriendlyError, parallelize_module
-from vescale.dmodule._static import _compiled_draws
+from vescale.dmodule._compile import draws as _compiled_draws
 from vescale.dtensor import Replicate, Shard, init_device_mesh, random
 from vescale_testing import ranks
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale.dmodule._boundary import bring
-from vescale.dmodule._static._conversions import Conversion, compile_conversion, identity
-from vescale.dmodule._static._steps import Exchange, Gather, Reduce, ReduceScatter, Split, chunk, plan_steps
+from vescale.dmodule._boundary.convert import bring
+from vescale.dmodule._static.movement.conversions import Conversion, compile_conversion, identity
+from vescale.dmodule._static.movement.steps import Exchange, Gather, Reduce, ReduceScatter, Split, chunk, plan_steps
 from vescale.dtensor import DTensor, InterleavedShard, Partial, RaggedShard, Replicate, Shard, init_device_mesh
 from vescale_testing import ranks
 

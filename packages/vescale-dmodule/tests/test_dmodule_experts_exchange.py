@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from vescale.dmodule._experts import _axes, _exchange, _migrate
-from vescale.dmodule._experts._allocate import (
+from vescale.dmodule._experts import axes as _axes
+from vescale.dmodule._experts import dispatch as _exchange
+from vescale.dmodule._experts import migrate as _migrate
+from vescale.dmodule._experts.allocate import (
     LoadBalancingAllocator,
     StaticAllocator,
     check_allocation,

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from vescale.dmodule._experts import Experts, _collectives, _region, install_experts, plan_experts
+from vescale.dmodule._experts import Experts, install_experts, plan_experts
+from vescale.dmodule._experts import collectives as _collectives
+from vescale.dmodule._experts import region as _region
 from vescale.dtensor import init_device_mesh
 from vescale_testing import ranks
 

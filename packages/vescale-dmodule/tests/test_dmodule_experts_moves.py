@@ -12,14 +12,14 @@ from vescale.dmodule._experts import (
     Experts,
     LoadBalancingAllocator,
     StaticAllocator,
-    _migrate,
-    _region,
     experts_region,
     install_experts,
     plan_experts,
     rebalance_experts,
     restore_experts,
 )
+from vescale.dmodule._experts import migrate as _migrate
+from vescale.dmodule._experts import region as _region
 from vescale.dtensor import distribute_tensor, init_device_mesh
 from vescale_testing import ranks
 

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from vescale.dmodule import ImplicitRedistributionError, NotLocalFriendlyError, PlanError, parallelize_module
 from vescale.dmodule._experts import AllToAll, Exchange, Experts, LoadBalancingAllocator, experts_region, plan_experts
-from vescale.dmodule._static import _learning
+from vescale.dmodule._static.recording import learn as _learning
 from vescale.dtensor import InterleavedShard, debug, deferred_init, init_device_mesh
 from vescale_testing import keep_float64, ranks
 

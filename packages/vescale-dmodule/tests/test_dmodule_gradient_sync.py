@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import no_sync, parallelize_module
-from vescale.dmodule._execution import execution_of
-from vescale.dmodule._flat import pack, partial_dims
-from vescale.dmodule._gradients import GradientSync
+from vescale.dmodule._execution.modes import execution_of
+from vescale.dmodule._gradients.flat import pack, partial_dims
+from vescale.dmodule._gradients.sync import GradientSync
 from vescale.dtensor import Replicate, Shard, debug, init_device_mesh
 from vescale_testing import ranks
 

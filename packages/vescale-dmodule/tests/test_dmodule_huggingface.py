@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale.dmodule import parallelize_module, plans
-from vescale.dmodule._gradients import GradientSync
+from vescale.dmodule._gradients.sync import GradientSync
 from vescale.dtensor import Replicate, disabled, init_device_mesh
 from vescale_testing import ranks
 

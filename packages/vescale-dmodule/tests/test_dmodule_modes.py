@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vescale.dmodule import PlanError, parallelize_module, set_mode
-from vescale.dmodule._execution import ATTRIBUTE, execution_of
+from vescale.dmodule._execution.modes import ATTRIBUTE, execution_of
 from vescale.dtensor import DTensor, init_device_mesh
 from vescale_testing import ranks
 

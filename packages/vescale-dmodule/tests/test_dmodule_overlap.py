@@ -11,8 +11,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import NotLocalFriendlyError, _torch, no_sync, parallelize_module
-from vescale.dmodule._execution import execution_of
-from vescale.dmodule._static import _conversions, _overlap
+from vescale.dmodule._execution.modes import execution_of
+from vescale.dmodule._static import overlap as _overlap
+from vescale.dmodule._static.movement import conversions as _conversions
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale_testing import gather_full, ranks
 

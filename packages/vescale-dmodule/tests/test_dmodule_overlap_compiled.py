@@ -16,7 +16,8 @@ from torch.distributed import _symmetric_memory
 from torch.profiler import ProfilerActivity, profile
 
 from vescale.dmodule import _torch, parallelize_module
-from vescale.dmodule._static import _async_tp, _compile
+from vescale.dmodule._compile import blocks as _compile
+from vescale.dmodule._static import async_tp as _async_tp
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale_testing import ranks
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from vescale.dmodule import Divided, PlanError, Repeat, describe, parallelize_module
-from vescale.dmodule._resolve import resolve
+from vescale.dmodule._plan.resolve import resolve
 from vescale.dtensor import (
     InterleavedShard,
     Partial,

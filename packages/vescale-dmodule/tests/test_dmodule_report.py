@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from vescale.dmodule import parallelize_module, report
-from vescale.dmodule._profile import PREFIX
-from vescale.dmodule._report import Collective
-from vescale.dmodule._table import bytes_text, table
+from vescale.dmodule._report.ranges import PREFIX
+from vescale.dmodule._report.report import Collective
+from vescale.dmodule._report.table import bytes_text, table
 from vescale.dtensor import Replicate, Shard, debug, init_device_mesh
 from vescale_testing import ranks
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vescale.dmodule import PlanError, no_sync
-from vescale.dmodule._static import _program
+from vescale.dmodule._static import program as _program
 from vescale.dtensor import DTensor, Replicate, Shard, init_device_mesh
 from vescale_testing import ranks
 

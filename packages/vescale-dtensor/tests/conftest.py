@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
-from vescale.dtensor import InterleavedShard, RaggedShard, _layout
+from vescale.dtensor import InterleavedShard, RaggedShard
+from vescale.dtensor._layout import shards as _layout
 
 
 def _shard_of(tensor, mesh, placements):

@@ -6,7 +6,7 @@ Written from the loops of the kernels, not from the formulas under test: every t
 import numpy as np
 import torch
 
-from vescale.dtensor._cuda._geometry import Grid
+from vescale.dtensor._random.cuda_replay.geometry import Grid
 
 MASK = np.uint64(0xFFFFFFFF)
 ATEN = torch.ops.aten

@@ -182,7 +182,7 @@ def test_fused_dropout_is_refused(shard):
 
 @ranks(2)
 def test_a_mask_cut_wrongly_would_be_noticed(shard, monkeypatch):
-    from vescale.dtensor import _attention
+    from vescale.dtensor._operators import attention as _attention
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     mask = mask_of((1, H, L, S), torch.float64)

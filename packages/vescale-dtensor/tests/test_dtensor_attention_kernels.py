@@ -6,7 +6,8 @@ The kernels need a device that is not here; what is tested is what reaches stock
 import pytest
 import torch
 
-from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, _attention, distribute_tensor, init_device_mesh
+from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, distribute_tensor, init_device_mesh
+from vescale.dtensor._operators import attention as _attention
 from vescale_testing import ranks
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vescale.dtensor import flat_range_boxes
-from vescale.dtensor._boxes import flat_offset, intersect
+from vescale.dtensor._layout.boxes import flat_offset, intersect
 
 SHAPES = [(), (1,), (5,), (0,), (3, 4), (4, 1), (1, 4), (0, 3), (3, 0), (2, 3, 4), (2, 1, 3), (2, 0, 2), (2, 2, 2, 2)]
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from vescale.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
-from vescale.dtensor._cuda import _selftest, replay_bernoulli, replay_fill, replay_native_dropout
-from vescale.dtensor._cuda._backend import CUDA
-from vescale.dtensor._cuda._draws import dropout_part
-from vescale.dtensor._cuda._geometry import dropout_rounds, nullary_word, vector_size
-from vescale.dtensor._cuda._philox import philox_words, uniform_of
-from vescale.dtensor._cuda._rules import values_per_block
-from vescale.dtensor._layout import local_shape, pieces
+from vescale.dtensor._layout.shards import local_shape, pieces
 from vescale.dtensor._placements import InterleavedShard, RaggedShard
+from vescale.dtensor._random.cuda_replay import replay_bernoulli, replay_fill, replay_native_dropout
+from vescale.dtensor._random.cuda_replay import selftest as _selftest
+from vescale.dtensor._random.cuda_replay.backend import CUDA
+from vescale.dtensor._random.cuda_replay.draws import dropout_part
+from vescale.dtensor._random.cuda_replay.geometry import dropout_rounds, nullary_word, vector_size
+from vescale.dtensor._random.cuda_replay.philox import philox_words, uniform_of
+from vescale.dtensor._random.cuda_replay.rules import values_per_block
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale.dtensor import Replicate, Shard
-from vescale.dtensor._cuda import _draws, _selftest, replay_bernoulli, replay_fill, replay_native_dropout
-from vescale.dtensor._cuda._geometry import Draw, Rounds
-from vescale.dtensor._cuda._windows import Request, plan
-from vescale.dtensor._layout import local_shape, pieces
+from vescale.dtensor._layout.shards import local_shape, pieces
 from vescale.dtensor._placements import InterleavedShard, RaggedShard
+from vescale.dtensor._random.cuda_replay import draws as _draws
+from vescale.dtensor._random.cuda_replay import replay_bernoulli, replay_fill, replay_native_dropout
+from vescale.dtensor._random.cuda_replay import selftest as _selftest
+from vescale.dtensor._random.cuda_replay.geometry import Draw, Rounds
+from vescale.dtensor._random.cuda_replay.windows import Request, plan
 
 spec = importlib.util.spec_from_file_location("simulated_cuda", Path(__file__).with_name("simulated_cuda.py"))
 simulated_cuda = importlib.util.module_from_spec(spec)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vescale.dtensor._cuda import _selftest, replay_bernoulli, replay_fill, replay_native_dropout
+from vescale.dtensor._random.cuda_replay import replay_bernoulli, replay_fill, replay_native_dropout
+from vescale.dtensor._random.cuda_replay import selftest as _selftest
 
 spec = importlib.util.spec_from_file_location("simulated_cuda", Path(__file__).with_name("simulated_cuda.py"))
 simulated_cuda = importlib.util.module_from_spec(spec)

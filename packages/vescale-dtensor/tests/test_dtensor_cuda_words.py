@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from vescale.dtensor._cuda._geometry import (
+from vescale.dtensor._random.cuda_replay.geometry import (
     Grid,
     bernoulli_word,
     dropout_advance,

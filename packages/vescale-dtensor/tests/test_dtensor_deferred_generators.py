@@ -184,7 +184,7 @@ def test_a_failing_constructor_leaves_the_generator_alone():
 
 
 def test_a_failing_replay_changes_neither_module_nor_generator(monkeypatch):
-    from vescale.dtensor._deferred import _replay
+    from vescale.dtensor._deferred import replay as _replay
 
     module, state = deferred_init(nn.Linear, 3, 3), torch.get_rng_state()
     with monkeypatch.context() as patched:

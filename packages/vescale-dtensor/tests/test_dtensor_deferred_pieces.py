@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vescale.dtensor._pieces import NORMAL_BLOCK, PIECEWISE_OPS, Scratch, draw_pieces, piece_sizes
+from vescale.dtensor._random.stock.pieces import NORMAL_BLOCK, PIECEWISE_OPS, Scratch, draw_pieces, piece_sizes
 
 aten = torch.ops.aten
 RANDOM_FROM = getattr(aten.random_, "from")

@@ -149,8 +149,8 @@ def test_a_rank_outside_the_mesh_draws_along():
 @ranks(2)
 def test_pieces_smaller_than_a_shard(monkeypatch):
     """Shards are put together from many pieces; the same values, whatever the size of a piece."""
-    import vescale.dtensor._deferred._shards as shards
-    from vescale.dtensor._pieces import draw_pieces
+    import vescale.dtensor._deferred.shards as shards
+    from vescale.dtensor._random.stock.pieces import draw_pieces
 
     def small_pieces(*args, **kwargs):
         return draw_pieces(*args, **kwargs, max_piece=50)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from vescale.dtensor import Partial, Replicate, Shard, debug, init_device_mesh
-from vescale.dtensor._layout import local_shape
+from vescale.dtensor._layout.shards import local_shape
 from vescale.dtensor._placements import InterleavedShard, RaggedShard
 from vescale.dtensor.debug._grid import draw, ranks_text
 from vescale_testing import ranks

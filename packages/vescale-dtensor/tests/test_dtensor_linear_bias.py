@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor.debug import CommDebugMode
 
 from vescale.dtensor import DTensor, Partial, Replicate, Shard, disabled, init_device_mesh
-from vescale.dtensor import _torch as ours
+from vescale.dtensor._torch import dispatch as ours
 from vescale_testing import ranks
 
 WHOLE = Replicate()

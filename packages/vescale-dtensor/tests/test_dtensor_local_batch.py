@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, disabled, init_device_mesh, random
-from vescale.dtensor._torch import dispatch_modes
+from vescale.dtensor._torch.dispatch import dispatch_modes
 from vescale_testing import ranks
 
 B = 3  # rows on each rank

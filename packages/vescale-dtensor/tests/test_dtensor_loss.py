@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor.debug import CommDebugMode
 
-from vescale.dtensor import Partial, Replicate, Shard, _loss, init_device_mesh
-from vescale.dtensor import _torch as ours
+from vescale.dtensor import Partial, Replicate, Shard, init_device_mesh
+from vescale.dtensor._operators import loss as _loss
+from vescale.dtensor._torch import dispatch as ours
 from vescale_testing import ranks
 
 IGNORED = -100

@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from transformers.utils import logging
 
 from vescale.dtensor import Replicate, Shard, disabled, init_device_mesh
-from vescale.dtensor import _torch as ours
+from vescale.dtensor._torch import dispatch as ours
 from vescale_testing import keep_float64, ranks
 
 logging.set_verbosity_error()

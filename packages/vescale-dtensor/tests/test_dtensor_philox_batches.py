@@ -279,7 +279,7 @@ def test_recomputation_in_keyed_modules():
 
 
 def test_more_modules_than_can_be_counted(monkeypatch):
-    from vescale.dtensor._philox import _state
+    from vescale.dtensor._random.philox import state as _state
 
     monkeypatch.setattr(_state, "_slots", dict.fromkeys(range(-_state._MAX_MODULES, 0), _state._SLOTS))
     net = nn.Dropout(0.5)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from vescale.dtensor import random
-from vescale.dtensor._philox import _cipher
-from vescale.dtensor._philox._cipher import Key, blocks, encrypt, fold_in
+from vescale.dtensor._random.philox import cipher as _cipher
+from vescale.dtensor._random.philox.cipher import Key, blocks, encrypt, fold_in
 
 # kat_vectors of Random123: philox4x32-10, counter, key, words
 PUBLISHED = [

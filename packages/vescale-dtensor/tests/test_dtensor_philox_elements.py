@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vescale.dtensor._philox import _elements, _values
-from vescale.dtensor._philox._cipher import Key, encrypt
+from vescale.dtensor._random.philox import elements as _elements
+from vescale.dtensor._random.philox import values as _values
+from vescale.dtensor._random.philox.cipher import Key, encrypt
 
 KEY = Key(0x0123456789ABCDEF, 2**64 - 2)  # the counter wraps around within a few blocks
 DISTRIBUTIONS = [

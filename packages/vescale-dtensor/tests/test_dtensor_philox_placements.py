@@ -18,11 +18,12 @@ from vescale.dtensor import (
     materialize,
     random,
 )
-from vescale.dtensor._layout import local_shape, local_views
-from vescale.dtensor._philox import _cipher, _elements
-from vescale.dtensor._philox._rules import fill_views
-from vescale.dtensor._philox._values import Uniform
-from vescale.dtensor._placements._types import InterleavedShard, RaggedShard
+from vescale.dtensor._layout.shards import local_shape, local_views
+from vescale.dtensor._placements.types import InterleavedShard, RaggedShard
+from vescale.dtensor._random.philox import cipher as _cipher
+from vescale.dtensor._random.philox import elements as _elements
+from vescale.dtensor._random.philox.rules import fill_views
+from vescale.dtensor._random.philox.values import Uniform
 from vescale_testing import ranks
 
 S0, S1, S2, R = Shard(0), Shard(1), Shard(2), Replicate()

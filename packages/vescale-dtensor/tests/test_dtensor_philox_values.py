@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from vescale.dtensor import DTensor, Replicate, Shard, UnsupportedRandomOperator, init_device_mesh, random
-from vescale.dtensor._philox import _values
+from vescale.dtensor._random.philox import values as _values
 from vescale_testing import ranks
 
 N = 100_000

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.dtensor import DTensor, Partial, Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
-from vescale.dtensor._place import BatchWindow, fills_memory, memory_order, place_of
+from vescale.dtensor._random.global_position import BatchWindow, fills_memory, memory_order, place_of
 from vescale_testing import ranks
 
 

@@ -8,9 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vescale.dtensor import Replicate, Shard, _torch, init_device_mesh, random
-from vescale.dtensor._random_rules import handlers
-from vescale.dtensor._streams import switchable
+from vescale.dtensor import Replicate, Shard, init_device_mesh, random
+from vescale.dtensor._random.stock.rules import handlers
+from vescale.dtensor._random.streams import switchable
+from vescale.dtensor._torch import dispatch as _torch
 from vescale_testing import ranks
 
 VARIANTS = pytest.mark.parametrize("use_reentrant", [True, False])

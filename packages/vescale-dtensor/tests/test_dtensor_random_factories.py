@@ -5,7 +5,7 @@ import torch
 from torch.distributed import tensor as sharded
 
 from vescale.dtensor import Replicate, Shard, disabled, init_device_mesh
-from vescale.dtensor._random._factories import install_factories
+from vescale.dtensor._random.stock.factories import install_factories
 from vescale_testing import ranks
 
 S0, S1, R = Shard(0), Shard(1), Replicate()

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from vescale.dtensor import _layout
-from vescale.dtensor._place import BatchWindow, Place, _cut, _laid_out
-from vescale.dtensor._placements._types import InterleavedShard, RaggedShard
-from vescale.dtensor._random import _draw, _spans
+from vescale.dtensor._layout import shards as _layout
+from vescale.dtensor._placements.types import InterleavedShard, RaggedShard
+from vescale.dtensor._random.global_position import BatchWindow, Place, _cut, _laid_out
+from vescale.dtensor._random.stock import draw as _draw
+from vescale.dtensor._random.stock import spans as _spans
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

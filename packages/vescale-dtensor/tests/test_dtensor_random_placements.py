@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vescale.dtensor import DeviceMesh, DTensor, Replicate, Shard, _layout, disabled, init_device_mesh
-from vescale.dtensor._placements._types import InterleavedShard, RaggedShard
+from vescale.dtensor import DeviceMesh, DTensor, Replicate, Shard, disabled, init_device_mesh
+from vescale.dtensor._layout import shards as _layout
+from vescale.dtensor._placements.types import InterleavedShard, RaggedShard
 from vescale_testing import ranks
 
 S0, S1, R = Shard(0), Shard(1), Replicate()

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vescale.dtensor import Shard, _streams, disabled, init_device_mesh, random
-from vescale.dtensor._philox import _state
+from vescale.dtensor import Shard, disabled, init_device_mesh, random
+from vescale.dtensor._random import streams as _streams
+from vescale.dtensor._random.philox import state as _state
 from vescale_testing import ranks
 
 

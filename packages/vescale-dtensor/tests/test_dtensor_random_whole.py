@@ -6,9 +6,9 @@ Run on the CPU here, where the same native operators give the reference.
 import torch
 
 from vescale.dtensor import Replicate, Shard, init_device_mesh
-from vescale.dtensor._place import place_of
-from vescale.dtensor._random._draw import _draw_whole
-from vescale.dtensor._random._elements import _bernoulli_whole, _dropout_whole
+from vescale.dtensor._random.global_position import place_of
+from vescale.dtensor._random.stock.draw import _draw_whole
+from vescale.dtensor._random.stock.elements import _bernoulli_whole, _dropout_whole
 from vescale_testing import ranks
 
 aten = torch.ops.aten

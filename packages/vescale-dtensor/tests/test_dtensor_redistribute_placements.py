@@ -21,8 +21,8 @@ from vescale.dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
-from vescale.dtensor._layout import check
-from vescale.dtensor._placements._move import redistribute_shard
+from vescale.dtensor._layout.shards import check
+from vescale.dtensor._placements.move import redistribute_shard
 from vescale_testing import ranks
 
 PLACEMENTS = [

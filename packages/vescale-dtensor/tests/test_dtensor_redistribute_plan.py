@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from vescale.dtensor import InterleavedShard, RaggedShard, Replicate, Shard
-from vescale.dtensor._layout import local_shape, pieces
-from vescale.dtensor._placements._plan import crossed_axes, is_axis_order, movement, peers
+from vescale.dtensor._layout.shards import local_shape, pieces
+from vescale.dtensor._placements.plan import crossed_axes, is_axis_order, movement, peers
 
 MESHES = [(1,), (2,), (3,), (8,), (1, 4), (2, 3), (4, 2), (2, 2, 2)]
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import local_map
 
 from vescale.dtensor import ImplicitRedistributionError, Partial, Replicate, Shard, init_device_mesh, strict
-from vescale.dtensor._strict import communicates
+from vescale.dtensor._operators.strict import communicates
 from vescale_testing import ranks
 
 X = torch.arange(24, dtype=torch.float64).view(4, 6) / 10

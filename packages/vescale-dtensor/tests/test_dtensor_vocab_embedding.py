@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor.experimental import implicit_replication
 
-from vescale.dtensor import Partial, Replicate, Shard, _vocab, disabled, init_device_mesh
+from vescale.dtensor import Partial, Replicate, Shard, disabled, init_device_mesh
+from vescale.dtensor._operators import vocabulary as _vocab
 from vescale_testing import ranks
 
 WHOLE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)

@@ -10,8 +10,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
-from vescale.dtensor import Partial, Replicate, Shard, _loss, _vocab, disabled, init_device_mesh
-from vescale.dtensor import _torch as ours
+from vescale.dtensor import Partial, Replicate, Shard, disabled, init_device_mesh
+from vescale.dtensor._operators import loss as _loss
+from vescale.dtensor._operators import vocabulary as _vocab
+from vescale.dtensor._torch import dispatch as ours
 from vescale_testing import ranks
 
 IGNORED = -100

@@ -6,7 +6,7 @@ Stock DTensor gives a view over a sharded dim as a gathered copy; what is writte
 import torch
 
 from vescale.dtensor import Replicate, Shard, disabled, distribute_tensor, init_device_mesh
-from vescale.dtensor._torch import handler_table
+from vescale.dtensor._torch.dispatch import handler_table
 from vescale_testing import ranks
 
 WRITES = {

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.optim import DDP
-from vescale.optim._awaited import AwaitedValues
-from vescale.optim._flat import FlatBucket
+from vescale.optim._gradients.bucket import FlatBucket
+from vescale.optim._parameters.awaited import AwaitedValues
 from vescale_testing import TrainingRecord, ask_again, begin_late
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from vescale.optim._buckets import ParamInfo, plan_buckets
+from vescale.optim._buckets.plan import ParamInfo, plan_buckets
 
 
 def infos(sizes, dtypes=(torch.float32,)):

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from vescale.dtensor import group_of_ranks
-from vescale.optim import DDP, _span, clip_grad_norm_
-from vescale.optim._span import Span
+from vescale.optim import DDP, clip_grad_norm_
+from vescale.optim._ranks import span as _span
+from vescale.optim._ranks.span import Span
 from vescale.optim.clip import distribution_axes
 from vescale_testing import ranks, run_ranks
 

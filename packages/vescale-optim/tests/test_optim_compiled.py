@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vescale.optim import DDP, DistributedOptimizer, _local_batch
+from vescale.optim import DDP, DistributedOptimizer
+from vescale.optim._forward import local_batch as _local_batch
 from vescale_testing import ranks
 
 

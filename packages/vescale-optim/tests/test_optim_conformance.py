@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._reduction import ScatteredSum
+from vescale.optim._gradients.reduction import ScatteredSum
 from vescale_testing import TrainingRecord, assert_same_training, run_ranks
 
 STEPS = 5

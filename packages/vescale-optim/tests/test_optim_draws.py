@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vescale.dtensor import random
-from vescale.optim import DDP, _local_batch
+from vescale.optim import DDP
+from vescale.optim._forward import local_batch as _local_batch
 from vescale_testing import ranks
 
 SHARED = torch.Generator()

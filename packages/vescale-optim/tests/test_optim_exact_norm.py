@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.optim import _exact_norm
-from vescale.optim._axis import Axis
-from vescale.optim._counting import Counting, Share
-from vescale.optim._exact_norm import exact_norm
+from vescale.optim._norm import exact as _exact_norm
+from vescale.optim._norm.counting import Counting, Share
+from vescale.optim._norm.exact import exact_norm
+from vescale.optim._ranks.axis import Axis
 from vescale_testing import run_ranks
 
 

@@ -6,10 +6,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, _reduction
-from vescale.optim._awaited import AwaitedValues
-from vescale.optim._flat import FlatBucket, FlatSlot
-from vescale.optim._unit_hooks import Unit
+from vescale.optim import DDP, DistributedOptimizer
+from vescale.optim._gradients import reduction as _reduction
+from vescale.optim._gradients.bucket import FlatBucket, FlatSlot
+from vescale.optim._parameters.awaited import AwaitedValues
+from vescale.optim._parameters.unit_hooks import Unit
 from vescale_testing import assert_same_training, run_ranks
 
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, distribute_tensor
-from vescale.optim import DDP, DistributedOptimizer, Muon, _full_state
+from vescale.optim import DDP, DistributedOptimizer, Muon
+from vescale.optim._state import state_dict as _full_state
 from vescale_testing import ranks, run_ranks
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
-from vescale.optim import DDP, DistributedOptimizer, _gathers
+from vescale.optim import DDP, DistributedOptimizer
+from vescale.optim._parameters import gathers as _gathers
 from vescale_testing import ranks
 
 EYE = torch.eye(6, dtype=torch.float64)

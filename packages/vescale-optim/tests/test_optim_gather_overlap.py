@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP, DistributedOptimizer, _torch
-from vescale.optim._flat import FlatBucket
+from vescale.optim._gradients.bucket import FlatBucket
 from vescale_testing import ranks
 
 EYE = torch.eye(6, dtype=torch.float64)

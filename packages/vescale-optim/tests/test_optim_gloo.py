@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, _axis, _torch
-from vescale.optim._axis import IN_PLACE_BYTES, Axis
+from vescale.optim import DDP, DistributedOptimizer, _torch
+from vescale.optim._ranks import axis as _axis
+from vescale.optim._ranks.axis import IN_PLACE_BYTES, Axis
 from vescale_testing import assert_same_training, ranks, run_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8]

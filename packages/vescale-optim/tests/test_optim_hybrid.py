@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, _reduce, clip, clip_grad_norm_
-from vescale.optim._axes import DataAxes
-from vescale.optim._axis import Axis
-from vescale.optim._counting import Counting
-from vescale.optim._local_batch import attach_local_batch
+from vescale.optim import DDP, DistributedOptimizer, clip, clip_grad_norm_
+from vescale.optim._forward.local_batch import attach_local_batch
+from vescale.optim._gradients import reducer as _reduce
+from vescale.optim._norm.counting import Counting
+from vescale.optim._ranks.axis import Axis
+from vescale.optim._ranks.data_axes import DataAxes
 from vescale_testing import TrainingRecord, assert_same_training, run_ranks
 
 #: Rows per batch: 1, 2, 3, 4 and 6 ranks divide it evenly.

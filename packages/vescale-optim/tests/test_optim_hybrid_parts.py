@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from vescale.dtensor import deferred_init
-from vescale.optim import DDP, DistributedOptimizer, Muon, _failures, clip_grad_norm_
+from vescale.optim import DDP, DistributedOptimizer, Muon, clip_grad_norm_
+from vescale.optim._ranks import failures as _failures
 from vescale_testing import RankFailure, ranks, run_ranks
 
 NAMES = ("replicate", "shard")

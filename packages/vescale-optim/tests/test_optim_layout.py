@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vescale.optim import _layout
-from vescale.optim._layout import BlockedTensor, Layout, plan_layout
+from vescale.optim._buckets import layout as _layout
+from vescale.optim._buckets.layout import BlockedTensor, Layout, plan_layout
 
 
 def check(layout, tensors, align, num_pieces=1):

@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from vescale.optim import DDP, DistributedOptimizer, _amp
+from vescale.optim import DDP, DistributedOptimizer
+from vescale.optim._state import loss_scaling as _amp
 from vescale_testing import ranks, run_ranks
 
 INFINITE_STEP = 2

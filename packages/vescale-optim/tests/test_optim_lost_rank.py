@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, _axis, _failures
+from vescale.optim import DDP, DistributedOptimizer
+from vescale.optim._ranks import axis as _axis
+from vescale.optim._ranks import failures as _failures
 from vescale_testing import RankFailure, ranks, run_ranks
 
 

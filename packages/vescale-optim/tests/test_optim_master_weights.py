@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from vescale.optim import DDP, DistributedOptimizer, Muon, _master
+from vescale.optim import DDP, DistributedOptimizer, Muon
+from vescale.optim._state import masters as _master
 from vescale_testing import gather_full, ranks, run_ranks
 
 NUM_STEPS = 16

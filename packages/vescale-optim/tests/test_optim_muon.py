@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from vescale.optim import Muon
-from vescale.optim._newton_schulz import NewtonSchulz
+from vescale.optim._muon.newton_schulz import NewtonSchulz
 from vescale_testing import ranks
 
 

@@ -6,8 +6,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, Muon, _matrix_step
-from vescale.optim._newton_schulz import NewtonSchulz
+from vescale.optim import DDP, DistributedOptimizer, Muon
+from vescale.optim._muon import step as _matrix_step
+from vescale.optim._muon.newton_schulz import NewtonSchulz
 from vescale_testing import TrainingRecord, assert_same_training, gather_state, ranks, run_ranks
 
 SETTINGS = {"lr": 0.02, "adamw": ["embedding.*"], "adamw_lr": 0.01}

@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, RaggedShard, distribute_tensor
-from vescale.optim import DDP, DistributedOptimizer, Muon, _matrix_step
-from vescale.optim._newton_schulz import NewtonSchulz
-from vescale.optim._owners import matrix_cost
-from vescale.optim._pieces import StatePiece
+from vescale.optim import DDP, DistributedOptimizer, Muon
+from vescale.optim._muon import step as _matrix_step
+from vescale.optim._muon.newton_schulz import NewtonSchulz
+from vescale.optim._muon.owners import matrix_cost
+from vescale.optim._state.pieces import StatePiece
 from vescale_testing import ranks
 
 SETTINGS = {"lr": 0.02, "adamw": ["gain"], "adamw_lr": 0.01}

@@ -7,7 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, distribute_tensor
-from vescale.optim import DDP, DistributedOptimizer, Muon, _matrix_step
+from vescale.optim import DDP, DistributedOptimizer, Muon
+from vescale.optim._muon import step as _matrix_step
 from vescale_testing import TrainingRecord, assert_same_training, run_ranks
 
 SETTINGS = {"lr": 0.02, "adamw": "head.*", "adamw_lr": 0.01}

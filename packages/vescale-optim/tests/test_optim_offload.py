@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from vescale.dtensor import deferred_init
 from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
-from vescale.optim._offload import HostMemory
+from vescale.optim._parameters.offload import HostMemory
 from vescale_testing import ranks
 
 WIDTH = 6

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._axis import Axis, Pending
+from vescale.optim._ranks.axis import Axis, Pending
 from vescale_testing import ranks
 
 

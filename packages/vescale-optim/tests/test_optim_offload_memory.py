@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._offload import HostMemory
+from vescale.optim._parameters.offload import HostMemory
 from vescale_testing import RankFailure, held_bytes, ranks, run_ranks, settled_bytes
 
 WIDTH, NUM_BLOCKS = 32, 6

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.dtensor import deferred_init
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._axis import Axis
-from vescale.optim._offload import check_offload
+from vescale.optim._parameters.offload import check_offload
+from vescale.optim._ranks.axis import Axis
 from vescale_testing import ranks
 
 

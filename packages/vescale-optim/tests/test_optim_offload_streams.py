@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, _offload
-from vescale.optim._offload import HostMemory
+from vescale.optim import DDP, DistributedOptimizer
+from vescale.optim._parameters import offload as _offload
+from vescale.optim._parameters.offload import HostMemory
 from vescale_testing import ranks
 
 

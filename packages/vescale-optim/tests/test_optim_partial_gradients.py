@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from vescale.optim import DDP, DistributedOptimizer, _axis
+from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim._attributes import TAKER
-from vescale.optim._partials import Form
+from vescale.optim._gradients.partials import Form
+from vescale.optim._ranks import axis as _axis
 from vescale_testing import ranks
 
 R, S0, P = Replicate(), Shard(0), Partial()
@@ -241,7 +242,7 @@ def test_forms():
 
 @ranks(4)
 def test_a_forgotten_axis_is_seen(monkeypatch):
-    from vescale.optim import _partials
+    from vescale.optim._gradients import partials as _partials
 
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
     finish = _partials._FlatSum.finish

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, distribute_tensor
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._pieces import Piece, StatePiece
+from vescale.optim._state.pieces import Piece, StatePiece
 from vescale_testing import assert_same_training, gather_state, ranks, run_ranks
 
 ADAMW = {"lr": 0.01, "betas": (0.8, 0.99)}

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, Muon, _state_dtype
+from vescale.optim import DDP, DistributedOptimizer, Muon
+from vescale.optim._state import state_dtype as _state_dtype
 from vescale_testing import run_ranks
 
 BF16 = torch.bfloat16

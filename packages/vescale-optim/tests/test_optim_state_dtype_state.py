@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from vescale.optim import DDP, DistributedOptimizer, _state_dtype
+from vescale.optim import DDP, DistributedOptimizer
+from vescale.optim._state import state_dtype as _state_dtype
 from vescale_testing import gather_full, held_bytes, ranks
 
 BF16 = torch.bfloat16

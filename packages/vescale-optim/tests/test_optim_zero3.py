@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
-from vescale.optim._sharded_values import ShardedValues
+from vescale.optim._parameters.sharded_values import ShardedValues
 from vescale_testing import RankFailure, run_ranks
 
 WIDTH = 6

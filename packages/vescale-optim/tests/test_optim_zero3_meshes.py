@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from vescale.dtensor import deferred_init
-from vescale.optim import DDP, DistributedOptimizer, _zero3
+from vescale.optim import DDP, DistributedOptimizer
+from vescale.optim._parameters import zero3 as _zero3
 from vescale_testing import gather_named, held_bytes, ranks, run_ranks
 
 PLACEMENTS = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._pieces import StatePiece
+from vescale.optim._state.pieces import StatePiece
 from vescale_testing import gather_named, gather_state, ranks
 
 

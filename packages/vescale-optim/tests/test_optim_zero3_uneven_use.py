@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, _reduce
+from vescale.optim import DDP, DistributedOptimizer
+from vescale.optim._gradients import reducer as _reduce
 from vescale_testing import ranks
 
 

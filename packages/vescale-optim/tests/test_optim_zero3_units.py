@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._buckets import ParamInfo
-from vescale.optim._unit_hooks import Unit
-from vescale.optim._units import choose_units, plan_units
+from vescale.optim._buckets.plan import ParamInfo
+from vescale.optim._parameters.unit_hooks import Unit
+from vescale.optim._parameters.units import choose_units, plan_units
 from vescale_testing import ranks
 
 

@@ -21,13 +21,7 @@ from typing import Any
 
 import torch
 
-from vescale_testing._torch import (
-    DTensorSpec,
-    TensorMeta,
-    active_modes,
-    is_tracing,
-    replace_shape_propagation,
-)
+from vescale_testing._torch import DTensorSpec, TensorMeta, active_modes, is_tracing, replace_shape_propagation
 
 #: What is known in this process: from a description of a call to the metadata of its result.
 known: dict[Hashable, Any] = {}

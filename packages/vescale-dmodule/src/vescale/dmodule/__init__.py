@@ -1,8 +1,6 @@
 """Module parallelization of veScale: tensor, sequence and expert parallelism for any module, its code untouched."""
 
 from . import plans
-from ._attributes import Divided
-from ._describe import TensorLayout, describe
 from ._experts import (
     AllToAll,
     ExpertAllocator,
@@ -13,8 +11,10 @@ from ._experts import (
     rebalance_experts,
     restore_experts,
 )
-from ._placements import Repeat
-from ._report import BoundaryTraffic, Collective, Report, report
+from ._plan.attributes import Divided
+from ._plan.describe import TensorLayout, describe
+from ._plan.placements import Repeat
+from ._report.report import BoundaryTraffic, Collective, Report, report
 from .control import no_sync, set_mode
 from .errors import ImplicitRedistributionError, NotLocalFriendlyError, PlanError
 from .parallelize import parallelize_module

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ._execution import execution_of
+from ._execution.modes import execution_of
 
 __all__ = ["no_sync", "set_mode"]
 

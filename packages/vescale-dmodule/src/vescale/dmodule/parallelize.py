@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import is_deferred, materialize
 
-from ._agree import check_agreement
-from ._boundary import install_inputs, install_outputs
-from ._execution import ATTRIBUTE, MODES, Execution
+from ._boundary.convert import install_inputs, install_outputs
+from ._boundary.local_region import install_local
+from ._execution.modes import ATTRIBUTE, MODES, Execution
 from ._experts import install_experts
-from ._local import install_local
-from ._params import distribute
-from ._resolve import resolve
+from ._plan.agreement import check_agreement
+from ._plan.parameters import distribute
+from ._plan.resolve import resolve
 from ._static import set_attributes
 from .errors import PlanError
 

@@ -9,14 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from . import debug, random
-from ._boxes import flat_range_boxes
 from ._deferred import deferred_init, is_deferred, materialize
-from ._layout import local_views
+from ._install import disabled, register
+from ._layout.boxes import flat_range_boxes
+from ._layout.shards import local_views
+from ._operators.strict import ImplicitRedistributionError, strict
 from ._placements import InterleavedShard, RaggedShard, UnsupportedPlacement
-from ._placements._collectives import group_of_ranks
-from ._placements._distribute import distribute_tensor
-from ._register import disabled, register
-from ._strict import ImplicitRedistributionError, strict
+from ._placements.collectives import group_of_ranks
+from ._placements.distribute import distribute_tensor
 from .errors import UnsupportedOperator, UnsupportedRandomOperator
 
 __all__ = [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from . import _torch
+from ._torch import dispatch as _torch
 
 __all__ = ["fused_step_handlers"]
 

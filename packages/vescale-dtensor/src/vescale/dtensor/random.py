@@ -30,11 +30,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _random_state, _streams, _torch
-from ._batch_windows import MicroBatches, RandomMode, is_watched, is_watched_alone, unwatched, watched, window
-from ._philox._modules import ModuleKeys
-from ._place import BatchWindow
-from ._position import Position
+from ._random import state as _random_state
+from ._random import streams as _streams
+from ._random.batch import MicroBatches, RandomMode, is_watched, is_watched_alone, unwatched, watched, window
+from ._random.global_position import BatchWindow
+from ._random.philox.module_keys import ModuleKeys
+from ._random.stream_position import Position
+from ._torch import dispatch as _torch
 from .errors import UnsupportedRandomOperator
 
 __all__ = [

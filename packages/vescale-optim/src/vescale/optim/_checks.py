@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import _torch
-from ._axes import DataAxes
-from ._axis import Axis
-from ._rules import ReduceRules
+from ._gradients.rules import ReduceRules
+from ._ranks.axis import Axis
+from ._ranks.data_axes import DataAxes
 
 __all__ = [
     "check_grad_dtype",

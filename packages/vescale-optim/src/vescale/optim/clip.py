@@ -27,12 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _torch
-from ._axes import DataAxes
-from ._axis import Axis
-from ._counting import Counting
-from ._exact_norm import EXACT_NORMS, exact_norm
-from ._grads import ShardedGradient, align_gradients, local_gradient
-from ._span import KnownAxis, Ranks
+from ._gradients.placeholder import ShardedGradient, align_gradients, local_gradient
+from ._norm.counting import Counting
+from ._norm.exact import EXACT_NORMS, exact_norm
+from ._ranks.axis import Axis
+from ._ranks.data_axes import DataAxes
+from ._ranks.span import KnownAxis, Ranks
 from .ddp import DDP
 
 __all__ = ["clip_grad_norm_", "distribution_axes"]

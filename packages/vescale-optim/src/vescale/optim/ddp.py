@@ -40,8 +40,8 @@ from torch.distributed.tensor import DTensor
 from vescale.dtensor import is_deferred, materialize
 
 from . import _torch
-from ._axes import DataAxes
-from ._buckets import BucketPlan, plan_buckets
+from ._buckets.granularity import check_granularity, param_info, resolve_blocks, warn_of_padding
+from ._buckets.plan import BucketPlan, plan_buckets
 from ._checks import (
     check_grad_dtype,
     check_module,
@@ -51,17 +51,17 @@ from ._checks import (
     refuse_local_statistics,
     set_grad_dtype,
 )
-from ._flat import FlatBucket, FlatSlot
-from ._gathers import ParameterGathers
-from ._granularity import check_granularity, param_info, resolve_blocks, warn_of_padding
-from ._local_batch import attach_local_batch
-from ._offload import check_offload
-from ._originals import Originals, check_param_dtype
-from ._ragged import sharded_parameters, spreads_of, whole_values
-from ._reduce import Reducer
-from ._rules import ReduceRules
-from ._tokens import global_mean_scale
-from ._zero3 import ShardedModule, materialize_in_shards
+from ._forward.local_batch import attach_local_batch
+from ._forward.tokens import global_mean_scale
+from ._gradients.bucket import FlatBucket, FlatSlot
+from ._gradients.reducer import Reducer
+from ._gradients.rules import ReduceRules
+from ._parameters.gathers import ParameterGathers
+from ._parameters.offload import check_offload
+from ._parameters.precast import Originals, check_param_dtype
+from ._parameters.zero3 import ShardedModule, materialize_in_shards
+from ._ranks.data_axes import DataAxes
+from ._state.ragged import sharded_parameters, spreads_of, whole_values
 
 __all__ = ["DDP"]
 
@@ -410,7 +410,7 @@ class DDP(_torch.UnmovableModule):
         """
         if self._sharded is None or self._sharded.is_unsharded or kwargs.get("keep_vars"):
             return self.module.state_dict(*args, **kwargs)
-        from . import _zero3_state  # it needs the pieces, which need DDP
+        from ._parameters import zero3_state as _zero3_state  # it needs the pieces, which need DDP
 
         return _zero3_state.state_of_pieces(self.module, self._sharded.parts, self.spreads, *args, **kwargs)
 
@@ -425,7 +425,7 @@ class DDP(_torch.UnmovableModule):
         """
         if assign:
             raise ValueError("assign=True would replace the parameters that DDP manages; load in place (assign=False)")
-        from . import _zero3_state  # it needs the pieces, which need DDP
+        from ._parameters import zero3_state as _zero3_state  # it needs the pieces, which need DDP
 
         if self._sharded is None or not self._sharded.frees:
             params = dict(self.module.named_parameters(remove_duplicate=False))

@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ._amp import PieceList, Unscaler
-from ._axis import Axis
-from ._full_state import NOT_SAVED, gather_whole, named_state, numbered_state
-from ._grads import align_gradients
-from ._groups import build_optimizer, check_class, group_pieces
-from ._instances import Instance, take_apart
-from ._master import MasterWeights
-from ._pieces import Piece, StatePiece, cut_pieces
-from ._state import StateTemplate, elementwise_names, is_elementwise, probe_state
-from ._state_dtype import KeptState, check_state_dtype
+from ._gradients.placeholder import align_gradients
+from ._ranks.axis import Axis
+from ._state.groups import build_optimizer, check_class, group_pieces
+from ._state.instances import Instance, take_apart
+from ._state.loss_scaling import PieceList, Unscaler
+from ._state.masters import MasterWeights
+from ._state.pieces import Piece, StatePiece, cut_pieces
+from ._state.state_dict import NOT_SAVED, gather_whole, named_state, numbered_state
+from ._state.state_dtype import KeptState, check_state_dtype
+from ._state.template import StateTemplate, elementwise_names, is_elementwise, probe_state
 from .clip import clip_grad_norm_, distribution_axes
 from .ddp import DDP
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ._matrices import Matrices, Update, WholeMatrices
-from ._newton_schulz import ADJUSTMENTS, NewtonSchulz, adjusted_lr
+from ._muon.matrices import Matrices, Update, WholeMatrices
+from ._muon.newton_schulz import ADJUSTMENTS, NewtonSchulz, adjusted_lr
 
 __all__ = ["Muon"]
 

@@ -8,15 +8,15 @@
     _allocate   which rank holds which expert        _migrate   experts and their optimizer state change place
 """
 
-from ._allocate import Allocation, ExpertAllocator, LoadBalancingAllocator, StaticAllocator
-from ._collectives import join
-from ._entry import ExpertLayout, Experts, plan_experts
-from ._exchange import AllToAll, Exchange, TokenDispatcher
-from ._install import install_experts
-from ._lists import listed_gradients
-from ._migrate import rebalance_experts, restore_experts
-from ._region import ExpertRegion, experts_region
-from ._state import local_shards
+from .allocate import Allocation, ExpertAllocator, LoadBalancingAllocator, StaticAllocator
+from .collectives import join
+from .dispatch import AllToAll, Exchange, TokenDispatcher
+from .install import install_experts
+from .lists import listed_gradients
+from .migrate import rebalance_experts, restore_experts
+from .plan import ExpertLayout, Experts, plan_experts
+from .region import ExpertRegion, experts_region
+from .state import local_shards
 
 __all__ = [
     "AllToAll",

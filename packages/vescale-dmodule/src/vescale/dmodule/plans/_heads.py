@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from .._placements import Repeat
+from .._plan.placements import Repeat
 from ..errors import PlanError
 from ._build import FEATURES, Plan, block, column, merge, row, sequence, vocab
 

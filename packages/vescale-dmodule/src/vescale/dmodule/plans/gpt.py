@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._attributes import Divided
+from .._plan.attributes import Divided
 from ._build import Plan, block, column, merge, row
 from ._heads import Options, around, divide_heads, whole_attention
 

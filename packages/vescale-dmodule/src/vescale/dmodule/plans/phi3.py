@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vescale.dtensor import InterleavedShard
 
-from .._attributes import Divided
-from .._placements import Repeat
+from .._plan.attributes import Divided
+from .._plan.placements import Repeat
 from ._build import FEATURES, Plan, block, column, merge, row
 from ._heads import Heads, Options, around, divide_heads, whole_attention
 from .llama import LAYER, OUTSIDE

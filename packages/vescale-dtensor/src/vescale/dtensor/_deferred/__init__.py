@@ -12,7 +12,7 @@ Files, each using only those before it::
     _liveness     which calls matter                        _api          the public functions
 """
 
-from ._api import deferred_init, is_deferred, materialize
-from ._tensor import DeferredTensorError
+from .api import deferred_init, is_deferred, materialize
+from .tensor import DeferredTensorError
 
 __all__ = ["DeferredTensorError", "deferred_init", "is_deferred", "materialize"]

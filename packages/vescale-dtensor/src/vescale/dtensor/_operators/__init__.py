@@ -18,8 +18,8 @@ speed::
 Source of the tables: the sweep over torch's own operator database in the folder ``coverage`` of the repository.
 """
 
-from ._review import review
-from ._tables import fallback, operator_handlers
-from ._views import forget_copies
+from .review import review
+from .tables import fallback, operator_handlers
+from .views import forget_copies
 
 __all__ = ["fallback", "forget_copies", "operator_handlers", "review"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import _torch
+from .._torch import debugging as _torch
 from ._source import SourceLine, callers, is_users, line_of
 
 __all__ = ["CallSite", "call_site"]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import _torch
+from .._torch import debugging as _torch
 from ._call_site import call_site
 from ._module_path import ModulePath
 from ._records import CommLog, CommRecord

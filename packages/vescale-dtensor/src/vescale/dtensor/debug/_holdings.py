@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 
-from .._boxes import Box
-from .._layout import pieces
-from .._mesh import ranks_of
+from .._layout.boxes import Box
+from .._layout.mesh import ranks_of
+from .._layout.shards import pieces
 
 __all__ = ["Holding", "box_text", "boxes_text", "holdings"]
 

@@ -17,7 +17,7 @@ import contextlib
 
 from torch import nn
 
-from . import _torch
+from .._torch import debugging as _torch
 
 __all__ = ["ModulePath"]
 

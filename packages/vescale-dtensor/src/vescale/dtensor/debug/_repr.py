@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from .._layout import pieces
-from . import _torch
+from .._layout.shards import pieces
+from .._torch import debugging as _torch
 from ._holdings import boxes_text
 from ._text import axis_names, mesh_text, placements_text
 

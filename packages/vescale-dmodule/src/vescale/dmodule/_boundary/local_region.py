@@ -1,0 +1,186 @@
+"""Local regions: modules that run on local tensors in every mode, with declared layouts at both ends.
+
+For code that no rule for DTensors can follow, such as routing by data. The plan says where inputs are and what outputs
+are; between, the module's own code runs on this rank's shards and on its local parameters::
+
+    "local": {r"layers\\.\\d+\\.router": {"input": {"x": {"tp": Shard(0)}}, "output": [{"tp": Shard(0)}]}}
+
+What the layouts mean for gradients, axis by axis:
+
+    outputs         input or parameter      its local gradient is
+    Replicate       any                     what it is itself: all ranks compute the same, or the region communicates
+    Shard, Partial  Shard                   of its own shard
+    Shard, Partial  Replicate               a summand: every rank answers for its own part of the output
+
+An output that is sharded has the global size of an input that is sharded likewise and has as many elements here; else
+every rank holds as many. Random operators are refused, because nothing says where a local tensor lies in a global one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from vescale.dtensor import random
+
+from .. import _torch
+from .._experts import join, local_shards
+from .._plan.placements import is_placements, normalize
+from .._static.attributes import Swaps
+from ..errors import PlanError
+from .convert import InputPlan, Phase, install_inputs, map_tensors, place
+from .edges import unwrapped, wrapped
+
+__all__ = ["LocalRegion", "install_local"]
+
+Placements = tuple[Placement, ...]
+RANDOM = "it is a local region; move the random operator out of it"
+
+
+def install_local(
+    module: nn.Module,
+    name: str,
+    plan: tuple[InputPlan | None, object],
+    mesh: DeviceMesh,
+    phase: Phase,
+    attributes: Mapping[str, object],
+) -> None:
+    """Run ``module`` as a local region.
+
+    Args:
+        module: the module.
+        name: its name in the model.
+        plan: what the plan says of its arguments and of its outputs.
+        mesh: the mesh of the plan.
+        phase: of the model.
+        attributes: what the module sees of its own attributes while it runs.
+
+    Raises:
+        PlanError: outputs that are replicated and outputs that are not, on one axis.
+    """
+    inputs, output = plan
+    if inputs is not None:
+        inputs = dataclasses.replace(inputs, where=f"local {inputs.where}")  # the forward section may name it, too
+        install_inputs(module, inputs, mesh, phase)
+    region = LocalRegion(name, output, mesh, phase, attributes)
+    module.register_forward_pre_hook(region.enter, with_kwargs=True)
+    module.register_forward_hook(region.leave, always_call=True)
+
+
+class LocalRegion:
+    """Hooks of a local region. Copies of the module share the region's plan, and nothing else."""
+
+    def __init__(self, name: str, output: object, mesh: DeviceMesh, phase: Phase, attributes: Mapping[str, object]):
+        self.name, self.output, self.mesh, self.phase, self.attributes = name, output, mesh, phase, attributes
+        self.where = f"local {name or 'region'!r} output"
+        self.axes = _cut_axes(output, mesh, self.where)
+        self.running: list[tuple[contextlib.ExitStack, list[Tensor], list[DTensor]]] = []
+
+    def __deepcopy__(self, memo: dict) -> LocalRegion:
+        return LocalRegion(self.name, self.output, self.mesh, copy.deepcopy(self.phase, memo), self.attributes)
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Turn arguments and parameters into local tensors."""
+        operands: list[Tensor] = []
+        whole: list[DTensor] = []
+
+        def localize(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, DTensor):
+                whole.append(tensor)
+                tensor = unwrapped(tensor, self._gradient(tensor.placements))
+            operands.append(tensor)
+            return tensor
+
+        args, kwargs = map_tensors(localize, args), map_tensors(localize, kwargs)
+        undo = contextlib.ExitStack()
+        operands += self._show_local(module, undo)
+        undo.enter_context(random.forbidden(RANDOM))
+        self.running.append((undo, [t for t in operands if t.requires_grad], whole))
+        return args, kwargs
+
+    def leave(self, _module: nn.Module, _args: tuple, output: object) -> object:
+        """Turn outputs into DTensors again, where the model runs on DTensors."""
+        if not self.running:  # the module failed before it was entered
+            return None
+        undo, operands, whole = self.running.pop()
+        undo.close()
+        if output is None:
+            return None
+        output = map_tensors(lambda t: join(t, *operands) if t.is_floating_point() else t, output)
+        if self.phase.local:
+            return output
+        return place(output, self.output, self.mesh, self.where, lambda t, p, _where: self._wrap(t, p, whole))
+
+    def _gradient(self, placements: Placements) -> Placements:
+        """Return the layout of the local gradient of an input or parameter with these placements."""
+        return tuple(
+            Partial() if axis in self.axes and p.is_replicate() else Replicate() if p.is_partial() else p
+            for axis, p in enumerate(placements)
+        )
+
+    def _show_local(self, module: nn.Module, undo: contextlib.ExitStack) -> list[Tensor]:
+        places: list[tuple[dict, str]] = []
+        for part in module.modules():
+            for table in _torch.tensor_tables(part):
+                undo.callback(table.update, dict(table))
+                places += [(table, key) for key, t in table.items() if isinstance(t, nn.Parameter | DTensor)]
+        tensors = [table[key] for table, key in places]
+        gradients = [self._gradient(t.placements) if isinstance(t, DTensor) else None for t in tensors]
+        shown = local_shards(tensors, gradients)
+        for (table, key), local in zip(places, shown, strict=True):
+            table[key] = local
+        if not self.phase.local:  # else the program has done it
+            swaps = Swaps.of({"": module}, {"": self.attributes}, lambda _module: None)
+            swaps.put()
+            undo.callback(swaps.take_back)
+        return shown
+
+    def _wrap(self, local: Tensor, placements: Placements, whole: list[DTensor]) -> DTensor:
+        gradient = tuple(Replicate() if p.is_partial() else p for p in placements)
+        shape = _whole_shape(local, placements, self.mesh, whole)
+        return wrapped(local, self.mesh, placements, shape=shape, gradient=gradient)
+
+
+def _cut_axes(output: object, mesh: DeviceMesh, where: str) -> frozenset[int]:
+    """Return the axes on which outputs are sharded or partial.
+
+    Raises:
+        PlanError: the outputs disagree.
+    """
+    found = [normalize(entry, mesh, where) for entry in _entries(output)]
+    axes = [frozenset(axis for axis, p in enumerate(placements) if not p.is_replicate()) for placements in found]
+    if len(set(axes)) > 1:
+        raise PlanError(
+            f"{where}: outputs {found} are replicated and not replicated on one axis, so nothing says what the "
+            "gradients of replicated inputs are; return the replicated one from a module of its own"
+        )
+    return axes[0] if axes else frozenset()
+
+
+def _entries(output: object) -> list[object]:
+    if output is None:
+        return []
+    if is_placements(output):
+        return [output]
+    inner = output.values() if isinstance(output, Mapping) else output
+    return [leaf for entry in inner for leaf in _entries(entry)]
+
+
+def _whole_shape(local: Tensor, placements: Placements, mesh: DeviceMesh, whole: list[DTensor]) -> tuple[int, ...]:
+    shape = list(local.shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            like = (t.shape[dim] for t in whole if _shards_alike(t, axis, placement, local.shape[dim]))
+            shape[dim] = next(like, shape[dim] * mesh.size(axis))
+    return tuple(shape)
+
+
+def _shards_alike(tensor: DTensor, axis: int, placement: Shard, size: int) -> bool:
+    return tensor.placements[axis] == placement and _torch.local_of(tensor).shape[placement.dim] == size

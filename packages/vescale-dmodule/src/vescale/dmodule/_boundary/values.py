@@ -1,0 +1,84 @@
+"""Tensors inside of arguments and results: found, replaced, described.
+
+Tuples, lists, dicts and dataclasses are rebuilt where a tensor in them changes. Objects of other classes that hold
+tensors (key-value caches) are changed in place, because the caller keeps using the same object.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Hashable, Mapping
+from operator import is_not
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .convert import fields_of, rebuild_fields, rebuild_sequence
+
+__all__ = ["copied", "describe_value", "map_leaves"]
+
+SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+CLOSED = (type, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, torch.Generator)
+DEPTH = 6  # of objects inside of objects
+
+
+def map_leaves(fn: Callable[[Tensor, str], object], value: object, where: str, depth: int = 0) -> object:
+    """Return ``value`` with ``fn(tensor, path)`` in place of its tensors."""
+    if isinstance(value, Tensor):
+        return fn(value, where)
+    if value is None or isinstance(value, SIMPLE) or depth > DEPTH:
+        return value
+    if isinstance(value, tuple | list):
+        items = [map_leaves(fn, item, f"{where} [{i}]", depth + 1) for i, item in enumerate(value)]
+        return rebuild_sequence(value, items) if any(map(is_not, items, value)) else value
+    fields = fields_of(value)
+    if fields is not None:
+        items = {name: map_leaves(fn, item, f"{where} {name!r}", depth + 1) for name, item in fields.items()}
+        changed = {name: new for name, new in items.items() if new is not fields[name]}
+        return rebuild_fields(value, changed) if changed else value
+    for name, item in _attributes(value):
+        new = map_leaves(fn, item, f"{where}.{name}", depth + 1)
+        if new is not item:
+            vars(value)[name] = new
+    return value
+
+
+def _attributes(value: object) -> list[tuple[str, object]]:
+    if isinstance(value, CLOSED) or not hasattr(value, "__dict__"):
+        return []
+    return [(name, item) for name, item in vars(value).items() if not isinstance(item, SIMPLE)]
+
+
+def describe_value(value: object, depth: int = 0) -> Hashable:
+    """Return what tells calls apart: shapes, dtypes and layouts of tensors, the values of plain Python arguments."""
+    if isinstance(value, Tensor):
+        layout = tuple(value.placements) if isinstance(value, DTensor) else None
+        return value.shape, value.dtype, value.requires_grad, layout
+    if value is None or isinstance(value, SIMPLE):
+        return value
+    if depth > DEPTH:
+        return type(value)
+    if isinstance(value, tuple | list):
+        return type(value), *[describe_value(item, depth + 1) for item in value]
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, describe_value(item, depth + 1)) for key, item in value.items())
+    fields = fields_of(value) or dict(_attributes(value))
+    return type(value), tuple((name, describe_value(item, depth + 1)) for name, item in fields.items())
+
+
+def copied(value: object) -> object:
+    """Return a copy for a rehearsal: tensors cut off from their history, objects of unknown classes copied deeply."""
+
+    def cut(tensor: Tensor, _where: str) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad) if tensor.requires_grad else tensor
+
+    if value is None or isinstance(value, (*SIMPLE, Tensor)):
+        return cut(value, "") if isinstance(value, Tensor) else value
+    if isinstance(value, tuple | list):
+        return rebuild_sequence(value, [copied(item) for item in value])
+    fields = fields_of(value)
+    if fields is not None:
+        return rebuild_fields(value, {name: copied(item) for name, item in fields.items()})
+    return copy.deepcopy(value) if _attributes(value) and not isinstance(value, CLOSED) else value

@@ -1,0 +1,1 @@
+"""Compile mode: the repeated blocks of a static program as compiled functions."""

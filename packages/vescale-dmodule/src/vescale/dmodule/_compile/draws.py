@@ -1,0 +1,208 @@
+"""Dropout inside of compiled blocks: the factors are drawn by an operator that no compiler looks into.
+
+On local tensors dropout must draw this rank's part of one device's draw, by the rules of ``vescale.dtensor``. In a
+graph that is one operator, which runs when the graph runs and advances the random stream then::
+
+    dropout(x, p)   ->   x * dropout_factors(x, p, layout)          factors are 0 or 1 / (1 - p)
+
+The operator is tagged as random, so a compiler neither drops, repeats nor merges its calls. Three kinds of dropout:
+
+==========================  =============================================  ==========================================
+tensor                      one device or tensor parallelism alone         inside of a part of the batch, or "philox"
+==========================  =============================================  ==========================================
+sharded over the model      the operator draws by the recorded layout      the same; its rules know the windows
+equal on its ranks          stays what it is                               the operator draws with the modes on
+that no rehearsal has seen  stays what it is                               an error after the block
+==========================  =============================================  ==========================================
+
+The modes of a part of the batch (``vescale.dtensor.random.local_batch``) are off while compiled code runs, so whatever
+draws there beside the operator would draw as if there were no other ranks. An `Account` sees it: it follows the random
+stream from one call of the operator to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from vescale.dtensor import random
+
+from .. import _torch
+from .._boundary.edges import wrapped
+from .._static.names import describe
+from ..errors import NotLocalFriendlyError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .._static.draws import Draw
+
+__all__ = ["CompiledDraws", "accounted", "draws_obstacle", "is_dropout"]
+
+# Operators take numbers, not meshes: a layout is its place in this list, which holds each layout once.
+_layouts: list[tuple] = []
+
+EQUAL = -1
+"""The layout of a tensor that is equal on all ranks of the model."""
+
+
+# ------------------------------------------------------------------------------------------------- the operator
+
+
+@torch.library.custom_op("vescale_dmodule::dropout_factors", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def dropout_factors(like: Tensor, p: float, layout: int) -> Tensor:
+    """Return what dropout multiplies a local tensor with, of the shape and dtype of ``like``."""
+    return _drawn(like, p, layout)
+
+
+@dropout_factors.register_fake
+def _(like: Tensor, p: float, layout: int) -> Tensor:  # noqa: ARG001 - the operator's signature
+    return torch.empty_like(like)
+
+
+def _drawn(like: Tensor, p: float, layout: int) -> Tensor:
+    with _torch.no_function_modes(), torch.no_grad(), _entered(_account.get()):
+        ones = torch.ones_like(like)
+        if layout == EQUAL:
+            with random.watched():
+                return F.dropout(ones, p)
+        mesh, placements, shape = _layouts[layout]
+        return _torch.local_of(F.dropout(wrapped(ones, mesh, placements, shape=shape), p))
+
+
+def _number(layout: tuple) -> int:
+    if layout not in _layouts:
+        _layouts.append(layout)
+    return _layouts.index(layout)
+
+
+# ------------------------------------------------------------------------------------------------- the account
+
+
+class Account:
+    """Tells whether a random stream has moved between the draws that are entered.
+
+    Args:
+        position: tells where the stream is.
+    """
+
+    def __init__(self, position: Callable[[], random.Position]):
+        self._ask, self._position = position, position()
+        self.is_right = True
+
+    def check(self) -> None:
+        """Compare the stream with where it was left."""
+        self.is_right = self.is_right and self._ask() == self._position
+
+    def move(self) -> None:
+        """Note where the stream is."""
+        self._position = self._ask()
+
+
+_account: ContextVar[Account | None] = ContextVar("vescale_account_of_draws", default=None)
+
+
+@contextlib.contextmanager
+def _entered(account: Account | None) -> Iterator[None]:
+    """Enter one draw."""
+    if account is not None:
+        account.check()
+    yield
+    if account is not None:
+        account.move()
+
+
+@contextlib.contextmanager
+def accounted(name: str, position: Callable[[], random.Position]) -> Iterator[None]:
+    """Refuse draws of a block that `dropout_factors` does not make.
+
+    Raises:
+        NotLocalFriendlyError: at the end, naming the block.
+    """
+    account = Account(position)
+    token = _account.set(account)
+    try:
+        yield
+    finally:
+        _account.reset(token)
+    account.check()
+    if not account.is_right:
+        raise NotLocalFriendlyError(
+            f"{describe(name)} runs compiled on a part of the batch and drew random numbers that the recorded call did "
+            "not draw, so nothing says which parts of one device's draws they are (a rate of dropout that was 0?); "
+            'call set_mode(model, "compile") after such a change, or run the model in mode "static"'
+        )
+
+
+# ------------------------------------------------------------------------------------------------- dropout
+
+
+def draws_obstacle(draws: Sequence[Draw], *, is_watched: bool = False) -> str | None:
+    """Return why the draws of a block cannot be made in a graph; None if they can.
+
+    Args:
+        draws: of all modules in the block.
+        is_watched: whether draws of tensors that are equal on the ranks of the model are parts of a draw, too.
+    """
+    layouts: dict[torch.Size, object] = {}
+    for draw in draws:
+        if not is_dropout(draw):
+            if draw.is_sharded or is_watched:
+                where = "for a part of the batch" if is_watched else "on sharded tensors"
+                return f"only dropout can be compiled {where}, not {draw}"
+            continue
+        (operand,) = draw.operands
+        layout = operand.placements, operand.shape
+        if layouts.setdefault(operand.local_shape, layout) != layout:
+            return f"dropout of local shape {tuple(operand.local_shape)} has two layouts"
+    return None
+
+
+def is_dropout(draw: Draw) -> bool:
+    """Tell whether a draw is one that `CompiledDraws` can make."""
+    return draw.function is F.dropout and len(draw.operands) == 1
+
+
+class CompiledDraws(TorchFunctionMode):
+    """Let dropout of the local shapes in ``draws`` draw by their layouts.
+
+    Args:
+        draws: what the rehearsal has seen.
+        mesh: of the layouts.
+        is_watched: whether draws of tensors that are equal on the ranks of the mesh are parts of a draw, too.
+    """
+
+    def __init__(self, draws: Sequence[Draw], mesh: DeviceMesh, *, is_watched: bool = False):
+        super().__init__()
+        self.layouts: dict[torch.Size, int] = {}
+        for draw in filter(is_dropout, draws):
+            (operand,) = draw.operands
+            if draw.is_sharded:
+                self.layouts[operand.local_shape] = _number((mesh, operand.placements, operand.shape))
+            elif is_watched:
+                self.layouts[operand.local_shape] = EQUAL
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self.dropout(*args, **kwargs)
+        if func is Tensor.unflatten:  # Python code that a compiler cannot follow from here
+            func = torch.unflatten
+        return func(*args, **kwargs)
+
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
+        """Do as the function of torch."""
+        layout = self.layouts.get(input.shape)
+        if layout is None or not training or p == 0:
+            return F.dropout(input, p, training, inplace)
+        # called from Python, the operator would be one more that the modes of a part of the batch look at
+        draw = dropout_factors if torch.compiler.is_compiling() else _drawn
+        factors = draw(input.detach(), float(p), layout)
+        return input.mul_(factors) if inplace else input * factors

@@ -1,0 +1,162 @@
+"""Boundaries inside of compiled blocks: the conversions of a boundary and nothing that tells blocks apart.
+
+A compiler guards what traced code reads, and blocks share code where their guards agree. A boundary of static mode
+looks its conversion up by the name of its module, which is another one in each block. So inside of compiled blocks
+other hooks stand in for those of boundaries: they hold the conversions that were recorded for them, and equal
+conversions are the same function in all blocks. Hooks that only keep books are left out, users' hooks stay.
+
+Other packages say by an attribute ``_vescale_in_graph`` of a hook what it is to compiled code: ``"absent"`` is left
+out; a module with one that is ``"outside"`` (ZeRO 3 gathers and frees its parameters there) is never inside of compiled
+code, so what is around it is no block, and it is one itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .._boundary.convert import InputBoundary, OutputBoundary, fields_of, rebuild_fields, rebuild_sequence
+from .._execution.module_hooks import OwnHook
+from .._plan.placements import Repeat, is_placements
+from .._static.movement.conversions import identity
+from ..errors import NotLocalFriendlyError
+
+if TYPE_CHECKING:
+    from .._static.program import StaticProgram
+
+__all__ = ["compiled_hooks", "hook_kinds", "stays_outside"]
+
+LEAF = "placements"
+IN_GRAPH = "_vescale_in_graph"
+
+Step = Callable[[Tensor], Tensor]
+Table = dict[str, dict[torch.Size, Step]]
+"""Path inside of a value -> local shape -> conversion."""
+
+Place = tuple[dict[str, object], str, object]
+
+
+def compiled_hooks(program: StaticProgram, part: nn.Module, shared: dict[Hashable, Step]) -> list[Place]:
+    """Return the places of a part's hooks where some of them change."""
+    places = []
+    for table_name in ("_forward_pre_hooks", "_forward_hooks"):
+        table = vars(part)[table_name]
+        new = {key: _replaced(program, hook, shared) for key, hook in table.items()}
+        if any(new[key] is not hook for key, hook in table.items()):
+            kept = type(table)((key, hook) for key, hook in new.items() if hook is not None)
+            places.append((vars(part), table_name, kept))
+    return places
+
+
+def stays_outside(part: nn.Module) -> bool:
+    """Tell whether a module must be entered and left outside of compiled code."""
+    tables = (vars(part)["_forward_pre_hooks"], vars(part)["_forward_hooks"])
+    return any(getattr(hook, IN_GRAPH, None) == "outside" for table in tables for hook in table.values())
+
+
+def hook_kinds(part: nn.Module, places: list[Place]) -> Hashable:
+    """Return what tells the hooks of two parts apart: how many there are, and which are none of ours."""
+    changed = {table_name: table for _, table_name, table in places}
+    kinds = []
+    for table_name in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = changed.get(table_name, vars(part)[table_name]).values()
+        kinds.append(tuple(type(h) if isinstance(h, _Inputs | _Output) else id(h) for h in hooks))
+    return tuple(kinds)
+
+
+def _replaced(program: StaticProgram, hook: object, shared: dict[Hashable, Step]) -> object | None:
+    """Return the hook that stands in for one inside of a compiled block; None for those that only keep books."""
+    if isinstance(hook, OwnHook) or getattr(hook, IN_GRAPH, None) == "absent":
+        return None
+    if isinstance(hook, OutputBoundary):
+        return _Output(_leaves(hook.entry), _table(program, hook.where, shared))
+    if isinstance(hook, InputBoundary) and hook.simple is not None:
+        return _Inputs(
+            [(at, arg, _leaves(entry), _table(program, where, shared)) for at, arg, entry, where in hook.simple]
+        )
+    return hook
+
+
+def _table(program: StaticProgram, where: str, shared: dict[Hashable, Step]) -> Table:
+    """Return the conversions of a boundary by the path inside of its value."""
+    found: Table = {}
+    for place, steps in program.steps.items():
+        path = place[len(where) :]
+        if place.startswith(where) and (not path or path[0] == " "):
+            steps_here = {shape: shared.setdefault(getattr(s, "conversion", s), s) for shape, s in steps.items()}
+            found[path] = {shape: _in_graph(step) for shape, step in steps_here.items()}
+    return found
+
+
+def _in_graph(step: Step) -> Step:
+    """Let a compiler's front end take a conversion for one operator.
+
+    It is traced with all others for kernels and for backward, as the collectives that it consists of. Only its Python
+    code is left alone, which would take as long as the rest of a block.
+    """
+    return step if step is identity else torch.compiler.allow_in_graph(step)
+
+
+class _Output:
+    """Forward hook that converts what a module returns."""
+
+    def __init__(self, entry: object, table: Table):
+        self.entry, self.table = entry, table
+
+    def __call__(self, _module: nn.Module, _args: tuple, output: object) -> object:
+        return _place(output, self.entry, self.table, "")
+
+
+class _Inputs:
+    """Forward pre-hook that converts the arguments of a module: position, name, entry and conversions of each."""
+
+    def __init__(self, arguments: list[tuple[int, str, object, Table]]):
+        self.arguments = arguments
+
+    def __call__(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        for position, name, entry, table in self.arguments:
+            if position < len(args):
+                args = (*args[:position], _place(args[position], entry, table, ""), *args[position + 1 :])
+            elif name in kwargs:
+                kwargs = {**kwargs, name: _place(kwargs[name], entry, table, "")}
+        return args, kwargs
+
+
+def _leaves(entry: object) -> object:
+    """Return a plan entry with ``LEAF`` for placements, which a compiler need not look at."""
+    if entry is None or isinstance(entry, Repeat):
+        return entry
+    if is_placements(entry):
+        return LEAF
+    if isinstance(entry, Mapping):
+        return {key: _leaves(inner) for key, inner in entry.items()}
+    return [_leaves(inner) for inner in entry]
+
+
+def _place(value: object, entry: object, table: Table, path: str) -> object:
+    """Convert the tensors of ``value`` that ``entry`` has leaves for; as ``_boundary.place``, without names."""
+    if entry is None or value is None:
+        return value
+    if isinstance(entry, list) and not isinstance(value, tuple | list):
+        return _place(value, entry[0], table, path)
+    if isinstance(entry, dict):
+        fields = fields_of(value)
+        placed = {key: _place(fields[key], inner, table, f"{path} {key!r}") for key, inner in entry.items()}
+        return rebuild_fields(value, placed)
+    if isinstance(entry, list):
+        placed = [_place(value[i], entry[i], table, f"{path} [{i}]") for i in range(len(entry))]
+        return rebuild_sequence(value, [*placed, *value[len(entry) :]])
+    return _converted(value if entry == LEAF else entry.apply(value), table, path)
+
+
+def _converted(value: Tensor, table: Table, path: str) -> Tensor:
+    step = table.get(path, {}).get(value.shape)
+    if step is None:
+        raise NotLocalFriendlyError(
+            f"a value of local shape {tuple(value.shape)} came to a boundary inside of a compiled block, where "
+            f"{[tuple(shape) for shape in table.get(path, {})]} are recorded; static mode names the boundary"
+        )
+    return value if step is identity else step(value)

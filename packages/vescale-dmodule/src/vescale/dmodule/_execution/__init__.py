@@ -1,0 +1,1 @@
+"""The execution modes of a parallelized module, and eager mode."""

@@ -1,0 +1,163 @@
+"""Eager mode: every activation inside the module is a DTensor.
+
+Unmodified models mix plain tensors (masks, rotary tables, position ids, labels) with activations; stock DTensor refuses
+that. While the module runs, a function mode wraps the plain operands of such a call as replicated DTensors **above**
+autograd, so that what backward saves is a DTensor too. It is sound because plain tensors inside the module come from
+inputs that are equal on all ranks of the mesh, or from code that depends on them alone.
+
+The mode is entered by hooks of every submodule, by the outermost one that runs. That is the root, except when
+activation checkpointing runs a part of the model again during backward. The same hooks know which submodule an error
+is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.hooks import RemovableHandle
+
+from .. import _torch
+from .._boundary.convert import as_dtensor, is_plain
+from .._gradients.sync import GradientSync
+from ..errors import ImplicitRedistributionError
+from .module_hooks import OwnHook
+
+__all__ = ["EagerScope", "hook_scope"]
+
+CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+
+
+@dataclass
+class EagerScope:
+    """Which modules of one parallelised model are running.
+
+    Attributes:
+        allow_implicit: whether operators may communicate on their own.
+        sync: reduces partial gradients.
+        attaches: whether parameters get the gradient hooks of ``sync`` when the outermost module is entered.
+        path: names of the modules whose forward is running, outermost first.
+        contexts: what is undone when the outermost of them ends.
+    """
+
+    allow_implicit: bool
+    sync: GradientSync
+    attaches: bool = True
+    path: list[str] = field(default_factory=list)
+    contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def enter(self, module: nn.Module, name: str) -> None:
+        if not self.path:
+            if self.attaches:
+                self.sync.attach(module)
+            self.contexts.enter_context(_Mixing(self))
+            if not self.allow_implicit:
+                self.contexts.enter_context(_torch.explicit_redistribution())
+        self.path.append(name)
+
+    def leave(self, name: str) -> None:
+        if self.path and self.path[-1] == name:  # else the module failed before it was entered
+            self.path.pop()
+            if not self.path:
+                self.contexts.close()
+
+    @property
+    def where(self) -> str:
+        return f"module {self.path[-1]!r}" if self.path and self.path[-1] else "the root module"
+
+
+class _Mixing(TorchFunctionMode):
+    """Wrap plain tensors that meet a DTensor in a call."""
+
+    def __init__(self, scope: EagerScope):
+        super().__init__()
+        self.scope = scope
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        sharded = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+        if not sharded:
+            return func(*args, **kwargs)
+        _check_destination(func, args, kwargs, sharded, self.scope.where)
+        if func in CONCATENATIONS and args:
+            args = (_without_legacy_empty(args[0]), *args[1:])
+        mesh = sharded[0].device_mesh
+        args, kwargs = _torch.tree_map(lambda leaf: as_dtensor(leaf, mesh) if is_plain(leaf) else leaf, (args, kwargs))
+        try:
+            with _torch.plain_operands_replicated():  # for tensors that torch itself makes inside a composite operator
+                return func(*args, **kwargs)
+        except RuntimeError as error:
+            if not _torch.is_implicit_redistribution(error):
+                raise
+            raise _implicit(func, (args, kwargs), self.scope) from error
+
+
+def _without_legacy_empty(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Leave out plain 1-D tensors without elements, which ``torch.cat`` ignores whatever the other shapes are.
+
+    DTensor's rule does not ignore them. Key-value caches start from such a tensor.
+    """
+    return [t for t in tensors if isinstance(t, DTensor) or t.shape != (0,)]
+
+
+def _check_destination(func: Callable, args: tuple, kwargs: dict, sharded: list[DTensor], where: str) -> None:
+    """Refuse to write values that need a gradient into a plain tensor, which could not carry it.
+
+    Raises:
+        RuntimeError: naming the function, the module and the way out.
+    """
+    name = getattr(func, "__name__", "")
+    in_place = name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
+    destination = kwargs.get("out", args[0] if in_place and args else None)
+    if not is_plain(destination) or not torch.is_grad_enabled() or not any(t.requires_grad for t in sharded):
+        return
+    raise RuntimeError(
+        f"in {where}: {_name(func)} writes a DTensor that requires grad into a plain tensor of shape "
+        f"{tuple(destination.shape)}, which would lose the gradient; make the destination from a DTensor "
+        "(x.new_zeros(...), torch.zeros_like(x)), or use the form of the operator that is not in place"
+    )
+
+
+def _implicit(func: Callable, arguments: tuple, scope: EagerScope) -> ImplicitRedistributionError:
+    operands = [leaf for leaf in _torch.tree_leaves(arguments) if isinstance(leaf, DTensor)]
+    shown = ", ".join(f"{tuple(t.shape)} {tuple(t.placements)}" for t in operands)
+    key = re.escape(f"{scope.path[-1]}.input" if scope.path and scope.path[-1] else "input")
+    return ImplicitRedistributionError(
+        f"in {scope.where}: {_name(func)} on operands {shown} would communicate on its own; bring them to fitting "
+        f'placements by a boundary in the plan, such as "forward": {{r"{key}": [...]}}, or pass allow_implicit=True'
+    )
+
+
+def _name(func: Callable) -> str:
+    return resolve_name(func) or getattr(func, "__name__", repr(func))
+
+
+def hook_scope(module: nn.Module, name: str, scope: EagerScope) -> list[RemovableHandle]:
+    """Run ``module`` and its parts with DTensor activations until the handles are removed.
+
+    Args:
+        module: the module; ``scope`` is entered by the outermost part of it that is called.
+        name: its name in the parallelized model, ``""`` for the model itself.
+        scope: of the parallelized model.
+    """
+    handles = []
+    for inner, part in module.named_modules():
+        if not isinstance(part, nn.ModuleList | nn.ModuleDict):  # nobody calls these
+            path = ".".join(filter(None, (name, inner)))
+            handles += _hook_part(part, path, scope)
+    return handles
+
+
+def _hook_part(part: nn.Module, name: str, scope: EagerScope) -> list[RemovableHandle]:
+    return [
+        part.register_forward_pre_hook(OwnHook(lambda module, _args: scope.enter(module, name)), prepend=True),
+        part.register_forward_hook(OwnHook(lambda _module, _args, _output: scope.leave(name)), always_call=True),
+    ]

@@ -1,0 +1,178 @@
+"""How a parallelized module runs: its mode, for the whole and for parts of it, and what its hooks share."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from .._boundary.convert import Phase, map_tensors, to_plain
+from .._gradients.sync import GradientSync
+from .._static import StaticProgram
+from .._static.local_modules import local_forward
+from .._static.recording.observe import Crossing
+from ..errors import PlanError
+from .eager import EagerScope, hook_scope
+from .module_hooks import hook_calls
+
+__all__ = ["MODES", "Execution", "execution_of"]
+
+MODES = ("eager", "static", "compile")
+
+
+class Execution:
+    """What the hooks of one parallelized module share.
+
+    A deep copy of the module gets an execution of its own with the same modes; it installs its hooks when it is first
+    called.
+
+    Attributes:
+        mesh: the mesh of the plan.
+        phase: what boundaries do at the moment.
+        scope: which modules run in eager mode at the moment.
+        sync: reduces partial gradients.
+        local_attributes: module name -> attribute -> value that it has on local tensors.
+        modes: mode by module name; the nearest owner with a mode decides. The root has one always.
+        any_rank: tells whether a flag is set on any rank that must make the same calls, a collective; None if there is
+            none but those of the mesh, which get the same arguments. Data parallelism that communicates during forward
+            sets it (ZeRO 3 of ``vescale.optim``), because a rehearsal is more calls.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        allow_implicit: bool,
+        eager: tuple[str, ...] = (),
+        local_attributes: Mapping[str, Mapping[str, object]] | None = None,
+        mode: str = "eager",
+    ):
+        self.mesh, self.phase, self.sync = mesh, Phase(), GradientSync()
+        self.scope = EagerScope(allow_implicit, self.sync)
+        self.local_attributes = dict(local_attributes or {})
+        self.modes: dict[str, str] = {"": mode} | dict.fromkeys(eager, "eager")
+        self.any_rank: Callable[[bool], bool] | None = None
+        self.root: nn.Module | None = None
+        self.program: StaticProgram | None = None
+        self.parts: list[StaticProgram] = []
+        self.handles: list[RemovableHandle] = []
+
+    def __deepcopy__(self, memo: dict) -> Execution:
+        new = Execution(self.mesh, allow_implicit=self.scope.allow_implicit, local_attributes=self.local_attributes)
+        new.modes = dict(self.modes)
+        memo[id(self)] = new
+        new.phase = copy.deepcopy(self.phase, memo)  # hooks of the root may have been copied before
+        return new
+
+    def attach(self, root: nn.Module) -> None:
+        """Hook the whole module; called once, also copies keep these two hooks."""
+        vars(root)[ATTRIBUTE] = self
+        root.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
+        root.register_forward_hook(self.leave, always_call=True)
+        self.install(root)
+
+    # --------------------------------------------------------------------------------------------- modes
+
+    def set_mode(self, mode: str, patterns: tuple[str, ...]) -> None:
+        """Change the mode of the whole, or of the parts whose names match.
+
+        Raises:
+            ValueError: unknown mode.
+            PlanError: a pattern that matches no module, or static parts inside a static part.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; this version has {', '.join(map(repr, MODES))}")
+        names = [name for name, _ in self.root.named_modules()]
+        changed = {}
+        for pattern in patterns:
+            matched = [name for name in names if name and re.fullmatch(pattern, name)]
+            if not matched:
+                raise PlanError(f"no module matches {pattern!r}; modules are {', '.join(names[1:9])}, ...")
+            changed |= dict.fromkeys(matched, mode)
+        self.modes |= changed if patterns else {"": mode}
+        self.install(self.root)
+
+    def install(self, root: nn.Module) -> None:
+        """Install the hooks for the modes that are set."""
+        self._remove()
+        self.root = root
+        modules = dict(root.named_modules())
+        eager = frozenset(name for name in self.modes if name and self.modes[name] == "eager" and name in modules)
+        if self.modes[""] != "eager" and _can_be_local(root):
+            compiled = self.modes[""] == "compile"
+            self.program = StaticProgram(self, "", root, eager, is_root=True, compiled=compiled)
+            self.program.install()
+            return
+        self.handles += hook_scope(root, "", self.scope)
+        for name in self._static_parts(modules):
+            compiled = self.modes[name] == "compile"
+            part = StaticProgram(self, name, modules[name], eager, is_root=False, compiled=compiled)
+            part.install()
+            self.handles += hook_calls(modules[name], part.enter, part.leave)
+            self.parts.append(part)
+
+    def _static_parts(self, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+        """Yield the outermost parts that are static inside of an eager whole."""
+        static = [name for name in self.modes if name and self.modes[name] != "eager" and name in modules]
+        static = [name for name in static if _can_be_local(modules[name])]
+        for name in static:
+            if not any(name.startswith(f"{other}.") for other in static):
+                yield name
+
+    def _remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        for program in (*self.parts, *([self.program] if self.program else [])):
+            program.remove()
+        self.handles, self.parts, self.program = [], [], None
+
+    def crossing(self, where: str, local_shape: tuple[int, ...]) -> Crossing | None:
+        """Return what static mode found for a local tensor at a boundary, or None."""
+        programs = (*self.parts, *([self.program] if self.program else []))
+        found = (program.crossings.known.get((where, local_shape)) for program in programs)
+        return next((crossing for crossing in found if crossing is not None), None)
+
+    # --------------------------------------------------------------------------------------------- calls
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Begin a call of the whole module."""
+        if self.root is not module:  # a copy, called for the first time
+            self.install(module)
+            if self.program is None:
+                self.scope.enter(module, "")  # its hook comes too late for this call
+        return None if self.program is None else self.program.enter(module, args, kwargs)
+
+    def leave(self, module: nn.Module, args: tuple, output: object) -> object:
+        """End a call of the whole module: replicated results become plain tensors, partial ones are reduced first."""
+        if self.program is not None:
+            left = self.program.leave(module, args, output)
+            if left is not None and not self.program.rehearsing:
+                return left  # which are plain already where they are whole
+            output = output if left is None else left
+        return None if output is None else map_tensors(to_plain, output)
+
+
+def _can_be_local(module: nn.Module) -> bool:
+    """Tell whether a module by itself may run on local tensors: its forward cannot change once it is called."""
+    return local_forward(module) is None
+
+
+ATTRIBUTE = "_vescale_execution"
+
+
+def execution_of(module: nn.Module) -> Execution | None:
+    """Return how a parallelized module runs; None on a mesh of one rank.
+
+    Raises:
+        ValueError: the module is not parallelized, or only a part of a parallelized one.
+    """
+    if ATTRIBUTE not in vars(module):
+        raise ValueError(
+            f"this {type(module).__name__} is not parallelized; call parallelize_module first, pass the module "
+            f"that it returned"
+        )
+    return vars(module)[ATTRIBUTE]

@@ -1,0 +1,195 @@
+"""Experts that the model calls one by one: ``for e in range(n): out += self.experts[e](x[rows of e])``.
+
+Each expert belongs to one rank of the axis. All ranks run the model's loop on the same tokens and call the same
+experts; in a call the owner computes and the others receive its output::
+
+    owner       x  ->  expert(x)      -> broadcast -> output
+    others      x  ->  expert(x[:1])  -> receive   -> output
+
+On the others the expert's own forward runs on one row, with parameters that take no memory, which gives the shape and
+dtype of what comes, and meets the same errors. Bits are the owner's, so that all ranks take the same turns afterwards.
+The backward is the mirror image: the owner's gradient of ``x`` is broadcast.
+
+Two broadcasts per call: for many experts give the block a forward over ``(hidden_states, top_k_index, top_k_weights)``,
+which exchanges all tokens at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from vescale.dtensor import random
+
+from .. import _torch
+from .._boundary.convert import map_tensors
+from ..errors import PlanError
+from .axes import axes_of
+from .collectives import join
+from .plan import ExpertLayout
+from .region import RANDOM
+from .state import gradient_placements, show_parameters
+from .wrap import from_local, to_local
+
+__all__ = ["install_list", "listed_gradients"]
+
+GRADIENTS = "_vescale_listed_gradients"
+
+
+def listed_gradients(module: nn.Module) -> dict[str, tuple[Placement, ...]]:
+    """Return the placements of the gradients of a list's parameters, by name inside the list; empty if it is none."""
+    return vars(module).get(GRADIENTS, {})
+
+
+def install_list(module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh) -> None:
+    """Let each expert in ``module``, an nn.ModuleList or nn.ModuleDict, run on its own rank."""
+    axis = layout.expert_axes[0]
+    per_rank = layout.num_experts // mesh.size(axis)
+    gradients = gradient_placements(layout, axes_of(layout.expert_axes, (), (Replicate(),) * mesh.ndim))
+    vars(module)[GRADIENTS] = gradients
+    for position, (key, expert) in enumerate(module.named_children()):
+        shapes = {leaf: tuple(parameter.shape) for leaf, parameter in expert.named_parameters()}
+        one = _OneExpert(mesh, axis, key, position // per_rank, shapes, gradients)
+        expert.register_forward_pre_hook(one.enter, with_kwargs=True)
+        expert.register_forward_hook(one.leave, always_call=True)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A forward that is running: what is undone at its end, what its output depends on, the rows that it got."""
+
+    undo: contextlib.ExitStack
+    operands: tuple[Tensor, ...]
+    hidden: Tensor
+
+
+class _OneExpert:
+    """Hooks of one expert of a list. Copies of the module share it: one of them runs at a time.
+
+    Args:
+        mesh: the ranks.
+        axis: the mesh axis that experts are spread over.
+        key: name of the expert in the list.
+        owner: coordinate on the axis of the rank that holds it.
+        shapes: of its parameters on one device, by name; a local shard in the place of one does not know it.
+        gradients: placements of the gradients of all experts' parameters.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        axis: int,
+        key: str,
+        owner: int,
+        shapes: dict[str, tuple[int, ...]],
+        gradients: dict[str, tuple[Placement, ...]],
+    ):
+        self.mesh, self.key, self.owner, self.shapes, self.gradients = mesh, key, owner, shapes, gradients
+        self.here = mesh.get_local_rank(axis) == owner
+        self.group = _torch.flat_group(mesh, (axis,))
+        self._running: list[_Call] = []
+
+    def __deepcopy__(self, memo: dict) -> _OneExpert:  # process groups have no copies
+        return self
+
+    def enter(self, expert: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Forward pre-hook: bring the operands to the owner; the others keep one row of them."""
+        hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if hidden is None or hidden.ndim == 0:
+            raise PlanError(f"expert {self.key!r} of a list was called without a tensor of rows")
+        if isinstance(hidden, DTensor) and any(not p.is_replicate() for p in hidden.placements):
+            raise PlanError(
+                f"expert {self.key!r} of a list was called with rows in placements {tuple(hidden.placements)}; which "
+                "rows an expert gets depends on the data, so bring the block's input to Replicate() by a boundary"
+            )
+        operands: list[Tensor] = []
+
+        def bring(value: Tensor) -> Tensor:
+            local = to_local(value, tuple(value.placements), self.mesh) if isinstance(value, DTensor) else value
+            if local.ndim == 0 or len(local) != len(hidden):
+                raise PlanError(f"expert {self.key!r} of a list was called with tensors of different numbers of rows")
+            operands.append(_ToOwner.apply(local, self.here, self.source, self.group))
+            return operands[-1]
+
+        args, kwargs = map_tensors(bring, (args, kwargs))
+        undo = contextlib.ExitStack()
+        if any(isinstance(parameter, DTensor) for parameter in expert.parameters()):
+            undo.enter_context(random.forbidden(RANDOM))  # static mode, with local ones, sees to it by itself
+        operands += self._show_local(expert, undo)
+        self._running.append(_Call(undo, tuple(operands), hidden))
+        return args, kwargs
+
+    def leave(self, _expert: nn.Module, _args: tuple, output: Tensor | None) -> Tensor | None:
+        """Forward hook, called always: give all ranks the owner's output."""
+        if not self._running:
+            return None
+        call = self._running.pop()
+        call.undo.close()
+        if output is None:  # the forward raised
+            return None
+        rows = len(call.hidden) if self.here else min(1, len(call.hidden))
+        if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != rows:
+            raise PlanError(f"expert {self.key!r} of a list must return one tensor with as many rows as it got")
+        output = join(output, *call.operands)
+        output = _FromOwner.apply(output, len(call.hidden), self.here, self.source, self.group)
+        if not isinstance(call.hidden, DTensor):
+            return output
+        whole = (Replicate(),) * self.mesh.ndim
+        return from_local(call.hidden, whole, whole, self.mesh)(output)
+
+    @property
+    def source(self) -> int:
+        """The owner's rank in the world."""
+        return dist.get_global_rank(self.group, self.owner)
+
+    def _show_local(self, expert: nn.Module, undo: contextlib.ExitStack) -> list[Tensor]:
+        """Show the expert its parameters: the owner its own, the others stand-ins of the same shape without memory.
+
+        Returns:
+            The shards of all, those of the others empty.
+        """
+        shards = show_parameters(expert.named_modules(prefix=self.key), self.gradients, undo)
+        if not self.here:
+            for owner, part in expert.named_modules():
+                table, _ = _torch.tensor_tables(part)
+                for key, shard in table.items():
+                    if shard is not None:
+                        table[key] = shard.new_zeros(()).expand(self.shapes[f"{owner}.{key}" if owner else key])
+        return list(shards.values())
+
+
+class _ToOwner(torch.autograd.Function):
+    """Rows on the owner, one row on the others; the gradient is the owner's on all of them."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, here: bool, source: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.here, ctx.source, ctx.group, ctx.like = here, source, group, (rows.shape, rows.dtype)
+        return rows.view_as(rows) if here else rows[:1]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        shape, dtype = ctx.like
+        grad = grad.contiguous() if ctx.here else grad.new_empty(shape, dtype=dtype)
+        dist.broadcast(grad, src=ctx.source, group=ctx.group)
+        return grad, None, None, None
+
+
+class _FromOwner(torch.autograd.Function):
+    """The owner's output on all ranks; its gradient, equal on all of them, goes to the owner."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, num_rows: int, here: bool, source: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.here, ctx.kept = here, len(output)
+        out = output.contiguous() if here else output.new_empty((num_rows, *output.shape[1:]))
+        dist.broadcast(out, src=source, group=group)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grad if ctx.here else grad[: ctx.kept], None, None, None, None

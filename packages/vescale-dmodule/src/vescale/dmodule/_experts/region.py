@@ -1,0 +1,353 @@
+"""Experts as a local region: each rank runs the module's own forward on its own experts.
+
+Which experts a rank computes for which tokens follows from how the tokens lie (``_axes``):
+
+    tokens sharded over the expert axes     exchanged: see ``_exchange``. One wait of the host, for the split sizes.
+    tokens replicated over them             each rank computes those for its experts; the sum over the ranks is the
+                                            output: one all-reduce. Which tokens, the forward finds out: experts of
+                                            other ranks become the index ``num_local``, which it skips, with weight
+                                            zero. On the CPU, where the host does not wait, many tokens are picked as
+                                            for an exchange, which spares the forward the others.
+
+Both give one device's values and gradients at every number of ranks: gradients of hidden states, weights and parameters
+are sums over the tokens, never means, and nothing is scaled by a number of ranks.
+
+The region works on local tensors and process groups. In eager mode its hooks unwrap DTensors and wrap the output;
+inside :meth:`ExpertRegion.on_local_tensors` they take and return plain local tensors in a layout that the caller
+declares.
+
+Random operators inside experts are refused: nothing says where the tokens of an expert lie in a global tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement
+
+from vescale.dtensor import random
+
+from .. import _torch
+from ..errors import PlanError
+from .allocate import Allocation, initial_allocation
+from .axes import Axes, axes_of, lane_table
+from .collectives import Group, add_rows, join, share, sum_ranks, take_rows
+from .dispatch import AllToAll, Exchange, exchange_counts, route
+from .plan import ExpertLayout
+from .state import expert_of, gradient_placements, show_local
+from .wrap import from_local, layout_of_tokens, to_local
+
+__all__ = ["ExpertRegion", "experts_region"]
+
+REGION = "_vescale_experts"
+ALLOCATION = "_vescale_allocation"
+LOADS = "_vescale_loads"
+RANDOM = "experts run on local tensors; move the random operator out of them"
+# Elements of (token, expert) rows below which finding the rows of this rank takes longer than the forward saves.
+FEW = 1 << 17
+
+Placements = tuple[Placement, ...]
+
+
+def experts_region(module: nn.Module) -> ExpertRegion | None:
+    """Return the region of an experts module, None if it is none."""
+    return vars(module).get(REGION)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A forward that is running.
+
+    Attributes:
+        undo: what is undone at its end.
+        operands: what its output is to depend on, besides parameters.
+        parameters: local shards, by name.
+        finish: makes the result of the output and of all that it is to depend on.
+    """
+
+    undo: contextlib.ExitStack
+    operands: tuple[Tensor, ...]
+    parameters: dict[str, Tensor]
+    finish: Callable[..., Tensor]
+
+
+class ExpertRegion:
+    """The experts of one module on the ranks of a mesh. Copies of the module share it: one of them runs at a time.
+
+    Attributes:
+        layout: what the plan says.
+        mesh: the ranks.
+        num_ranks: number of blocks that the experts are cut into.
+        num_local: number of experts of a rank.
+        last_tokens: placements of the tokens in the last call; None before the first.
+    """
+
+    def __init__(self, layout: ExpertLayout, mesh: DeviceMesh, signature: inspect.Signature):
+        self.layout, self.mesh, self.signature = layout, mesh, signature
+        self.num_ranks = math.prod(mesh.size(axis) for axis in layout.expert_axes)
+        self.num_local = layout.num_experts // self.num_ranks
+        self.last_tokens: Placements | None = None
+        self._declared: Placements | None = None
+        self._running: list[_Call] = []
+        self._called: set[str] = set()
+        self._leading = tuple(signature.parameters)[: len(layout.arguments)] == tuple(layout.arguments)
+        # What does not change between calls, by what it depends on.
+        self._axes: dict[Placements, Axes] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._sums: dict[Axes, _torch.Collectives | None] = {}
+        self._gradients: dict[Axes, dict[str, Placements]] = {}
+        self._tables: dict[object, Tensor] = {}
+
+    def __deepcopy__(self, memo: dict) -> ExpertRegion:  # process groups have no copies
+        return self
+
+    # --------------------------------------------------------------------------------------------- for the caller
+
+    @contextlib.contextmanager
+    def on_local_tensors(self, tokens: Sequence[Placement]) -> Iterator[None]:
+        """Take plain tensors as this rank's part of tensors in the layout ``tokens``, and return such a part.
+
+        It is one in :meth:`output_placements`, which differ from ``tokens`` only if the plan wants a partial output.
+        Gradients of the output are expected in ``tokens``; those of hidden states and weights come so, reduced. Those
+        of parameters come in :meth:`gradient_placements`.
+
+        Args:
+            tokens: one placement per mesh axis: ``Replicate()``, or anything sharded: each rank has its own tokens.
+        """
+        before, self._declared = self._declared, tuple(tokens)
+        try:
+            yield
+        finally:
+            self._declared = before
+
+    def gradient_placements(self, tokens: Sequence[Placement]) -> dict[str, Placements]:
+        """Return the placements of the parameters' gradients, by name inside the module, for tokens that lie so."""
+        axes = self.axes(tokens)
+        if axes not in self._gradients:
+            self._gradients[axes] = gradient_placements(self.layout, axes)
+        return self._gradients[axes]
+
+    def output_placements(self, tokens: Sequence[Placement]) -> Placements:
+        """Return the placements of the output, for tokens that lie so: theirs, unless the plan wants a partial sum."""
+        summed = self.axes(tokens).summed if self.layout.partial_output else ()
+        return tuple(Partial() if axis in summed else placement for axis, placement in enumerate(tokens))
+
+    def axes(self, tokens: Sequence[Placement]) -> Axes:
+        """Return what each mesh axis does for tokens that lie so."""
+        tokens = tuple(tokens)
+        if tokens not in self._axes:
+            self._axes[tokens] = axes_of(self.layout.expert_axes, self.layout.inner_axes, tokens)
+        return self._axes[tokens]
+
+    def group(self, axes: Sequence[int]) -> Group:
+        """Return the ranks that differ from this one along ``axes`` only; None if there is no other."""
+        axes = tuple(axes)
+        if axes not in self._groups:
+            several = [axis for axis in axes if self.mesh.size(axis) > 1]
+            self._groups[axes] = _torch.flat_group(self.mesh, several) if several else None
+        return self._groups[axes]
+
+    # --------------------------------------------------------------------------------------------- hooks
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Forward pre-hook: bring the operands to this rank's experts and show the module only those."""
+        names = self.layout.arguments
+        # binding takes as long as an operator, and models pass these by position
+        by_position = self._leading and len(args) == len(names) and not kwargs
+        bound = None if by_position else self.signature.bind(*args, **kwargs)
+        operands = args if bound is None else tuple(bound.arguments[name] for name in names)
+        wrap: Callable[[Tensor], Tensor] = _same
+        tokens = self._declared
+        if tokens is None or any(isinstance(operand, DTensor) for operand in operands):
+            tokens = layout_of_tokens(operands[0], self.mesh)
+            wrap = from_local(operands[0], self.output_placements(tokens), tokens, self.mesh)
+            operands = tuple(to_local(operand, tokens, self.mesh) for operand in operands)
+        self.last_tokens = tokens
+        call = self._start(module, operands, tokens, wrap)
+        self._running.append(call[0])
+        if bound is None:
+            return call[1], kwargs
+        bound.arguments.update(zip(names, call[1], strict=True))
+        return bound.args, bound.kwargs
+
+    def _start(
+        self, module: nn.Module, operands: tuple[Tensor, ...], tokens: Placements, wrap: Callable[[Tensor], Tensor]
+    ) -> tuple[_Call, tuple[Tensor, ...]]:
+        """Begin a call on local operands; return what ends it, and what the forward gets."""
+        hidden, index, weights = operands
+        _check(hidden, index, weights, type(module).__name__)
+        axes = self.axes(tokens)
+        index = index.long()
+        self._count_loads(module, index)
+        summed = self._sum_group(axes)
+        hidden, weights = share(summed, hidden, weights)
+        masked = not axes.group and self._masks(hidden, index)
+        start = self._masked if masked else self._exchanged
+        *operands, back = start(module, hidden, index, weights, axes)
+
+        undo = contextlib.ExitStack()
+        parameters = self._show_local(module, tokens, undo, absent=masked)
+        if self._declared is None:  # static mode sees to it by itself, at no cost for every operator
+            undo.enter_context(random.forbidden(RANDOM))
+        self._called.clear()
+        summed = None if self.layout.partial_output else summed
+
+        def finish(output: Tensor, *seen: Tensor) -> Tensor:
+            if back is None:
+                return wrap(sum_ranks(output, summed, *seen))
+            return wrap(sum_ranks(back(join(output, *seen)), summed))
+
+        return _Call(undo, (operands[0], operands[2]), parameters, finish), tuple(operands)
+
+    def leave(self, module: nn.Module, _args: tuple, output: Tensor | None) -> Tensor | None:
+        """Forward hook, called always: put the module back as it was and bring the output to where the tokens are."""
+        if not self._running:  # the module failed before it was entered
+            return None
+        call = self._running.pop()
+        call.undo.close()
+        if output is None:  # the forward raised
+            return None
+        if not isinstance(output, Tensor):
+            raise PlanError(f"{type(module).__name__} returned a {type(output).__name__}; experts return one tensor")
+        return call.finish(output, *call.operands, *self._used(call.parameters))
+
+    def note_call(self, name: str) -> None:
+        """Remember that the forward called the expert ``name``, a submodule."""
+        self._called.add(name)
+
+    def _used(self, parameters: dict[str, Tensor]) -> list[Tensor]:
+        """Return the parameters that have a gradient on one device: of submodules, those that any rank called.
+
+        For submodules that takes an all-reduce of a bit per expert and a wait of the host.
+        """
+        if self.layout.kind != "modules" or not torch.is_grad_enabled():
+            return list(parameters.values())
+        names = list(dict.fromkeys(map(expert_of, parameters)))
+        called = torch.tensor([name in self._called for name in names], dtype=torch.int32, device=self.mesh.device_type)
+        group = self.group(range(self.mesh.ndim))
+        if group is not None:
+            dist.all_reduce(called, op=dist.ReduceOp.MAX, group=group)
+        used = {name for name, flag in zip(names, called.tolist(), strict=True) if flag}
+        return [shard for leaf, shard in parameters.items() if expert_of(leaf) in used]
+
+    # --------------------------------------------------------------------------------------------- two paths
+
+    def _masks(self, hidden: Tensor, index: Tensor) -> bool:
+        """Tell whether the forward is to skip what is not for its experts, rather than not to see it."""
+        if self.layout.skips_absent is not None:
+            return self.layout.skips_absent
+        if index.device.type != "cpu" or type(index) is not Tensor or torch.compiler.is_compiling():
+            return True
+        return hidden.numel() * index.shape[-1] < FEW
+
+    def _masked(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:
+        """Let every rank see all tokens, with the index ``num_local`` in place of experts that are not its own.
+
+        There is no way back: the last value is None.
+        """
+        lanes = self._table(module, axes, index.device)[:, 0]
+        index = lanes.index_select(0, index.clamp(max=self.layout.num_experts).reshape(-1)).view(index.shape)
+        return hidden, index, weights.masked_fill(index == self.num_local, 0), None
+
+    def _exchanged(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:
+        """Send tokens to their experts; the output's way back is the last value."""
+        shape, top_k, group = hidden.shape, index.shape[-1], self.group(axes.group)
+        table = self._table(module, axes, index.device)
+        dispatcher = AllToAll() if group is None else self.layout.dispatcher
+        copies = table.shape[1]
+        index, by_expert = index.reshape(-1, top_k).sort(dim=-1, stable=True)
+        weights = weights.reshape(-1, top_k).gather(-1, by_expert).reshape(-1)
+        num_group = group.size() if group is not None else 1
+        way = route(index, table, group_size=num_group, num_local=self.num_local)
+        exchange = exchange_counts(way.counts, group)
+        order = way.order[: exchange.num_sent]
+        rows = take_rows(hidden.reshape(-1, shape[-1]), order, top_k * copies)
+        rows = dispatcher.dispatch(rows, exchange)
+        row_weights = dispatcher.dispatch(take_rows(weights, order, copies), exchange)
+
+        def back(out: Tensor) -> Tensor:
+            out = add_rows(dispatcher.combine(out, exchange), order, len(index), top_k * copies)
+            return out.reshape(*shape[:-1], out.shape[-1])
+
+        return rows, _experts_of_rows(exchange, index.device)[:, None], row_weights[:, None], back
+
+    def _table(self, module: nn.Module, axes: Axes, device: torch.device) -> Tensor:
+        """Return the lanes of each expert, (num_experts + 1, copies) int64."""
+        slots = allocation_of(module, self.layout)
+        key = slots, axes, device
+        if key not in self._tables:
+            coord = self.mesh.get_coordinate()
+            table = lane_table(slots, axes=axes, shape=self.mesh.shape, coord=coord)
+            self._tables[key] = torch.tensor(table, device=device)
+        return self._tables[key]
+
+    def _show_local(
+        self, module: nn.Module, tokens: Placements, undo: contextlib.ExitStack, *, absent: bool
+    ) -> dict[str, Tensor]:
+        coord = self.mesh.get_coordinate()
+        number = 0
+        for axis in self.layout.expert_axes:
+            number = number * self.mesh.size(axis) + coord[axis]
+        block = range(number * self.num_local, (number + 1) * self.num_local)
+        silent = self.layout.once if any(coord[axis] for axis in self.layout.inner_axes) else frozenset()
+        gradients = self.gradient_placements(tokens)
+        return show_local(module, self.layout, undo, block=block, gradients=gradients, silent=silent, absent=absent)
+
+    def _sum_group(self, axes: Axes) -> _torch.Collectives | None:
+        """Return the ranks whose outputs are summed."""
+        if axes not in self._sums:
+            group = self.group(axes.summed)
+            self._sums[axes] = None if group is None else _torch.Collectives(group)
+        return self._sums[axes]
+
+    def _count_loads(self, module: nn.Module, index: Tensor) -> None:
+        """Add up the pairs that each expert gets of this rank's tokens, if the allocator wants to know."""
+        if not self.layout.allocator.needs_loads or not module.training:
+            return
+        if LOADS not in vars(module):
+            vars(module)[LOADS] = index.new_zeros(self.layout.num_experts + 1)
+        chosen = index.detach().reshape(-1).clamp(max=self.layout.num_experts)
+        vars(module)[LOADS].scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+# ------------------------------------------------------------------------------------------------- parts
+
+
+def allocation_of(module: nn.Module, layout: ExpertLayout) -> Allocation:
+    """Return the slot of each expert now. It belongs to the module, not to the region, which copies share."""
+    return vars(module).get(ALLOCATION) or initial_allocation(layout.num_experts)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
+
+
+def _experts_of_rows(exchange: Exchange, device: torch.device) -> Tensor:
+    """Return the local expert of each received row, (num_received,) int64."""
+    counts = torch.tensor(exchange.experts, dtype=torch.int64, device=device)
+    experts = torch.arange(counts.shape[1], device=device).repeat(len(counts))
+    return experts.repeat_interleave(counts.reshape(-1), output_size=exchange.num_received)
+
+
+def _check(hidden: Tensor, index: Tensor, weights: Tensor, kind: str) -> None:
+    """Refuse operands that do not belong together.
+
+    Raises:
+        PlanError: with their shapes.
+    """
+    shapes = tuple(hidden.shape), tuple(index.shape), tuple(weights.shape)
+    if index.ndim < 2 or shapes[1] != shapes[2] or shapes[0][:-1] != shapes[1][:-1]:
+        raise PlanError(
+            f"{kind} was called with hidden states, indices and weights of shapes {shapes}; "
+            "expected (tokens, hidden), (tokens, k) and (tokens, k)"
+        )
+    if index.is_floating_point():
+        raise PlanError(f"{kind} was called with indices of {index.dtype}; expected integers")

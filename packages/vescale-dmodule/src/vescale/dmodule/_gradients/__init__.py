@@ -1,0 +1,1 @@
+"""Gradients of DTensor parameters: received, reduced where they are partial sums, stored."""

@@ -1,0 +1,1 @@
+"""A plan as data: placements checked, names resolved, parameters distributed."""

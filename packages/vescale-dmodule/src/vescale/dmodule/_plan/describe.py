@@ -1,0 +1,117 @@
+"""What a plan does to a module, as data: every parameter's placements and shard, without ranks or storage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import Placement, Shard
+
+from vescale.dtensor import InterleavedShard, RaggedShard
+
+from .resolve import resolve
+
+__all__ = ["TensorLayout", "describe"]
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """Mesh axes without ranks, see ``MeshAxes``."""
+
+    mesh_dim_names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes)
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        return math.prod(self.sizes) if mesh_dim is None else self.sizes[mesh_dim]
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Where one parameter goes.
+
+    Attributes:
+        name: fully qualified name.
+        shape: global shape.
+        placements: one per mesh axis.
+        local_shape: shape of the largest shard; of even ones, that on coordinate 0 of every axis.
+        itemsize: bytes of an element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    local_shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of the largest shard."""
+        return math.prod(self.local_shape) * self.itemsize
+
+    def __str__(self) -> str:
+        placements = " ".join(map(_short, self.placements))
+        return f"{self.name}  {list(self.shape)} {placements} -> {list(self.local_shape)}"
+
+
+def describe(
+    module: nn.Module, axes: Mapping[str, int], plan: Mapping[str, object], *, allow_empty: bool = False
+) -> tuple[TensorLayout, ...]:
+    """Return the layout of every parameter of ``module`` under ``plan``; tied parameters once.
+
+    Runs in one process, also for a deferred module, so that a plan can be looked at before anything is started.
+
+    Args:
+        module: the module that would be parallelised.
+        axes: mesh axes and their sizes in mesh order, such as ``{"tp": 4}``.
+        plan: as in :func:`parallelize_module`.
+        allow_empty: as in :func:`parallelize_module`.
+
+    Raises:
+        PlanError: as :func:`parallelize_module` would.
+
+    Example:
+        >>> plan = {"parameter": {r"0\\.weight": {"tp": Shard(0)}}}
+        >>> for layout in describe(nn.Sequential(nn.Linear(8, 6)), {"tp": 3}, plan):
+        ...     print(layout)
+        0.weight  [6, 8] S(0) -> [2, 8]
+        0.bias  [6] R -> [6]
+    """
+    tensors = resolve(module, _Axes(tuple(axes), tuple(axes.values())), plan, allow_empty=allow_empty).tensors
+    return tuple(
+        TensorLayout(
+            name,
+            tuple(parameter.shape),
+            tensors[name],
+            _largest_shard(tuple(parameter.shape), tensors[name], list(axes.values())),
+            parameter.element_size(),
+        )
+        for name, parameter in module.named_parameters()
+    )
+
+
+def _short(placement: Placement) -> str:
+    if isinstance(placement, InterleavedShard):
+        return f"S({placement.dim}/{placement.k})"
+    if isinstance(placement, RaggedShard):
+        return f"Ragged{placement.local_units}"
+    return f"S({placement.dim})" if isinstance(placement, Shard) else "R"
+
+
+def _largest_shard(shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: list[int]) -> tuple[int, ...]:
+    local = list(shape)
+    for placement, size in zip(placements, sizes, strict=True):
+        if isinstance(placement, RaggedShard):
+            count = len(placement.dims)
+            numel = math.prod(local[:count])
+            local = [max(placement.rows(numel, coord)[1] for coord in range(size)), *local[count:]]
+        elif isinstance(placement, InterleavedShard):
+            local[placement.dim] = placement.k * -(-local[placement.dim] // placement.k // size)
+        elif isinstance(placement, Shard):
+            local[placement.dim] = -(-local[placement.dim] // size)
+    return tuple(local)

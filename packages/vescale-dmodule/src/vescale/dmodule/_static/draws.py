@@ -1,0 +1,297 @@
+"""Random operators on local tensors draw what one device draws.
+
+The rehearsal notes every call of a torch function that advances the random stream and has a sharded operand, with the
+layouts of its operands. On local tensors the same call gets its operands as DTensors of these layouts, so that the
+rules of ``vescale.dtensor`` choose this rank's part of the draw, and its result as a local tensor again. Only modules
+that draw pay for it. Draws of tensors that are equal on all ranks are left alone: all ranks draw the same anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils.hooks import RemovableHandle
+
+from vescale.dtensor import random
+
+from .. import _torch
+from .._boundary.edges import unwrapped, wrapped
+from .._execution.module_hooks import OwnHook
+from ..errors import NotLocalFriendlyError
+from .names import describe, ways_out
+from .recording.observe import replicated
+
+__all__ = ["Draw", "DrawHooks", "Draws", "Listening", "QuietCall", "silenced"]
+
+Placements = tuple[Placement, ...]
+
+
+class Operand(NamedTuple):
+    """A tensor that a draw got."""
+
+    local_shape: torch.Size
+    shape: torch.Size
+    placements: Placements
+
+
+@dataclass
+class Draw:
+    """One call that drew, as the rehearsal saw it.
+
+    Attributes:
+        function: the torch function.
+        operands: its tensors, in order.
+        gradients: layouts of the gradients of its results, in order.
+    """
+
+    function: Callable
+    operands: list[Operand]
+    gradients: list[Placements | None] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple:
+        """What a draw on local tensors is recognised by."""
+        return self.function, tuple(operand.local_shape for operand in self.operands)
+
+    def agrees(self, other: Draw) -> bool:
+        """Tell whether two draws can be told apart on local tensors, or are the same."""
+        return self.key != other.key or self.operands == other.operands
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks draw different parts."""
+        return not all(p.is_replicate() for operand in self.operands for p in operand.placements)
+
+    def __str__(self) -> str:
+        operands = ", ".join(f"{tuple(o.shape)} {o.placements}" for o in self.operands)
+        return f"{resolve_name(self.function) or self.function}{' on ' * bool(operands)}{operands}"
+
+
+class QuietCall:
+    """A call whose rehearsal drew no random numbers: nobody looks for random operators in it, and it is refused if it
+    draws after all.
+
+    Args:
+        device_type: of the random stream.
+    """
+
+    def __init__(self, device_type: str):
+        self._device_type = device_type
+        self._before: random.Position | None = None
+        self._unwatched: AbstractContextManager | None = None
+
+    def begin(self) -> None:
+        """Before the call."""
+        self._before = random.position(self._device_type)
+        if _torch.has_dispatch_mode():
+            self._unwatched = random.unwatched()
+            self._unwatched.__enter__()
+
+    def end(self, name: str, *, well: bool) -> None:
+        """After the call of a module, which may have failed; nothing if it was not quiet.
+
+        Raises:
+            NotLocalFriendlyError: it drew.
+        """
+        if self._unwatched is not None:
+            unwatched, self._unwatched = self._unwatched, None
+            unwatched.__exit__(None, None, None)
+        before, self._before = self._before, None
+        if before is not None and well and random.position(self._device_type) != before:
+            raise NotLocalFriendlyError(
+                f"{describe(name)} drew random numbers, but the recorded call did not, so nothing says which "
+                "parts of one device's draws they are (a rate of dropout that was 0?); call "
+                'set_mode(model, "static") after such a change, or run the model on DTensors (mode="eager")'
+            )
+
+
+def _random_state() -> list[object]:
+    return [v.clone() if isinstance(v, Tensor) else v for v in random.get_state().values()]
+
+
+def _same_state(one: list[object], other: list[object]) -> bool:
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other, strict=True))
+
+
+class Listening(TorchFunctionMode):
+    """Note draws while the module runs in eager mode.
+
+    Attributes:
+        draws: of DTensors, by module.
+        plain: of plain tensors, by module, and those of a generator that the program made itself.
+    """
+
+    def __init__(self, running: Callable[[], str], mesh: DeviceMesh):
+        super().__init__()
+        self.running, self.mesh = running, mesh
+        self.draws: dict[str, list[Draw]] = {}
+        self.plain: dict[str, list[Draw]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        operands = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(isinstance(leaf, DTensor) for leaf in operands):
+            return self._on_plain_tensors(func, args, kwargs, operands)
+        before = _random_state()
+        described = [_describe(t, self.mesh) for t in operands]
+        result = func(*args, **kwargs)
+        if _same_state(before, _random_state()):
+            return result
+        draw = Draw(func, described)
+        self.draws.setdefault(self.running(), []).append(draw)
+        return _torch.tree_map(lambda leaf: _watched(leaf, draw) if isinstance(leaf, DTensor) else leaf, result)
+
+    def _on_plain_tensors(self, func: Callable, args: tuple, kwargs: dict, operands: list[Tensor]) -> object:
+        described = [_describe(t, self.mesh) for t in operands]
+        before = random.position(self.mesh.device_type)
+        result = func(*args, **kwargs)
+        if isinstance(kwargs.get("generator"), torch.Generator) or random.position(self.mesh.device_type) != before:
+            self.plain.setdefault(self.running(), []).append(Draw(func, described))
+        return result
+
+
+def _describe(tensor: Tensor, mesh: DeviceMesh) -> Operand:
+    if isinstance(tensor, DTensor):
+        return Operand(_torch.local_of(tensor).shape, tensor.shape, tuple(tensor.placements))
+    return Operand(tensor.shape, tensor.shape, replicated(mesh))
+
+
+def _watched(result: DTensor, draw: Draw) -> DTensor:
+    position = len(draw.gradients)
+    draw.gradients.append(None)
+    if not result.requires_grad:
+        return result
+
+    def note(grad: Tensor) -> None:
+        draw.gradients[position] = tuple(grad.placements) if isinstance(grad, DTensor) else None
+
+    result.register_hook(note)
+    return result
+
+
+_running: list[Draws | None] = []  # of the modules that run, innermost last: it alone acts
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Let no `Draws` act, around a compiled block, which makes its draws itself."""
+    _running.append(None)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+class Draws(TorchFunctionMode):
+    """Run the draws of one module on local tensors as those of its rehearsal."""
+
+    def __init__(self, name: str, draws: list[Draw], mesh: DeviceMesh):
+        super().__init__()
+        self.name, self.mesh = name, mesh
+        self.draws: dict[tuple, Draw] = {}
+        self.functions = {draw.function for draw in draws}
+        for draw in draws:
+            self.draws[draw.key] = draw
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or func not in self.functions or self is not _running[-1]:
+            return func(*args, **kwargs)
+        leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(leaf, DTensor) for leaf in leaves):
+            return func(*args, **kwargs)  # a part that stays in eager mode
+        draw = self.draws.get((func, tuple(leaf.shape for leaf in leaves)))
+        if draw is None:
+            self._check_draws_nothing(func, args, kwargs, leaves)
+            return func(*args, **kwargs)
+        if not draw.is_sharded:
+            return func(*args, **kwargs)  # equal on all ranks
+        whole = {
+            id(leaf): wrapped(leaf, self.mesh, operand.placements, shape=operand.shape)
+            for leaf, operand in zip(leaves, draw.operands, strict=True)
+        }
+        args, kwargs = _torch.tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
+        with _torch.plain_operands_replicated():  # for tensors that torch itself makes inside a composite operator
+            result = func(*args, **kwargs)
+        return self._local(result, leaves, whole, draw)
+
+    def _check_draws_nothing(self, func: Callable, args: tuple, kwargs: dict, leaves: list[Tensor]) -> None:
+        """Refuse a draw that the rehearsal has not seen.
+
+        Raises:
+            NotLocalFriendlyError: naming module, function and shapes.
+        """
+        before = random.get_state()
+        func(*_torch.tree_map(_copied, args), **_torch.tree_map(_copied, kwargs))
+        drew = not _same_state(list(before.values()), _random_state())
+        random.set_state(before)
+        if drew:
+            raise NotLocalFriendlyError(
+                f"in {describe(self.name)}: {resolve_name(func)} on local shapes {[tuple(t.shape) for t in leaves]} "
+                "draws random numbers, but the recorded call did not, so nothing says which part of one device's draw "
+                f"they are; {ways_out(self.name, is_draw=True)}"
+            )
+
+    def _local(self, result: object, leaves: list[Tensor], whole: dict[int, DTensor], draw: Draw) -> object:
+        written = {id(whole[id(leaf)]): leaf for leaf in leaves}  # an operator in place returns its operand
+        gradients = iter(draw.gradients)
+
+        def convert(leaf: object) -> object:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            gradient = next(gradients, None)
+            if id(leaf) in written and not leaf.requires_grad:
+                return written[id(leaf)]
+            return unwrapped(leaf, gradient) if leaf.requires_grad else _torch.local_of(leaf)
+
+        return _torch.tree_map(convert, result)
+
+
+def _copied(leaf: object) -> object:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+class DrawHooks:
+    """Hooks of a module that draws: while it runs on local tensors, its draws are those of the rehearsal.
+
+    Args:
+        name: of the module.
+        draws: gives what applies to the call that begins; nothing where the module runs on DTensors.
+        mesh: of the layouts.
+    """
+
+    def __init__(self, name: str, draws: Callable[[], list[Draw]], mesh: DeviceMesh):
+        self.name, self.draws, self.mesh = name, draws, mesh
+        self.entered: list[Draws | None] = []
+
+    def register(self, module: nn.Module) -> list[RemovableHandle]:
+        """Take over inside of all other hooks, some of which begin and end running on local tensors."""
+        return [
+            module.register_forward_pre_hook(OwnHook(self.enter)),
+            module.register_forward_hook(OwnHook(self.leave), prepend=True, always_call=True),
+        ]
+
+    def enter(self, _module: nn.Module, _args: tuple) -> None:
+        """Take over the random functions of the module."""
+        draws = self.draws()
+        mode = Draws(self.name, draws, self.mesh) if draws else None
+        if mode is not None:
+            mode.__enter__()
+            _running.append(mode)
+        self.entered.append(mode)
+
+    def leave(self, _module: nn.Module, _args: tuple, _output: object) -> None:
+        """Give them back."""
+        mode = self.entered.pop() if self.entered else None
+        if mode is not None:
+            _running.pop()
+            mode.__exit__(None, None, None)

@@ -1,0 +1,211 @@
+"""Steps (see ``_steps``) as functions on local tensors.
+
+Shapes, offsets and groups are constants of the functions, so a call is a collective and what must be copied for it, and
+a compiler can trace it. Results have the values of ``DTensor.redistribute`` bit for bit and its strides: whole tensors
+and exact shards contiguous, shards cut from padded ones narrowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.nn import functional as F
+
+from ... import _torch
+from .. import async_tp as _async_tp
+from . import steps as _steps
+
+__all__ = ["Local", "Meanwhile", "chain", "run_step", "through_dtensor"]
+
+Local = Callable[[Tensor], Tensor]
+
+Meanwhile = Callable[[], None]
+"""What this rank does while a reduction is under way; the functions of reductions take it as a second argument."""
+
+
+def chain(functions: Sequence[Local]) -> Local | None:
+    """Return the functions one after the other; None if there are none."""
+    if len(functions) < 2:
+        return functions[0] if functions else None
+
+    def run(tensor: Tensor) -> Tensor:
+        for function in functions:
+            tensor = function(tensor)
+        return tensor
+
+    return run
+
+
+def run_step(step: _steps.Step, mesh: DeviceMesh) -> Local:
+    """Return the function that takes one step; its argument has the shape ``step.local``.
+
+    Makes the process group of several axes where there is none, so all ranks of it must call this together.
+    """
+    process_group = _torch.flat_group(mesh, step.axes)
+    _async_tp.prepare(process_group, mesh)
+    group = _torch.Collectives(process_group)
+    return _MAKERS[type(step)](step, group, mesh.get_local_rank(step.axes[0]), mesh)
+
+
+def _reduce(step: _steps.Reduce, group: _torch.Collectives, _index: int, mesh: DeviceMesh) -> Local:
+    if len(step.ops) == 1:
+        op = step.ops[0]
+        return lambda tensor, meanwhile=None: group.all_reduce(tensor.resolve_neg(), op, meanwhile)
+    divisor = math.prod(mesh.size(axis) for axis, op in zip(step.axes, step.ops, strict=True) if op == "avg")
+    op = "sum" if divisor > 1 else step.ops[0]
+
+    def reduce(tensor: Tensor, meanwhile: Meanwhile | None = None) -> Tensor:
+        result = group.all_reduce(tensor.resolve_neg(), op, meanwhile)
+        return result if divisor == 1 else result.div_(divisor)
+
+    return reduce
+
+
+def _reduce_scatter(step: _steps.ReduceScatter, group: _torch.Collectives, index: int, _mesh: DeviceMesh) -> Local:
+    dim, op, num = step.dim, step.op, group.size
+    front = _Front(step.local, dim, num, in_chunks=_async_tp.is_on())
+    shape, length = front.part, _steps.chunk(step.local[dim], num, index)[1]
+
+    def reduce_scatter(tensor: Tensor, meanwhile: Meanwhile | None = None) -> Tensor:
+        shard = group.reduce_scatter(front.bring(tensor.resolve_neg()), op, shape, meanwhile)
+        return shard if shape[dim] == length else shard.narrow(dim, 0, length)
+
+    return reduce_scatter
+
+
+def _gather(step: _steps.Gather, group: _torch.Collectives, _index: int, _mesh: DeviceMesh) -> Local:
+    dim, size = step.dim, step.size
+    back = _Back(step.local, dim, size, group.size, in_chunks=_async_tp.is_on())
+
+    def gather(tensor: Tensor) -> Tensor:
+        whole = back.bring(group.all_gather(back.padded(tensor.resolve_neg())))
+        return whole if back.whole[dim] == size else whole.narrow(dim, 0, size).contiguous()
+
+    return gather
+
+
+def _split(step: _steps.Split, group: _torch.Collectives, index: int, _mesh: DeviceMesh) -> Local:
+    dim = step.dim
+    start, length = _steps.chunk(step.local[dim], group.size, index)
+    if not length:
+        return lambda tensor: tensor.new_empty((*step.local[:dim], 0, *step.local[dim + 1 :]))
+    return lambda tensor: tensor.narrow(dim, start, length).clone()
+
+
+def _exchange(step: _steps.Exchange, group: _torch.Collectives, index: int, _mesh: DeviceMesh) -> Local:
+    dim, new_dim, num, size = step.dim, step.new_dim, group.size, step.size
+    full = list(step.local)
+    full[dim] = -(-size // num)
+    front = _Front(tuple(full), new_dim, num)
+    back = _Back(front.part, dim, size, num)
+    length = _steps.chunk(step.local[new_dim], num, index)[1]
+
+    def exchange(tensor: Tensor) -> Tensor:
+        tensor = _pad(tensor.resolve_neg(), dim, full[dim])
+        shard = back.bring(group.all_to_all(front.bring(tensor).view(back.shape)))
+        shard = shard if back.whole[dim] == size else shard.narrow(dim, 0, size)
+        return shard if back.whole[new_dim] == length else shard.narrow(new_dim, 0, length)
+
+    return exchange
+
+
+_MAKERS: dict[type, Callable] = {
+    _steps.Reduce: _reduce,
+    _steps.ReduceScatter: _reduce_scatter,
+    _steps.Gather: _gather,
+    _steps.Split: _split,
+    _steps.Exchange: _exchange,
+}
+
+
+def _pad(tensor: Tensor, dim: int, size: int) -> Tensor:
+    missing = size - tensor.size(dim)
+    return F.pad(tensor, [0, 0] * (tensor.ndim - dim - 1) + [0, missing]) if missing else tensor
+
+
+class _Front:
+    """Cut a dim into one part per rank and bring the parts one after the other, as they are sent.
+
+    Args:
+        shape: of the tensor.
+        dim: the dim.
+        num: number of ranks.
+        in_chunks: whether a compiler sees chunks that are joined, see ``_async_tp``.
+
+    Attributes:
+        part: shape of a part, as large as the largest shard.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dim: int, num: int, *, in_chunks: bool = False):
+        self.num, self.in_chunks = num, in_chunks and dim > 0
+        full = -(-shape[dim] // num)
+        self.dim, self.size, self.first = dim, full * num, math.prod(shape[:dim]) == 1
+        self.part = (*shape[:dim], full, *shape[dim + 1 :])
+        self.flat = (num * self.part[0], *self.part[1:])
+        self.cut = (*shape[:dim], num, full, *shape[dim + 1 :])
+        self.order = (dim, *range(dim), *range(dim + 1, len(self.cut)))  # the count of ranks comes first
+        self.padded = full * num != shape[dim]
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        tensor = _pad(tensor, self.dim, self.size) if self.padded else tensor
+        if self.in_chunks and _torch.is_traced():
+            return torch.cat(tensor.chunk(self.num, self.dim))
+        if self.first:
+            return tensor.contiguous().view(self.flat)
+        return tensor.reshape(self.cut).permute(self.order).reshape(self.flat).contiguous()
+
+
+class _Back:
+    """Join the parts of all ranks, which came one after the other, along a dim.
+
+    Args:
+        shape: of this rank's part.
+        dim: the dim.
+        size: of the joined tensor along it.
+        num: number of ranks.
+        in_chunks: whether a compiler sees chunks that are joined, see ``_async_tp``.
+
+    Attributes:
+        shape: of the parts one after the other, with a first dim that counts the ranks.
+        whole: shape of the joined tensor, padding included.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dim: int, size: int, num: int, *, in_chunks: bool = False):
+        self.in_chunks = in_chunks and dim > 0
+        self.dim, self.full = dim, -(-size // num)
+        part = (*shape[:dim], self.full, *shape[dim + 1 :])
+        self.whole = (*shape[:dim], self.full * num, *shape[dim + 1 :])
+        self.first = math.prod(shape[:dim]) == 1
+        self.shape, self.pads = (num, *part), shape[dim] != self.full
+        self.order = (*range(1, dim + 1), 0, *range(dim + 1, len(self.shape)))  # the count of ranks comes before dim
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        return (_pad(tensor, self.dim, self.full) if self.pads else tensor).contiguous()
+
+    def bring(self, came: Tensor) -> Tensor:
+        if self.in_chunks and _torch.is_traced():
+            return torch.cat(came.chunk(self.shape[0]), self.dim)
+        if self.first:
+            return came.view(self.whole)
+        return came.view(self.shape).permute(self.order).reshape(self.whole).contiguous()
+
+
+def through_dtensor(
+    shape: tuple[int, ...], mesh: DeviceMesh, source: tuple[Placement, ...], target: tuple[Placement, ...]
+) -> Local:
+    """Return the function that lets ``DTensor`` redistribute; a compiler leaves it out of its graph."""
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def redistribute(tensor: Tensor) -> Tensor:
+        with _torch.no_function_modes():
+            whole = DTensor.from_local(tensor, mesh, source, run_check=False, shape=torch.Size(shape), stride=stride)
+            return whole.redistribute(placements=target).to_local()
+
+    return redistribute

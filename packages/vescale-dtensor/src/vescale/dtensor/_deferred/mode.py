@@ -1,0 +1,110 @@
+"""The dispatch mode that sees every operator of a constructor and decides what becomes of it.
+
+===============================================  ======================================================================
+operator                                         what happens
+===============================================  ======================================================================
+on deferred tensors, or a factory                recorded; the result is deferred
+random                                           recorded, also on real tensors: the generator must not advance
+`torch.tensor(data)`                             its data are kept as a constant; the result is deferred
+on real tensors only (made outside, numpy's)     runs as always; the result is real
+on the `meta` device                             runs as always
+result depends on data (`item`, `nonzero`, …)    the inputs are computed on demand, the result is real or a constant
+===============================================  ======================================================================
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._torch.recording import Op, TorchDispatchMode, foreign_memory, is_random, written_arguments
+from .demand import Reader
+from .ops import ALIAS, GEOMETRY_FACTORIES, SAME_KIND
+from .record import Recording
+from .tensor import DeferredTensor, DeferredTensorError
+from .tree import leaves, substitute
+
+__all__ = ["Recorder"]
+
+aten = torch.ops.aten
+
+
+class Recorder(TorchDispatchMode):
+    """Records a constructor.
+
+    Attributes:
+        recording: what was recorded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self.recording.read = self.read
+        self._reader = Reader(self.recording.tape, self.recording.log)
+        self._is_paused = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        deferred = [tensor for tensor in tensors if isinstance(tensor, DeferredTensor)]
+        if self._is_paused or func is SAME_KIND or (not deferred and self._runs_as_always(func, tensors, kwargs)):
+            return func(*args, **kwargs)
+        if func is aten.lift_fresh.default:
+            return args[0] if deferred else self.recording.constant(args[0])
+        if self._is_foreign(func, deferred):
+            return func(*args, **kwargs)
+        if func is aten.set_.source_Tensor and len(deferred) == 2:
+            args[0].data = args[1]
+            return args[0]
+        if func is aten._local_scalar_dense.default:
+            return self._now(func, args, kwargs)
+        try:
+            return self.recording.record(func, args, kwargs)
+        except NotImplementedError:
+            if is_random(func) or written_arguments(func):
+                raise
+            return self._now(func, args, kwargs)
+
+    def read(self, value: int) -> Tensor:
+        """Return the present contents of a value."""
+        self._is_paused = True
+        try:
+            return self._reader.read(value)
+        finally:
+            self._is_paused = False
+
+    def finish(self) -> None:
+        """End the recording: no more contents on demand, and all generators as they were before it."""
+        self.recording.read = None
+        try:
+            self.recording.log.note_changes()
+        finally:
+            self.recording.log.restore()
+
+    def _runs_as_always(self, func: Op, tensors: list[Tensor], kwargs: dict) -> bool:
+        """Tell whether an operator without deferred arguments is none of ours."""
+        devices = [kwargs["device"]] if kwargs.get("device") is not None else [tensor.device for tensor in tensors]
+        if any(torch.device(device).type == "meta" for device in devices):
+            return True
+        if not tensors or is_random(func) or func in GEOMETRY_FACTORIES:
+            return False
+        # numpy may still change its memory: such a tensor stays real, and is copied where it is used
+        return func is not aten.lift_fresh.default or foreign_memory(tensors[0])
+
+    def _is_foreign(self, func: Op, deferred: list[DeferredTensor]) -> bool:
+        """Tell whether an operator only makes an alias of a tensor of another recording; other mixtures are errors."""
+        if all(tensor.deferred.recording is self.recording for tensor in deferred):
+            return False
+        if func in ALIAS:
+            return True
+        raise DeferredTensorError(
+            f"{func} uses tensors of another deferred_init: {deferred}. Build both in one deferred_init, or "
+            "materialize the first one before"
+        )
+
+    def _now(self, func: Op, args: tuple, kwargs: dict) -> object:
+        """Run an operator whose result cannot be described without data."""
+        real_args, real_kwargs = substitute((args, kwargs), DeferredTensor, lambda t: self.read(t.deferred.value))
+        with torch.no_grad():
+            result = func(*real_args, **real_kwargs)
+        return substitute(result, Tensor, self.recording.constant)

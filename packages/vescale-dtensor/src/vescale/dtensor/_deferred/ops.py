@@ -1,0 +1,108 @@
+"""What deferred initialization knows about single ATen operators: tables and small predicates, nothing else.
+
+Everything that is not in a table is treated as "reads all its tensor arguments, and needs them whole".
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._random.stock.pieces import PIECEWISE_OPS
+from .._torch.recording import Op, operators
+
+__all__ = [
+    "ALIAS",
+    "EXACT_POINTWISE",
+    "FILLS",
+    "GEOMETRY_FACTORIES",
+    "OVERWRITES",
+    "RANDOM_FACTORIES",
+    "REFUSED",
+    "SAME_KIND",
+    "UNINITIALIZED",
+    "fill_number",
+    "scale_of_second",
+]
+
+aten = torch.ops.aten
+
+ALIAS = operators({"detach": ("default",), "alias": ("default",)})
+"""What may be done with a deferred tensor after its constructor: `nn.Parameter(t)`, `t.data`, `state_dict()`."""
+
+SAME_KIND = aten._has_compatible_shallow_copy_type.default
+"""What `a.data = b` and `module.to(...)` ask first: whether `b` can take the place of `a`."""
+
+REFUSED = operators(
+    {
+        "set_": (
+            "default",
+            "source_Storage",
+            "source_Storage_storage_offset",
+            "source_Tensor",
+            "source_Tensor_storage_offset",
+        ),
+        "resize_": ("default",),
+        "resize_as_": ("default",),
+    }
+)
+"""They change the storage under a tensor, which has none yet."""
+
+
+def _factories(names: str) -> frozenset[Op]:
+    return operators(dict.fromkeys(names.split(), ("default", "memory_format")))
+
+
+UNINITIALIZED = _factories("empty empty_strided empty_permuted empty_like new_empty new_empty_strided")
+ZEROS = _factories("zeros zeros_like new_zeros")
+ONES = _factories("ones ones_like new_ones")
+FULL = _factories("full full_like new_full")
+
+GEOMETRY_FACTORIES = UNINITIALIZED | ZEROS | ONES | FULL
+"""They make a tensor with one value everywhere, or none, and look at the shape of their arguments only."""
+
+
+def fill_number(op: Op, args: tuple, kwargs: dict) -> object:
+    """Return the number that a call of `ZEROS`, `ONES`, `FULL` or `FILLS` writes everywhere."""
+    if op in ZEROS or op is aten.zero_.default:
+        return 0
+    if op in ONES:
+        return 1
+    position = 2 if op is aten.new_full.default else 1
+    return args[position] if len(args) > position else kwargs["value" if op in FILLS else "fill_value"]
+
+
+RANDOM_FACTORIES = {
+    **dict.fromkeys((aten.rand.default, aten.rand.generator, aten.rand_like.default), aten.uniform_.default),
+    **dict.fromkeys((aten.randn.default, aten.randn.generator, aten.randn_like.default), aten.normal_.default),
+}
+"""Operator -> the in-place draw, without arguments, on an empty tensor that it is."""
+
+FILLS = operators({"zero_": ("default",), "fill_": ("Scalar",)})
+"""In-place operators that give every element one value known from the arguments."""
+
+OVERWRITES = PIECEWISE_OPS | FILLS | operators({"fill_": ("Tensor",), "copy_": ("default",)})
+"""In-place operators that do not read what they overwrite."""
+
+EXACT_POINTWISE = FILLS | operators(
+    {
+        "fill_": ("Tensor",),
+        "copy_": ("default",),
+        "clone": ("default",),
+        "_to_copy": ("default",),
+        **dict.fromkeys(("mul", "mul_", "div", "div_", "add", "add_", "sub", "sub_"), ("Tensor", "Scalar")),
+        **dict.fromkeys(("neg", "neg_", "abs", "abs_", "sqrt", "sqrt_", "clamp", "clamp_"), ("default",)),
+        **dict.fromkeys(("clamp_min", "clamp_min_", "clamp_max", "clamp_max_"), ("default",)),
+    }
+)
+"""Element-wise operators whose result for one element is the same wherever the element lies.
+
+That holds only for correctly rounded arithmetic: `exp`, `erfinv` and the like round differently in the vectorised
+part and in the remainder of a loop, so on a shard their last bit may differ. They run on whole tensors.
+"""
+
+
+def scale_of_second(op: Op, args: tuple, kwargs: dict) -> object:
+    """Return `alpha` of an addition or subtraction: other values than 1 may or may not be fused into one rounding."""
+    if not op.name().startswith(("aten::add", "aten::sub")):
+        return 1
+    return kwargs.get("alpha", args[2] if len(args) > 2 else 1)

@@ -1,0 +1,172 @@
+"""Fused attention on sharded operands.
+
+Every attention kernel treats each (batch, head) pair on its own, so operands sharded alike over the batch or over the
+heads need no communication. Stock DTensor has such rules for CUDA kernels, but none for the flash kernel that
+``scaled_dot_product_attention`` chooses on CPU; this file adds it, forward and backward, with any mask it broadcasts::
+
+    query            (B, H,    L, E)        Shard(0) or Shard(1)
+    key, value       (B, H_kv, S, E)        the same
+    attn_mask        (B or 1, H or 1, L, S) the same where the dim is larger than 1, else Replicate
+    log-sum-exp      (B, H,    L)           the same
+
+Other placements (sharded over the sequence, uneven, H_kv that does not divide) are gathered first: an implicit
+redistribution, refused where those are refused.
+
+Dropout inside a fused kernel draws its mask in an order of the kernel's own, so it is refused; the unfused path of
+``scaled_dot_product_attention`` (``SDPBackend.MATH``, what CPU always takes with dropout) draws it as one device does.
+
+It is a handler rather than a ``register_sharding`` rule, because stock propagation neither redistributes keyword
+operands (the mask) nor makes their placements a part of its cache key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from .._torch import dispatch as _torch
+from ..errors import UnsupportedRandomOperator
+from .vocabulary import operand
+
+__all__ = ["attention_handlers", "is_fused_without_dropout", "refuse_dropout", "run_fused"]
+
+aten = torch.ops.aten
+
+BATCH, HEAD = 0, 1
+NUM_DIMS = 4
+
+
+def attention_handlers() -> dict[_torch.Op, _torch.Handler]:
+    """Return the handlers of the CPU flash kernel."""
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_cpu_backward,
+    }
+
+
+# ------------------------------------------------------------------------------------------------- dropout
+
+
+def is_fused_without_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
+    """Tell whether this is a call of a fused attention operator that draws no dropout mask."""
+    names = _torch.argument_names(op)
+    if "dropout_p" not in names:
+        return False
+    position = names.index("dropout_p")
+    return (args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)) == 0
+
+
+def refuse_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> None:
+    """Raise UnsupportedRandomOperator where a fused attention operator would draw a dropout mask."""
+    if not is_fused_without_dropout(op, args, kwargs):
+        raise UnsupportedRandomOperator.for_tensor(
+            op, args[0], "use torch.nn.attention.sdpa_kernel(SDPBackend.MATH) or eager attention for attention dropout"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- other kernels
+
+
+def run_fused(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run a fused kernel by the stock rule, on operands whose batch and heads divide the axes that cut them.
+
+    Stock cuts 3 key heads and 12 query heads over 2 ranks as 2 + 1 and 6 + 6, and pairs them wrongly without an error.
+    """
+    refuse_dropout(op, args, kwargs)
+    operands = args[:3]
+    if not all(isinstance(x, DTensor) for x in operands):
+        return _torch.stock_dispatch(op, args, kwargs)
+    chosen = _placements(*operands)
+    return _torch.stock_dispatch(op, (*(_fitted(op, x, chosen) for x in operands), *args[3:]), kwargs)
+
+
+def _fitted(op: _torch.Op, tensor: DTensor, chosen: tuple[Placement, ...]) -> DTensor:
+    placements = tuple(
+        Replicate() if isinstance(p, Shard) and p.dim in (BATCH, HEAD) and new.is_replicate() else p
+        for p, new in zip(tensor.placements, chosen, strict=True)
+    )
+    if placements == tensor.placements:
+        return tensor
+    return _torch.wrap(_torch.redistributed(tensor, placements, for_op=op), tensor.device_mesh, placements, tensor)
+
+
+# ------------------------------------------------------------------------------------------------- the CPU kernel
+
+
+def _flash_cpu(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[DTensor, ...]:
+    refuse_dropout(op, args, kwargs)
+    query, key, value, *rest = args
+    placements = _placements(query, key, value)
+    return _run(op, (query, key, value), rest, kwargs, query.device_mesh, placements)
+
+
+def _flash_cpu_backward(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[DTensor, ...]:
+    grad_out, query, key, value, out, logsumexp, *rest = args
+    operands = (grad_out, query, key, value, out, logsumexp)
+    return _run(op, operands, rest, kwargs, out.device_mesh, out.placements)
+
+
+def _placements(query: Tensor, key: Tensor, value: Tensor) -> tuple[Placement, ...]:
+    """Choose, for each mesh axis, the placement of all operands: that of the first sharded one, if it fits."""
+    operands = (query, key, value)
+    mesh = next(operand.device_mesh for operand in operands if isinstance(operand, DTensor))
+    sharded = [operand.placements for operand in operands if isinstance(operand, DTensor)]
+    left = [[operand.shape[dim] for operand in operands] for dim in (BATCH, HEAD)]
+    chosen: list[Placement] = []
+    for axis in range(mesh.ndim):
+        dims = [p[axis].dim for p in sharded if type(p[axis]) is Shard and p[axis].dim in (BATCH, HEAD)]
+        num_ranks = mesh.size(axis)
+        if dims and all(size % num_ranks == 0 for size in left[dims[0]]):
+            left[dims[0]] = [size // num_ranks for size in left[dims[0]]]
+            chosen.append(Shard(dims[0]))
+        else:
+            chosen.append(Replicate())
+    return tuple(chosen)
+
+
+def _run(
+    op: _torch.Op,
+    operands: tuple[Tensor, ...],
+    rest: Sequence[object],
+    kwargs: dict,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+) -> tuple[DTensor, ...]:
+    """Run ``op`` on the local parts of ``operands`` in ``placements``; all results have the same placements."""
+    local = [_in_memory_order_of(x, operand(op, x, mesh, placements)) for x in operands]
+    local_kwargs, meta_kwargs = dict(kwargs), dict(kwargs)
+    mask = kwargs.get("attn_mask")
+    if mask is not None:
+        local_kwargs["attn_mask"] = operand(op, mask, mesh, _mask_placements(mask, placements))
+        meta_kwargs["attn_mask"] = _meta(mask)
+    results = op(*local, *rest, **local_kwargs)
+    likes = op(*map(_meta, operands), *rest, **meta_kwargs)
+    return tuple(_torch.wrap(result, mesh, placements, like) for result, like in zip(results, likes, strict=True))
+
+
+def _mask_placements(mask: Tensor, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    missing = NUM_DIMS - mask.ndim  # a mask of fewer dims broadcasts over the leading ones
+
+    def shares(placement: Placement) -> bool:
+        return isinstance(placement, Shard) and placement.dim >= missing and mask.shape[placement.dim - missing] > 1
+
+    return tuple(Shard(p.dim - missing) if shares(p) else Replicate() for p in placements)
+
+
+def _in_memory_order_of(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return ``local`` with its dims in the same order in memory as those of ``tensor``.
+
+    The order of the operands is that of the result, and views of the result depend on it; a redistribution does not
+    keep it.
+    """
+    order = sorted(range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True)
+    back = sorted(range(tensor.ndim), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(back)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

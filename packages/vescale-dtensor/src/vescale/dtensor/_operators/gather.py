@@ -1,0 +1,150 @@
+"""Run an operator on whole operands, on every rank.
+
+This is right for every deterministic operator, whatever it computes and whatever its gradient is: all ranks run what
+one device runs, on equal data, so they also fail alike. It costs the gathering and the memory of whole operands; it is
+an implicit redistribution, which :func:`vescale.dtensor.strict` refuses and :func:`vescale.dtensor.debug.comm_log`
+shows.
+
+    operands   any placement -> Replicate
+    results    Replicate
+    written    a whole copy is written to, then every rank keeps its part in the placements that the tensor has
+
+A view of a gathered tensor is a copy; ``_views`` sees to what is written to it. A rank outside the mesh only learns the
+shapes of the results.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from .._placements.rules import refuse_ragged
+from .._torch import dispatch as _torch
+from ..errors import UnsupportedOperator
+from .operands import check_operands, dtensors, mesh_of, written_arguments
+from .views import remember_copy
+
+__all__ = ["gather", "gather_axes", "gather_in_layout", "map_tensors", "whole_placements"]
+
+
+def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run ``op`` on whole operands; results are replicated, and what it writes keeps its placements.
+
+    Raises:
+        UnsupportedOperator: operands on several meshes, an operator that changes a tensor's shape in place, a result
+            that is not a dense tensor.
+    """
+    refuse_ragged(op, args, kwargs)
+    mesh = mesh_of(op, args, kwargs)
+    check_operands(op, args, kwargs)
+    if mesh.get_coordinate() is None:
+        return _outside(op, mesh, args, kwargs)
+    written = {id(tensor) for tensor in written_arguments(op, args, kwargs)}
+    whole: dict[int, Tensor] = {}
+
+    def bring(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if id(tensor) not in whole:
+            gathered = _torch.redistributed(tensor, [Replicate()] * mesh.ndim, for_op=op)
+            is_own = gathered is _torch.local_tensor(tensor)
+            whole[id(tensor)] = gathered.clone() if is_own and id(tensor) in written else gathered
+        return whole[id(tensor)]
+
+    results = op(*map_tensors(bring, args), **map_tensors(bring, kwargs))
+    returned: dict[int, DTensor] = {}
+    for tensor in written_arguments(op, args, kwargs):
+        if isinstance(tensor, DTensor):
+            _write_back(op, tensor, whole[id(tensor)])
+            returned[id(whole[id(tensor)])] = tensor
+
+    def give(result: Tensor) -> DTensor:
+        same = returned.get(id(result))
+        return _wrap(op, result, mesh, args, kwargs) if same is None else same
+
+    if _torch.is_view(op) and _was_cut(args[0]):
+        remember_copy(args[0], [Replicate()] * mesh.ndim, whole[id(args[0])])
+    return map_tensors(give, results)
+
+
+def _outside(op: _torch.Op, mesh: DeviceMesh, args: tuple, kwargs: dict) -> object:
+    """Return results of the global shapes of which this rank holds nothing.
+
+    Raises:
+        UnsupportedOperator: the shapes depend on values.
+    """
+
+    def shape_of(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    try:
+        results = op(*map_tensors(shape_of, args), **map_tensors(shape_of, kwargs))
+    except NotImplementedError as error:
+        reason = "this rank is not in its mesh, and the result's shape depends on the values: call it inside only"
+        raise UnsupportedOperator.for_operands(op, tuple(dtensors(args, kwargs)), reason) from error
+    given = list(written_arguments(op, args, kwargs))
+    if given:
+        return given[0] if isinstance(results, Tensor) else tuple(given)
+    nothing = functools.partial(torch.empty, 0, device=mesh.device_type)
+    return map_tensors(lambda meta: _wrap(op, nothing(dtype=meta.dtype), mesh, args, kwargs, like=meta), results)
+
+
+def gather_in_layout(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run ``op``, which reads its operands' memory, on whole operands laid out in memory as on one device."""
+
+    def lay_out(tensor: DTensor) -> DTensor:
+        everywhere = [Replicate()] * tensor.device_mesh.ndim
+        whole = _torch.redistributed(tensor, everywhere, for_op=op)
+        if whole.stride() != tensor.stride():
+            memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=whole.dtype, device=whole.device)
+            whole = memory.copy_(whole)
+        return _torch.wrap(whole, tensor.device_mesh, everywhere, tensor)
+
+    laid_out = _torch.tree_map_only(DTensor, lay_out, (args, kwargs))
+    result = gather(op, *laid_out)
+    if _torch.is_view(op) and _was_cut(args[0]):
+        remember_copy(args[0], laid_out[0][0].placements, _torch.local_tensor(laid_out[0][0]))
+    return result
+
+
+def gather_axes(op: _torch.Op, tensor: DTensor, axes: tuple[int, ...]) -> DTensor:
+    """Return ``tensor`` replicated along some mesh axes, for use by ``op``; outside autograd."""
+    placements = whole_placements(tensor, axes)
+    return _torch.wrap(_torch.redistributed(tensor, placements, for_op=op), tensor.device_mesh, placements, tensor)
+
+
+def whole_placements(tensor: DTensor, axes: tuple[int, ...]) -> tuple[Placement, ...]:
+    """Return the placements of ``tensor``, replicated along some mesh axes."""
+    return tuple(Replicate() if axis in axes else p for axis, p in enumerate(_torch.placements_of(tensor)))
+
+
+def map_tensors(function: Callable[[Tensor], object], tree: object) -> object:
+    """Apply ``function`` to every tensor in a tree."""
+    return _torch.tree_map_only(Tensor, function, tree)
+
+
+def _write_back(op: _torch.Op, tensor: DTensor, whole: Tensor) -> None:
+    if whole.shape != tensor.shape:
+        raise UnsupportedOperator.for_operands(
+            op, (tensor,), f"it changes the shape to {tuple(whole.shape)} in place: use the form that returns a result"
+        )
+    _torch.local_tensor(tensor).copy_(_torch.part_of(whole, tensor))
+
+
+def _wrap(
+    op: _torch.Op, result: Tensor, mesh: DeviceMesh, args: tuple, kwargs: dict, *, like: Tensor | None = None
+) -> DTensor:
+    if result.layout is not torch.strided:
+        raise UnsupportedOperator.for_operands(
+            op, tuple(dtensors(args, kwargs)), f"its result is {result.layout}: call it on full_tensor()"
+        )
+    return _torch.wrap(result, mesh, [Replicate()] * mesh.ndim, result if like is None else like)
+
+
+def _was_cut(operand: object) -> bool:
+    return isinstance(operand, DTensor) and not all(p.is_replicate() for p in _torch.placements_of(operand))

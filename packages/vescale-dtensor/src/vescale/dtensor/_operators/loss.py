@@ -1,0 +1,200 @@
+"""Classification losses over a sharded batch, sharded classes, or both.
+
+``cross_entropy`` ends in ``nll_loss``: the sum of the losses, divided by the sum of the class weights of the targets
+that are not ignored. Stock DTensor takes the mean of every shard's own mean: silently another number as soon as shards
+ignore different numbers of targets, or their targets weigh differently. And it gathers sharded classes. Here::
+
+    log-probabilities   (N, C, d...)  Shard(1) on class axes, Shard(other) on batch axes, uneven or not
+    targets             (N, d...)     whole on class axes, cut alike on batch axes
+
+    loss of a target      on the rank that holds its class, 0 on the others       Partial over the class axes
+    none                  the losses                                              Partial over the class axes
+    sum                   local sum                                               Partial over class and batch axes
+    mean                  local sum / (sum over batch axes of local weights)      the same
+
+The one number that is reduced on the way (for the mean) is a part of the operator, not a redistribution of operands.
+No logits are gathered; with ``log_softmax`` (see ``_vocab``) a row costs three reductions of one number.
+
+A target outside ``[0, C)`` that is not ignored raises IndexError on the ranks that see it, as on one device.
+
+torch's ``loss_parallel`` context brings its own handlers for the same operators; ``_register`` restores these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from .._torch import dispatch as _torch
+from .vocabulary import axes_sharded_on, local_index, operand, reduced, shards_or_whole
+
+__all__ = ["loss_handlers"]
+
+aten = torch.ops.aten
+
+REDUCTION = 3  # position of the argument
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def loss_handlers() -> dict[_torch.Op, _torch.Handler]:
+    """Return the handlers of the losses that ``cross_entropy`` and ``nll_loss`` end in."""
+    return {
+        aten.nll_loss_forward.default: _nll_loss,
+        aten.nll_loss2d_forward.default: _nll_loss,
+        aten.nll_loss_backward.default: _nll_loss_backward,
+        aten.nll_loss2d_backward.default: _nll_loss_backward,
+        aten.masked_fill_.Scalar: _masked_fill_,
+    }
+
+
+def _nll_loss(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
+    if axes_sharded_on(args[0], _class_dim(args[0])):
+        return _over_classes(op, *args)
+    if args[REDUCTION] != MEAN:
+        return _torch.stock_dispatch(op, args, kwargs)
+    summed, weights = _torch.stock_dispatch(op, (*args[:REDUCTION], SUM, *args[REDUCTION + 1 :]), kwargs)
+    mesh, whole = weights.device_mesh, [Replicate()] * weights.device_mesh.ndim
+    total = _torch.redistributed(weights, whole, for_op=None)
+    mean = _torch.local_tensor(summed) / total
+    return _torch.wrap(mean, mesh, summed.placements, summed), _torch.wrap(total, mesh, whole, weights)
+
+
+def _nll_loss_backward(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+    grad, log_probs, target, weight, reduction, ignore_index, total = args
+    if not axes_sharded_on(log_probs, _class_dim(log_probs)):
+        return _torch.stock_dispatch(op, args, kwargs)
+    parts = _Parts.of(op, log_probs, target, weight, ignore_index)
+    whole = [Replicate()] * parts.mesh.ndim
+    scale = operand(op, grad, parts.mesh, parts.target_placements if reduction == NONE else whole)
+    if reduction == MEAN:
+        scale = scale / operand(op, total, parts.mesh, whole)
+    values = torch.where(parts.held, -scale * parts.weights, 0).to(parts.local.dtype)
+    result = torch.zeros_like(parts.local, memory_format=torch.contiguous_format)
+    if result.shape[parts.dim]:
+        result.scatter_(parts.dim, parts.index.unsqueeze(parts.dim), values.unsqueeze(parts.dim))
+    return _torch.wrap(result, parts.mesh, parts.placements, torch.empty(log_probs.shape, device="meta"))
+
+
+# ------------------------------------------------------------------------------------------------- sharded classes
+
+
+def _class_dim(log_probs: Tensor) -> int:
+    return 1 if log_probs.ndim > 1 else 0
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What this rank holds of one call. Tensors without a class dim have the shape of the local targets.
+
+    Attributes:
+        mesh: of the log-probabilities.
+        dim: the class dim.
+        placements: of the log-probabilities.
+        target_placements: of the targets: whole where the classes are sharded.
+        local: log-probabilities of the local classes.
+        index: position of each target in the local classes, 0 for those that are elsewhere or ignored.
+        held: whether this rank holds the class of the target, and it is not ignored.
+        weights: the class weight of each target, 0 for the ignored ones.
+    """
+
+    mesh: DeviceMesh
+    dim: int
+    placements: tuple[Placement, ...]
+    target_placements: tuple[Placement, ...]
+    local: Tensor
+    index: Tensor
+    held: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, op: _torch.Op, log_probs: DTensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> _Parts:
+        """Bring the operands to fitting placements and cut out this rank's part."""
+        mesh, dim, placements = log_probs.device_mesh, _class_dim(log_probs), shards_or_whole(log_probs.placements)
+        target_placements = _of_targets(placements, dim)
+        num_classes = log_probs.shape[dim]
+        targets = operand(op, target, mesh, target_placements).long()
+        kept = targets != ignore_index
+        _check(targets, kept, num_classes)
+        targets = torch.where(kept, targets, 0)
+        local = _torch.redistributed(log_probs, placements, for_op=op)
+        offsets, sizes = _torch.local_box(log_probs.shape, mesh, placements)
+        index, held = local_index(targets, offsets[dim], sizes[dim], num_classes)
+        weights = kept.to(local.dtype)
+        if weight is not None:
+            weights = weights * operand(op, weight, mesh, [Replicate()] * mesh.ndim)[targets]
+        return cls(mesh, dim, placements, target_placements, local, index, held & kept, weights)
+
+    @property
+    def batch_axes(self) -> list[int]:
+        """The mesh axes that shard the targets."""
+        return [axis for axis, placement in enumerate(self.target_placements) if placement.is_shard()]
+
+    @property
+    def class_axes(self) -> list[int]:
+        """The mesh axes that shard the classes."""
+        return [axis for axis, placement in enumerate(self.placements) if placement == Shard(self.dim)]
+
+    def losses(self) -> Tensor:
+        """Return the weighted loss of each target that this rank holds, and 0 for the others."""
+        if not self.local.shape[self.dim]:
+            return torch.zeros_like(self.weights)
+        picked = self.local.gather(self.dim, self.index.unsqueeze(self.dim)).squeeze(self.dim)
+        return torch.where(self.held, -picked * self.weights, 0)
+
+
+def _of_targets(placements: Sequence[Placement], class_dim: int) -> tuple[Placement, ...]:
+    """Return placements without the class dim: whole where it was sharded, later dims one further to the left."""
+
+    def one(placement: Placement) -> Placement:
+        if not isinstance(placement, Shard) or placement.dim == class_dim:
+            return Replicate()
+        return Shard(placement.dim - (placement.dim > class_dim))
+
+    return tuple(map(one, placements))
+
+
+def _check(targets: Tensor, kept: Tensor, num_classes: int) -> None:
+    """Refuse a target without a class where looking costs nothing; devices other than the CPU fail in the kernel."""
+    if targets.device.type != "cpu":
+        return
+    wrong = targets[kept & (targets.lt(0) | targets.ge(num_classes))]
+    if wrong.numel():
+        raise IndexError(f"Target {wrong[0].item()} is out of bounds.")
+
+
+def _over_classes(
+    op: _torch.Op, log_probs: DTensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    parts = _Parts.of(op, log_probs, target, weight, ignore_index)
+    losses, mesh, whole = parts.losses(), parts.mesh, [Replicate()] * parts.mesh.ndim
+    scalar = torch.empty((), device="meta")
+    if reduction == NONE:
+        placements = [Partial() if a in parts.class_axes else p for a, p in enumerate(parts.target_placements)]
+        none = _torch.wrap(losses, mesh, placements, torch.empty(target.shape, device="meta"))
+        return none, _torch.wrap(losses.new_zeros(()), mesh, whole, scalar)
+    summed = [Partial() if a in (*parts.class_axes, *parts.batch_axes) else Replicate() for a in range(mesh.ndim)]
+    loss, total = losses.sum(), parts.weights.sum()
+    if reduction == SUM:  # nobody reads the weights
+        return _torch.wrap(loss, mesh, summed, scalar), _torch.wrap(total, mesh, whole, scalar)
+    total = reduced("sum", total, mesh, whole, parts.batch_axes, ())
+    return _torch.wrap(loss / total, mesh, summed, scalar), _torch.wrap(total, mesh, whole, scalar)
+
+
+# ------------------------------------------------------------------------------------------------- label smoothing
+
+
+def _masked_fill_(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+    """Fill zeros into partial sums in place, as ``cross_entropy`` with label smoothing does: every summand is zero."""
+    tensor, mask, value = args
+    if value != 0 or not isinstance(tensor, DTensor) or Partial() not in tensor.placements:
+        return _torch.stock_dispatch(op, args, kwargs)
+    if mask.shape != tensor.shape or not all(p == Partial() or not p.is_partial() for p in tensor.placements):
+        return _torch.stock_dispatch(op, args, kwargs)
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    op(_torch.local_tensor(tensor), operand(op, mask, tensor.device_mesh, placements), value)
+    return tensor

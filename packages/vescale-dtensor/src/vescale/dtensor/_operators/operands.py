@@ -1,0 +1,110 @@
+"""The tensors among an operator's arguments: which are sharded, which are written to, and what can be said of them.
+
+Everything here is known on every rank alike (global shapes, placements, meshes), so a decision or an error made from it
+is the same on all ranks and needs no communication.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from .._torch import dispatch as _torch
+from ..errors import UnsupportedOperator
+
+__all__ = ["check_operands", "dtensors", "empty_axes", "mesh_of", "uneven_axes", "written_arguments"]
+
+
+def dtensors(args: tuple, kwargs: dict) -> Iterator[DTensor]:
+    """Yield the DTensors among the arguments, those in lists too, in order."""
+    yield from (leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
+
+
+def mesh_of(op: _torch.Op, args: tuple, kwargs: dict) -> DeviceMesh:
+    """Return the mesh of the operands.
+
+    Raises:
+        UnsupportedOperator: they are on different meshes.
+    """
+    first, *others = dtensors(args, kwargs)
+    for other in others:
+        if other.device_mesh != first.device_mesh:
+            raise UnsupportedOperator.for_operands(
+                op, (first, other), "bring them to one mesh with full_tensor() and distribute_tensor()"
+            )
+    return first.device_mesh
+
+
+def check_operands(op: _torch.Op, args: tuple, kwargs: dict) -> None:
+    """Refuse plain operands beside DTensors where torch does: in forward, unless implicit replication is on.
+
+    Autograd's formulas make plain tensors themselves (zeros of a gradient's shape), equal on all ranks.
+
+    Raises:
+        UnsupportedOperator: a plain tensor of more than one element is among the operands.
+    """
+    if _torch.plain_operands_allowed() or _torch.in_backward():
+        return
+    for leaf in _torch.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.numel() != 1:
+            raise UnsupportedOperator.for_mixed(op, leaf)
+
+
+def written_arguments(op: _torch.Op, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    """Yield the tensors that ``op`` writes to (``self`` of in-place operators, ``out``, running statistics)."""
+    for position, name in _written(op):
+        argument = args[position] if position < len(args) else kwargs.get(name)
+        yield from (leaf for leaf in _torch.tree_leaves(argument) if isinstance(leaf, Tensor))
+
+
+@functools.cache
+def _written(op: _torch.Op) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(op._schema.arguments)
+    undeclared = _UNDECLARED.get(op._overloadpacket.__name__, ())
+    return tuple((i, a.name) for i, a in arguments if a.name in undeclared or (a.alias_info and a.alias_info.is_write))
+
+
+# What operators write to although their schema does not say so.
+_UNDECLARED = dict.fromkeys(
+    ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ("running_mean", "running_var")
+)
+
+
+def empty_axes(tensor: DTensor) -> tuple[int, ...]:
+    """Return the mesh axes along which some rank's shard of ``tensor`` is empty, although the tensor is not.
+
+    Example: 5 rows over 4 ranks are 2 + 2 + 1 + 0.
+    """
+    return _axes_where(tensor, lambda size, num_ranks: size > 0 and (num_ranks - 1) * -(-size // num_ranks) >= size)
+
+
+def uneven_axes(tensor: DTensor) -> tuple[int, ...]:
+    """Return the mesh axes along which the shards of ``tensor`` differ in size."""
+    return _axes_where(tensor, lambda size, num_ranks: size % num_ranks != 0)
+
+
+def _axes_where(tensor: DTensor, holds: Callable[[int, int], bool]) -> tuple[int, ...]:
+    found, sizes = [], [[size] for size in tensor.shape]  # the different local sizes of each dim so far
+    for axis, placement in enumerate(tensor.placements):
+        if not is_sharded(placement):
+            continue
+        num_ranks = tensor.device_mesh.size(axis)
+        local = sizes[placement.dim]
+        if any(holds(size, num_ranks) for size in local):
+            found.append(axis)
+        sizes[placement.dim] = sorted({s for size in local for s in _chunk_sizes(size, num_ranks)})
+    return tuple(found)
+
+
+def is_sharded(placement: Placement) -> bool:
+    """Tell whether a placement cuts one dim, plainly or interleaved."""
+    return isinstance(placement, Shard) or _torch.is_strided_shard(placement)
+
+
+def _chunk_sizes(size: int, num_ranks: int) -> set[int]:
+    chunk = -(-size // num_ranks)
+    return {max(0, min(chunk, size - rank * chunk)) for rank in range(num_ranks)}

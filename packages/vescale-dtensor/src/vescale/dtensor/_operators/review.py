@@ -1,0 +1,274 @@
+"""Judge what stock sharding propagation decided, before anything runs.
+
+Families of failure that follow from shapes, placements and meshes alone, so that every rank sees them alike:
+
+===========================  =========================================================  ==============================
+what stock does              what happens                                               what is done instead
+===========================  =========================================================  ==============================
+redistributes an operand     the copy is written to, the tensor is not                  whole operands, written back
+that it writes to
+adds a number to partial     like a tensor without dims, whose decision is cached:       the sums are reduced first
+sums                         every rank adds the whole number
+gives a view of an operand   what is written to the view is lost                        see ``_views``
+that it redistributes
+makes a shard partial        it cannot, and fails after other operands were gathered    whole operands
+leaves keyword operands      the local parts are used as if they fitted                 whole operands
+as they are
+takes an empty list of dims  what is summed over is called sharded                      all dims
+to reduce for no dims
+converts a partial tensor    summands are rounded, not their sum                        it is reduced first
+to a coarser dtype
+fills a partial tensor       every rank's part is the value, their sum is n times it    the first rank holds the value
+merges dims of uneven,       what ranks hold of the result are no interleaved shards     those axes are gathered first
+interleaved shards
+indexes with an index of     dims are cut at different places for index and source      whole operands
+another shape
+cuts a shape among ranks     as if evenly                                               see ``_slices``
+runs on an empty shard       the operator fails on that rank and the others hang, or    the axis is gathered first
+                             its result for no elements (``nan``) is reduced
+===========================  =========================================================  ==============================
+
+The last concerns operators outside of :data:`EMPTY_IS_FINE`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from .._layout.shards import local_shape
+from .._placements.rules import refuse_ragged
+from .._torch import dispatch as _torch
+from .gather import gather, gather_axes, map_tensors, whole_placements
+from .operands import dtensors, empty_axes, uneven_axes, written_arguments
+from .slices import zeros_around
+from .views import remember_copy
+
+__all__ = ["EMPTY_IS_FINE", "review", "whole_where_empty"]
+
+Instead = Callable[[], object]
+
+EMPTY_IS_FINE = frozenset(
+    {
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "_softmax",
+        "_softmax_backward_data",
+        "_to_copy",
+        "_unsafe_view",
+        "addmm",
+        "alias",
+        "baddbmm",
+        "bmm",
+        "cat",
+        "clone",
+        "constant_pad_nd",
+        "copy_",
+        "detach",
+        "embedding",
+        "embedding_dense_backward",
+        "empty_like",
+        "expand",
+        "fill_",
+        "full_like",
+        "lift_fresh",
+        "masked_fill",
+        "mm",
+        "narrow",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones_like",
+        "permute",
+        "select",
+        "slice",
+        "slice_backward",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "stack",
+        "sum",
+        "t",
+        "transpose",
+        "unbind",
+        "unsqueeze",
+        "view",
+        "zero_",
+        "zeros_like",
+    }
+)
+"""Operators that stock runs rightly where a rank's shard is empty, besides all that treat every element alone."""
+
+INDEXING = frozenset(
+    {"gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"}
+)
+"""Operators with the arguments ``self, dim, index`` and perhaps a source."""
+
+
+REDUCTIONS = frozenset({"amax", "amin", "mean", "nansum", "std", "sum", "var", "var_mean"})
+"""Reductions for which an empty list of dims means all of them."""
+
+
+def review(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) -> Instead | None:
+    """Return None to accept stock's decision, or a function that gives the operator's result in another way."""
+    name = op._overloadpacket.__name__
+    whole = functools.partial(gather, op, args, kwargs)
+    if _changes_wrongly(op, args, kwargs, decision) or any(map(_is_cut, kwargs.values())):
+        return whole
+    if torch.Tag.pointwise in op.tags and _adds_a_number(args, decision):
+        return functools.partial(_of_whole, op, args, kwargs)
+    if _torch.is_view(op) and _is_moved(args[0], decision):
+        return functools.partial(_view_of_copy, op, args, kwargs, decision.needed[0].placements)
+    if name in ("view", "_unsafe_view") and not _fits_every_rank(args[0], decision.output):
+        axes = [axis for axis, p in enumerate(_torch.placements_of(args[0])) if _torch.is_strided_shard(p)]
+        return functools.partial(_view_of_copy, op, args, kwargs, whole_placements(args[0], tuple(axes)))
+    if name in INDEXING and _has_other_shape(args):
+        return whole
+    if name in REDUCTIONS and args[0].ndim and len(args) > 1 and args[1] == []:
+        return functools.partial(op, args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
+    if name == "_to_copy" and _is_partial(args[0]) and _rounds(args[0].dtype, kwargs.get("dtype")):
+        return functools.partial(_of_whole, op, args, kwargs)
+    if name in ("fill_", "empty_like") and _is_partial(args[0]):
+        return whole if name == "fill_" else functools.partial(_like_whole, op, args, kwargs)
+    if name == "select_backward" or (name == "slice_backward" and uneven_axes(args[0])):
+        return functools.partial(zeros_around, op, args, kwargs)
+    if not _is_fine_where_empty(op, name) and any(map(empty_axes, dtensors(args, kwargs))):
+        return functools.partial(whole_where_empty, op, args, kwargs)
+    return None
+
+
+def _is_moved(tensor: object, decision: _torch.Decision) -> bool:
+    """Tell whether stock would redistribute the operator's first operand."""
+    if decision.needed is None or not isinstance(tensor, DTensor):
+        return False
+    return _torch.placements_of(tensor) != decision.needed[0].placements
+
+
+def _fits_every_rank(tensor: DTensor, output: _torch.Spec | None) -> bool:
+    """Tell whether every rank holds as many elements of a view as of the tensor, where shards are interleaved.
+
+    Example: of (4, 8) in two parts, 3 ranks hold 1 + 1 + 0 rows of each part. Merged to (32,), the parts have 16
+    elements, of which the ranks would have to hold 6 + 6 + 4, not 8 + 8 + 0.
+    """
+    if output is None or not any(map(_torch.is_strided_shard, _torch.placements_of(tensor))):
+        return True
+    mesh = tuple(tensor.device_mesh.shape)
+
+    def counts(shape: torch.Size, placements: tuple[Placement, ...]) -> list[int]:
+        kept = tuple(Replicate() if p.is_partial() else p for p in placements)
+        coords = itertools.product(*map(range, mesh))
+        return [math.prod(local_shape(tuple(shape), mesh, coord, kept)) for coord in coords]
+
+    return counts(tensor.shape, _torch.placements_of(tensor)) == counts(output.shape, output.placements)
+
+
+def _view_of_copy(op: _torch.Op, args: tuple, kwargs: dict, placements: tuple[Placement, ...]) -> object:
+    """Give a view of the redistributed operand, and remember that it is a copy."""
+    local = _torch.redistributed(args[0], placements, for_op=op)
+    remember_copy(args[0], placements, local)
+    return op(_torch.wrap(local, args[0].device_mesh, placements, args[0]), *args[1:], **kwargs)
+
+
+def _is_fine_where_empty(op: _torch.Op, name: str) -> bool:
+    return torch.Tag.pointwise in op.tags or name in EMPTY_IS_FINE or name.startswith("_foreach")
+
+
+def _changes_wrongly(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) -> bool:
+    """Tell whether stock would redistribute what the operator writes to, or make a shard partial."""
+    if decision.needed is None:
+        return False
+    written = {id(tensor) for tensor in written_arguments(op, args, kwargs)}
+    for given, needed in zip(_torch.tree_leaves(args), _torch.tree_leaves(decision.needed), strict=False):
+        if not isinstance(given, DTensor) or not hasattr(needed, "placements"):
+            continue
+        pairs = [(p, q) for p, q in zip(_torch.placements_of(given), needed.placements, strict=True) if p != q]
+        if pairs and id(given) in written:
+            return True
+        if any(q.is_partial() and not (p.is_replicate() and q.is_partial("sum")) for p, q in pairs):
+            return True
+    return False
+
+
+def _adds_a_number(args: tuple, decision: _torch.Decision) -> bool:
+    """Tell whether stock would redistribute because a partial operand meets a number or a tensor without dims.
+
+    Its cache takes the two for the same call, but a number cannot be made partial: every rank would add all of it.
+    """
+    if decision.needed is None or not any(map(_is_partial, args)):
+        return False
+    whole = [arg for arg in args if not _is_partial(arg)]
+    return any(isinstance(arg, int | float | complex) or (isinstance(arg, Tensor) and arg.ndim == 0) for arg in whole)
+
+
+def _is_cut(value: object) -> bool:
+    return isinstance(value, DTensor) and not all(p.is_replicate() for p in _torch.placements_of(value))
+
+
+def _is_partial(value: object) -> bool:
+    return isinstance(value, DTensor) and any(p.is_partial() for p in _torch.placements_of(value))
+
+
+def _has_other_shape(args: tuple) -> bool:
+    """Tell whether index or source are shorter than the tensor in a dim other than the indexed one."""
+    tensor, dim = args[0], args[1]
+    others = [other for other in args[2:] if isinstance(other, Tensor) and other.ndim == tensor.ndim]
+    kept = [d for d in range(tensor.ndim) if d != dim % max(tensor.ndim, 1)]
+    return any(other.shape[d] != tensor.shape[d] for other in others for d in kept)
+
+
+def _rounds(source: torch.dtype, target: torch.dtype | None) -> bool:
+    """Tell whether a conversion loses digits, so that summands must not be converted one by one."""
+    if target is None or target == source:
+        return False
+    if not (target.is_floating_point or target.is_complex):
+        return True
+    return source.is_floating_point and torch.finfo(target).eps > torch.finfo(source).eps
+
+
+def _of_whole(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run ``op`` on its operands reduced over the axes where they are partial."""
+
+    def bring(tensor: Tensor) -> Tensor:
+        if not _is_partial(tensor):
+            return tensor
+        return gather_axes(op, tensor, tuple(i for i, p in enumerate(_torch.placements_of(tensor)) if p.is_partial()))
+
+    return op(*map_tensors(bring, args), **kwargs)
+
+
+def _like_whole(op: _torch.Op, args: tuple, kwargs: dict) -> DTensor:
+    """Return a new tensor like a partial one, replicated where that is partial: what is put into it counts once."""
+    tensor = args[0]
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    local = op(_torch.local_tensor(tensor), *args[1:], **kwargs)
+    return _torch.wrap(local, tensor.device_mesh, placements, tensor)
+
+
+def whole_where_empty(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run the stock rule after gathering operands along the axes on which a rank has nothing; others stay sharded."""
+    refuse_ragged(op, args, kwargs)
+    strided = any(map(_torch.is_strided_shard, itertools.chain(*map(_torch.placements_of, dtensors(args, kwargs)))))
+    written = written_arguments(op, args, kwargs)
+    if strided or any(isinstance(tensor, DTensor) and empty_axes(tensor) for tensor in written):
+        return gather(op, args, kwargs)
+
+    if _torch.is_view(op):
+        return _view_of_copy(op, args, kwargs, whole_placements(args[0], empty_axes(args[0])))
+
+    def bring(tensor: Tensor) -> Tensor:
+        axes = empty_axes(tensor) if isinstance(tensor, DTensor) else ()
+        return gather_axes(op, tensor, axes) if axes else tensor
+
+    return _torch.stock_dispatch(op, map_tensors(bring, args), map_tensors(bring, kwargs))

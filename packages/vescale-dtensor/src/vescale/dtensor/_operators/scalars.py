@@ -1,0 +1,53 @@
+"""Python values of sharded tensors: ``x.sum().item()``, ``if mask.any():``, ``torch.equal(x, y)``.
+
+Stock DTensor reads the number that this rank happens to hold, which for a partial sum is a part of it, so ranks
+silently take different branches. Here the value is reduced first: an implicit redistribution, refused where those are
+refused. Two tensors are compared shard by shard, and the ranks of their mesh agree on the answer (stock asks all ranks
+of the program, which hangs on a sub-mesh, and cannot compare different shapes).
+
+A rank outside the mesh holds nothing and hears of nothing: there the question is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from .._torch import dispatch as _torch
+from ..errors import UnsupportedOperator
+from .operands import check_operands
+
+__all__ = ["scalar_handlers"]
+
+
+def scalar_handlers() -> dict[_torch.Op, _torch.Handler]:
+    """Return the handlers of ``item()``, which ``bool()``, ``int()`` and ``float()`` call, and of ``torch.equal``."""
+    return {torch.ops.aten._local_scalar_dense.default: _item, torch.ops.aten.equal.default: _equal}
+
+
+def _item(op: _torch.Op, args: tuple, kwargs: dict) -> float | int | bool | complex:
+    (tensor,) = args
+    _refuse_outside(op, tensor)
+    return op(_torch.redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim, for_op=op), **kwargs)
+
+
+def _equal(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
+    known = next(tensor for tensor in args if isinstance(tensor, DTensor))
+    mesh = known.device_mesh
+    check_operands(op, args, kwargs)
+    _refuse_outside(op, known)
+    if args[0].shape != args[1].shape:
+        return False
+    whole = [Replicate()] * mesh.ndim
+    first, second = (t if isinstance(t, DTensor) else _torch.wrap(t, mesh, whole, t) for t in args)
+    placements = [Replicate() if p.is_partial() else p for p in first.placements]
+    parts = [_torch.redistributed(tensor, placements, for_op=op) for tensor in (first, second)]
+    same = torch.tensor(int(op(*parts)), device=parts[0].device)
+    votes = _torch.wrap(same, mesh, [Partial("min")] * mesh.ndim, same)
+    return bool(_torch.redistributed(votes, whole, for_op=None).item())
+
+
+def _refuse_outside(op: _torch.Op, tensor: DTensor) -> None:
+    if tensor.device_mesh.get_coordinate() is None:
+        reason = "this rank is not in its mesh, so that it cannot know the value: ask for it inside only"
+        raise UnsupportedOperator.for_operands(op, (tensor,), reason)

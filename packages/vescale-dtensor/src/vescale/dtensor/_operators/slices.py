@@ -1,0 +1,33 @@
+"""Gradients of ``x.select(dim, i)`` and ``x[start:stop]``: zeros of the shape of ``x`` around the gradient.
+
+The operators get the global shape of ``x``. Stock DTensor cuts it to this rank's part as if shards were of equal size.
+Here that part follows from the local gradient, which has the size of the shard in every dim but the sliced one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .._torch import dispatch as _torch
+from .gather import gather_axes
+from .operands import is_sharded
+
+__all__ = ["zeros_around"]
+
+
+def zeros_around(op: _torch.Op, args: tuple, kwargs: dict) -> DTensor:
+    """Run ``select_backward`` or ``slice_backward`` on the shards of the gradient."""
+    grad, sizes, dim, *rest = args
+    dim %= len(sizes)
+    is_select = op._overloadpacket is torch.ops.aten.select_backward
+    if not is_select:
+        cut = tuple(axis for axis, p in enumerate(grad.placements) if is_sharded(p) and p.dim == dim)
+        grad = gather_axes(op, grad, cut) if cut else grad
+    local = _torch.local_tensor(grad)
+    shape = list(local.shape)
+    shape[dim : dim if is_select else dim + 1] = [sizes[dim]]
+    result = op(local, shape, dim, *rest, **kwargs)
+    moved = [_torch.shifted(p, dim) if is_select else p for p in grad.placements]
+    like = torch.empty(sizes, dtype=result.dtype, device="meta")
+    return _torch.wrap(result, grad.device_mesh, moved, like)

@@ -1,0 +1,152 @@
+"""Refuse operators that would communicate on their own.
+
+A DTensor operator whose operands do not fit together redistributes them first: an all-gather that no line of the
+program shows. Inside :class:`strict` that is an error before any communication, on all ranks alike, since it is decided
+from shapes and placements only. What is asked for or part of an operator stays allowed:
+
+    ======================================================  =======================================
+    ``x.redistribute(...)``, ``x.full_tensor()``            explicit
+    ``x.sum(0)``, ``F.cross_entropy(...)``                  the operator's own reduction
+    ``x @ w`` with operands that do not fit, ``softmax``    implicit: refused
+    over the sharded dim, ``total.item()`` of a sum
+    a replicated operand of which a rank uses its part      free: refused with ``free=False`` only
+    ======================================================  =======================================
+
+It is torch's ``ExplicitRedistributionContext`` (the innermost of both kinds decides) with these differences: an axis of
+one rank is no communication, and a placement that torch has no cost for is one; the backward pass of other devices,
+which runs in threads of its own, is watched as well; and the error says which operator, where and what to write.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal, ParamSpec, Self, TypeVar
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from .._torch.debugging import DTensorSpec, Watch, backward_position
+from ..debug._call_site import CallSite, call_site
+from ..debug._source import SourceLine, forward_line
+from ..debug._text import mesh_text, placements_text
+
+__all__ = ["ImplicitRedistributionError", "strict"]
+
+logger = logging.getLogger("vescale.dtensor")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ImplicitRedistributionError(RuntimeError):
+    """An operator that would redistribute its operands on its own, where that is forbidden."""
+
+
+class strict:  # noqa: N801 - used like a function
+    """Forbid implicit redistribution inside: a context, or a decorator of a function.
+
+    It concerns the thread that opens it and the backward passes which that starts. Outside it costs nothing, and inside
+    only operators that redistribute notice it.
+
+    Args:
+        mode: ``"raise"``, or ``"warn"`` to log every operator once per source line and let it run.
+        free: whether an operator may cut its part out of a replicated operand. That is no communication now, but the
+            gradient of such an operand comes back sharded.
+
+    Raises:
+        ImplicitRedistributionError: inside, naming operator, placements, shape, mesh, source line and the way out.
+        ValueError: another mode.
+
+    Example:
+        >>> with strict():                                                      # doctest: +SKIP
+        ...     y = torch.softmax(x, dim=1)      # x is Shard(1): an error; Shard(0) is fine
+    """
+
+    def __init__(self, *, mode: Literal["raise", "warn"] = "raise", free: bool = True):
+        if mode not in ("raise", "warn"):
+            raise ValueError(f'expected mode="raise" or mode="warn", got {mode!r}')
+        self.mode, self.free = mode, free
+        self._logged: set[tuple[str, SourceLine | None]] = set()
+        self._watches: list[Watch] = []
+
+    def __enter__(self) -> Self:
+        watch = Watch(self._observe)
+        watch.__enter__()
+        self._watches.append(watch)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._watches.pop().__exit__(*exc)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            with Watch(self._observe):
+                return function(*args, **kwargs)
+
+        return inside
+
+    def _observe(self, source: DTensorSpec, target: DTensorSpec) -> None:
+        layouts = source.mesh.shape, source.placements, target.placements
+        if not communicates(*layouts) and (self.free or not _changes(*layouts)):
+            return
+        site = call_site()
+        if self.mode == "raise":
+            raise ImplicitRedistributionError(_message(source, target, site, "strict() forbids that"))
+        if (site.cause, site.line) not in self._logged:
+            self._logged.add((site.cause, site.line))
+            logger.warning(_message(source, target, site, "no line of the program shows that"))
+
+
+def communicates(mesh_shape: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]) -> bool:
+    """Tell whether bringing ``source`` placements to ``target`` takes communication.
+
+    Cutting a replica is free, unless a later axis already shards that dim: then the cuts nest in another order.
+
+    Example:
+        >>> communicates((2,), [Shard(0)], [Replicate()]), communicates((2,), [Replicate()], [Shard(0)])
+        (True, False)
+        >>> communicates((1,), [Shard(0)], [Replicate()])
+        False
+        >>> communicates((2, 2), [Replicate(), Shard(0)], [Shard(0), Shard(0)])
+        True
+    """
+    for position in _changes(mesh_shape, source, target):
+        if not isinstance(source[position], Replicate):
+            return True
+        later = zip(mesh_shape[position + 1 :], source[position + 1 :], strict=True)
+        if type(target[position]) is Shard and any(size > 1 and p == target[position] for size, p in later):
+            return True
+    return False
+
+
+def _changes(mesh_shape: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]) -> list[int]:
+    """Return the axes on which the placement changes and there are ranks to tell the difference."""
+    axes = enumerate(zip(mesh_shape, source, target, strict=True))
+    return [position for position, (size, before, after) in axes if size > 1 and before != after]
+
+
+def _message(source: DTensorSpec, target: DTensorSpec, site: CallSite, verdict: str) -> str:
+    mesh = source.mesh
+    return (
+        f"{site.cause or 'an operator'}{_where(site.line)} would redistribute an operand of shape "
+        f"{tuple(source.shape)} from ({placements_text(mesh, source.placements)}) to "
+        f"({placements_text(mesh, target.placements)}) on "
+        f"{mesh_text(mesh)} implicitly, and {verdict}; write .redistribute(placements={list(target.placements)}) on "
+        "that operand before, or choose placements that fit"
+    )
+
+
+def _where(line: SourceLine | None) -> str:
+    """Say where the operator was called, or in the backward pass of what."""
+    at = f" at {line} in {line.function} ({line.text})" if line else ""
+    backward = backward_position()
+    if backward is None:
+        return at and f", called{at},"
+    if backward.forward_stack:
+        forward = forward_line(backward.forward_stack)
+        of = f" of {forward} ({forward.text})" if forward else ""
+    else:
+        of = " (torch.autograd.set_detect_anomaly(True, check_nan=False) makes this message name its forward line)"
+    return f", in the backward pass of {backward.node or 'an operator'}{of}{at and ', started' + at},"

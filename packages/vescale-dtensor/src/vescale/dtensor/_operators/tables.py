@@ -1,0 +1,151 @@
+"""Which operator gets which rule, and why.
+
+An operator that stock DTensor has no rule for, or whose rule does not know the placements at hand, runs on whole
+operands (:func:`fallback`); so does one for which stock only guesses. The tables name the exceptions, and the operators
+whose stock rule is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .._torch import dispatch as _torch
+from .convolution import convolution
+from .decompose import compose
+from .gather import gather, gather_in_layout
+from .metadata import change_metadata
+from .plain import accept_plain
+from .review import whole_where_empty
+
+__all__ = ["fallback", "operator_handlers"]
+
+# Stock normalizes the local batch alone, changes running statistics by it, and ends the process where they are sharded.
+GATHER: tuple[str, ...] = (
+    "_adaptive_avg_pool2d_backward",
+    "_adaptive_avg_pool3d_backward",
+    "_batch_norm_no_update",
+    "_batch_norm_with_update",
+    "_batch_norm_with_update_functional",
+    "_native_batch_norm_legit",
+    "_native_batch_norm_legit.no_stats",
+    "_native_batch_norm_legit_functional",
+    "batch_norm_backward",
+    "native_batch_norm",
+    "native_batch_norm_backward",
+)
+
+# Operators without a rule, for which stock DTensor guesses from their definition, and which treat every element alone:
+# the guess is right.
+GUESSED_RIGHT = frozenset(
+    {
+        "complex",
+        "elu_backward",
+        "fill.Scalar",
+        "fill.Tensor",
+        "fill_.Tensor",
+        "floor_divide",
+        "floor_divide.Scalar",
+        "floor_divide_.Scalar",
+        "floor_divide_.Tensor",
+        "hardsigmoid_backward",
+        "hardswish",
+        "hardswish_",
+        "hardswish_backward",
+        "hardtanh_backward",
+        "leaky_relu_backward",
+        "lift",
+        "lift_fresh",
+        "log_sigmoid_backward",
+        "log_sigmoid_forward",
+        "masked_fill.Tensor",
+        "masked_fill_.Tensor",
+        "mish_backward",
+        "polar",
+        "rsub.Tensor",
+        "softplus_backward",
+        "zero",
+    }
+)
+
+# Operators whose definition consists of operators that keep the shards. Stock runs the operator itself on a shard: a
+# loss is then divided by the number of local elements.
+COMPOSE: tuple[str, ...] = (
+    "_prelu_kernel",
+    "_prelu_kernel_backward",
+    "addr",
+    "binary_cross_entropy",
+    "binary_cross_entropy_backward",
+    "binary_cross_entropy_with_logits",
+    "count_nonzero",
+    "count_nonzero.dim_IntList",
+    "dist",
+    "glu",
+    "glu_backward",
+    "huber_loss",
+    "huber_loss_backward",
+    "logsumexp",  # stock forgets keepdim in its placements
+    "mse_loss",
+    "mse_loss_backward",
+    "mv",
+    "smooth_l1_loss",
+    "smooth_l1_loss_backward",
+    "soft_margin_loss",
+    "soft_margin_loss_backward",
+    "std_mean.correction",
+    "trace",
+    "vdot",
+)
+
+ACCEPT_PLAIN: tuple[str, ...] = (
+    "diagonal_scatter",
+    "index_fill.int_Tensor",
+    "index_put",
+    "put",
+    "scatter_add",
+    "select_scatter",
+    "slice_scatter",
+    "where.self",
+)
+
+AS_STRIDED: tuple[str, ...] = ("as_strided", "as_strided_copy", "as_strided_scatter")
+
+# Operators with a handler of torch's own, which sees no review.
+WHOLE_WHERE_EMPTY: tuple[str, ...] = ("argmax", "argmin")
+
+CONVOLUTION: tuple[str, ...] = ("convolution", "convolution_backward")
+
+
+@functools.cache
+def operator_handlers() -> dict[_torch.Op, _torch.Handler]:
+    """Return a handler for every operator that stock DTensor guesses or has a wrong rule for."""
+    rules = ((GATHER, gather), (COMPOSE, compose), (ACCEPT_PLAIN, accept_plain), (CONVOLUTION, convolution))
+    rules += ((AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty))
+    table = {op: change_metadata for op in _torch.operators() if _changes_metadata(op)}
+    table |= {op: gather for op in _torch.operators() if _is_guess(op)}
+    return table | {op: rule for names, rule in rules for name in names if (op := _torch.overload(name)) is not None}
+
+
+def _changes_metadata(op: _torch.Op) -> bool:
+    return torch.Tag.inplace_view in op.tags and not (_torch.is_random(op) or _torch.is_composite(op))
+
+
+def _is_guess(op: _torch.Op) -> bool:
+    if _torch.is_random(op) or _torch.is_composite(op) or not _torch.is_guessed(op):
+        return False
+    return op.name().removeprefix("aten::") not in GUESSED_RIGHT
+
+
+def fallback(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run an operator for which stock DTensor finds no placements, or raises an error looking for them."""
+    if op._overloadpacket in _OF_STORAGE:
+        return change_metadata(op, args, kwargs)
+    return gather(op, args, kwargs)
+
+
+_OF_STORAGE = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("resize_", "resize_as_", "resize", "set_", "set_data", "record_stream", "_resize_output_")
+    if hasattr(torch.ops.aten, name)
+)

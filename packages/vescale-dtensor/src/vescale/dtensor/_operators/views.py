@@ -1,0 +1,117 @@
+"""Writing to a view that could only be given as a copy.
+
+``weight[3]`` is a view on one device: ``weight[3].zero_()`` writes to ``weight``. Of a tensor that is sharded over its
+rows there is no such view; stock DTensor gathers it and gives a view of the gathered copy, and what is written to that
+is lost without a word. Here the memory of such a copy is remembered, with the tensor that it came from::
+
+    row = weight[3]      gather weight; row is a view of the copy       copy's memory -> weight
+    row[1].zero_()       gather weight again; write to the place of row[1] in that; keep the own part of it in weight
+
+Views of the view have the copy's memory, too, and say with strides and offset where in it they are.
+
+In-place operators are looked at only while such a copy is alive: their handlers are installed with the first one, and
+go when the last one has gone. At all other times they cost what they cost in stock torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement
+
+from .._torch import dispatch as _torch
+from ..errors import UnsupportedOperator
+
+__all__ = ["forget_copies", "remember_copy"]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A gathered copy: of which tensor, in which placements, and the strides of its local memory."""
+
+    base: weakref.ref[DTensor]
+    placements: tuple[Placement, ...]
+    stride: tuple[int, ...]
+
+
+_COPIES: dict[int, tuple[_torch.StorageWeakRef, _Copy]] = {}
+
+# The handlers that in-place operators have without us (None: stock rule), while ours are installed.
+_BEFORE: dict[_torch.Op, _torch.Handler | None] = {}
+
+
+def remember_copy(base: DTensor, placements: Sequence[Placement], local: Tensor) -> None:
+    """Remember that the memory of ``local`` is a copy of ``base``, redistributed to ``placements``."""
+    if local.numel():
+        storage = _torch.StorageWeakRef(local.untyped_storage())
+        _COPIES[storage.cdata] = storage, _Copy(weakref.ref(base), tuple(placements), local.stride())
+        _watch()
+
+
+def forget_copies() -> None:
+    """Forget all copies; operators are stock again."""
+    table = _torch.handler_table()
+    for op, before in _BEFORE.items():
+        if before is None:
+            table.pop(op, None)
+        else:
+            table[op] = before
+    _BEFORE.clear()
+    _COPIES.clear()
+
+
+def _watch() -> None:
+    if not _BEFORE:
+        table = _torch.handler_table()
+        _BEFORE.update({op: table.get(op) for op in _in_place_operators()})
+        table.update(dict.fromkeys(_BEFORE, _write))
+
+
+@functools.cache
+def _in_place_operators() -> tuple[_torch.Op, ...]:
+    def is_one(op: _torch.Op) -> bool:
+        changes_values = _torch.writes_first(op) and torch.Tag.inplace_view not in op.tags
+        return changes_values and not _torch.is_composite(op)
+
+    return tuple(filter(is_one, _torch.operators()))
+
+
+def _write(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run an operator that writes to its first operand; where that is in a copy, write to the tensor behind it.
+
+    Raises:
+        UnsupportedOperator: that tensor has got another layout in memory since the view was made.
+    """
+    run = _BEFORE.get(op) or _torch.stock_dispatch
+    for key in [key for key, (storage, _) in _COPIES.items() if storage.expired()]:
+        del _COPIES[key]
+    if not _COPIES:
+        forget_copies()
+    copy = _copy_behind(args[0])
+    base = copy.base() if copy is not None else None
+    if copy is None or base is None:
+        return run(op, args, kwargs)
+    moved = _torch.redistributed(base, copy.placements, for_op=op)
+    if moved.stride() != copy.stride:
+        raise UnsupportedOperator.for_operands(
+            op, (base,), "it writes to a view made before the tensor's memory layout changed: make the view again"
+        )
+    shown = _torch.local_tensor(args[0])
+    place = torch.as_strided(moved, shown.shape, shown.stride(), shown.storage_offset())
+    run(op, (_torch.with_local(args[0], place), *args[1:]), kwargs)
+    shown.copy_(place)  # the copy shows what was written, too
+    whole = _torch.wrap(moved, base.device_mesh, copy.placements, base)
+    _torch.local_tensor(base).copy_(_torch.redistributed(whole, _torch.placements_of(base), for_op=None))
+    return args[0]
+
+
+def _copy_behind(tensor: object) -> _Copy | None:
+    if not isinstance(tensor, DTensor):
+        return None
+    _, copy = _COPIES.get(_torch.local_tensor(tensor).untyped_storage()._cdata, (None, None))
+    return copy

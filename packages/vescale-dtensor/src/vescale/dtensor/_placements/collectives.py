@@ -1,0 +1,199 @@
+"""Collectives over any set of mesh axes, with parts of unequal sizes and without padding where the backend allows it.
+
+The ranks of several axes form one group, which is made when it is first needed, by its members alone. Moves are bytes,
+so every dtype can be moved by every backend.
+
+Guarantee: a reduction over several axes is one collective; its result is the same on all of its ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._layout.mesh import ranks_of
+from .._torch import placements as _torch
+from .plan import peers
+
+__all__ = [
+    "Group",
+    "all_reduce",
+    "exchange",
+    "gather",
+    "group_of",
+    "group_of_ranks",
+    "in_group_order",
+    "reduce_scatter",
+]
+
+# by the world, too: another one may be initialised after this one has ended
+_groups: dict[tuple[object, DeviceMesh, tuple[int, ...]], Group] = {}
+_process_groups: dict[tuple[object, tuple[int, ...], str], dist.ProcessGroup] = {}
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,  # divided afterwards: not every backend averages
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+
+_COMBINE = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+class Group:
+    """The ranks that differ from this one on some mesh axes only.
+
+    Attributes:
+        process_group: their process group.
+        order: for each rank of the process group, its place in row-major order of the coordinates.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, members: Sequence[int]):
+        self.process_group = process_group
+        place = {rank: index for index, rank in enumerate(members)}
+        self.order = [place[rank] for rank in dist.get_process_group_ranks(process_group)]
+
+    def arranged(self, items: Sequence) -> list:
+        """Bring items from row-major order of the coordinates into the order of the process group."""
+        return [items[place] for place in self.order]
+
+
+@functools.lru_cache(maxsize=64)
+def in_group_order(mesh: DeviceMesh) -> bool:
+    """Tell whether the ranks along every axis ascend, as those of the axis's process group do.
+
+    Torch cuts by coordinate but gathers in the order of the group, so where this is false it returns tensors whose
+    shards have changed places.
+    """
+    ranks, shape = ranks_of(mesh), tuple(mesh.shape)
+    for axis, size in enumerate(shape):
+        stride = math.prod(shape[axis + 1 :])
+        along = [place for place in range(len(ranks)) if place // stride % size < size - 1]
+        if any(ranks[place] > ranks[place + stride] for place in along):
+            return False
+    return True
+
+
+def group_of(mesh: DeviceMesh, axes: Sequence[int]) -> Group:
+    """Return the group of this rank on ``axes``, a non-empty set of mesh axes in ascending order."""
+    key = (dist.group.WORLD, mesh, tuple(axes))
+    if key not in _groups:
+        shape = tuple(mesh.shape)
+        rank_at = dict(zip(itertools.product(*map(range, shape)), ranks_of(mesh), strict=True))
+        members = [rank_at[coord] for coord in peers(shape, tuple(mesh.get_coordinate()), axes)]
+        process_group = mesh.get_group(axes[0]) if len(axes) == 1 else group_of_ranks(members)
+        _groups[key] = Group(process_group, members)
+    return _groups[key]
+
+
+def group_of_ranks(ranks: Sequence[int], *, keep_order: bool = False, purpose: str = "") -> dist.ProcessGroup:
+    """Return the process group of some ranks, which is made when it is first asked for.
+
+    Only its members take part in making it, whatever other groups they know; all of them must ask for it. It is one
+    object per set of ranks (order and purpose), for the life of the default process group.
+
+    Args:
+        ranks: global ranks, this one among them, in any order.
+        keep_order: whether they have that order in the group, too; else they ascend.
+        purpose: a group of its own for whoever gives the same name, for collectives that have no order among others'.
+
+    Raises:
+        ValueError: a rank is listed twice, or this one is not listed.
+
+    Example:
+        >>> group = group_of_ranks([0, 2, 3])                    # doctest: +SKIP
+        >>> dist.all_reduce(norm, group=group)                   # doctest: +SKIP
+    """
+    members = tuple(ranks) if keep_order else tuple(sorted(ranks))
+    if len(set(members)) < len(members) or dist.get_rank() not in members:
+        raise ValueError(
+            f"group_of_ranks({list(ranks)}) on rank {dist.get_rank()}: each rank once, and only the ranks of the group "
+            "ask for it"
+        )
+    if members == tuple(range(dist.get_world_size())) and not purpose:
+        return dist.group.WORLD
+    key = (dist.group.WORLD, members, purpose)
+    if key not in _process_groups:
+        _process_groups[key] = _torch.new_group(members, f"vescale.dtensor:{members}{purpose}")
+    return _process_groups[key]
+
+
+def gather(group: Group, local: Tensor, sizes: Sequence[int], out: Tensor) -> list[Tensor]:
+    """Gather flat tensors of ``sizes`` into ``out``, in the order of the process group; return them in mesh order."""
+    if len(set(sizes)) == 1:
+        _torch.all_gather(_bytes(out), _bytes(local), group=group.process_group)
+    else:  # a copy for everyone: backends have no all-gather of unequal parts in common
+        copies = local.repeat(len(sizes))
+        _all_to_all(group, out, group.arranged(sizes), copies, [len(local)] * len(sizes))
+    return _split(group, out, sizes)
+
+
+def exchange(group: Group, sends: Sequence[Tensor], sizes: Sequence[int], out: Tensor) -> list[Tensor]:
+    """Send one flat tensor to each rank; return the flat parts of ``out`` that came from each, in mesh order."""
+    arranged = group.arranged(sends)
+    _all_to_all(group, out, group.arranged(sizes), torch.cat(arranged), [len(send) for send in arranged])
+    return _split(group, out, sizes)
+
+
+def _all_to_all(group: Group, out: Tensor, out_sizes: list[int], buffer: Tensor, sizes: list[int]) -> None:
+    unit = out.element_size()
+    out_bytes, bytes_ = [size * unit for size in out_sizes], [size * unit for size in sizes]
+    dist.all_to_all_single(_bytes(out), _bytes(buffer), out_bytes, bytes_, group=group.process_group)
+
+
+def _split(group: Group, out: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    by_place = dict(zip(group.order, out.split(group.arranged(sizes)), strict=True))
+    return [by_place[place] for place in range(len(sizes))]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def all_reduce(group: Group, local: Tensor, ops: Sequence[str], *, divisor: int) -> Tensor:
+    """Reduce over the group, ``ops`` being those of its axes (alike, or sums and averages), and divide averages."""
+    result = local.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(result, op=_OPS[ops[0]], group=group.process_group)
+    return _averaged(result, divisor)
+
+
+def reduce_scatter(group: Group, sends: Sequence[Tensor], ops: Sequence[str], *, divisor: int, place: int) -> Tensor:
+    """Reduce over the group the flat tensors meant for each rank; return the one for this rank, at ``place``.
+
+    Parts of unequal size are exchanged and combined in mesh order, so that nothing is padded.
+    """
+    sizes = [len(send) for send in sends]
+    out = sends[0].new_empty(sizes[place])
+    if len(set(sizes)) == 1:
+        buffer = torch.cat(group.arranged(sends))
+        _torch.reduce_scatter(out, buffer, op=_OPS[ops[0]], group=group.process_group)
+        return _averaged(out, divisor)
+    received = exchange(group, sends, [sizes[place]] * len(sizes), sends[0].new_empty(sizes[place] * len(sizes)))
+    out.copy_(received[0])
+    for part in received[1:]:
+        _COMBINE[ops[0]](out, part, out=out)
+    return _averaged(out, divisor)
+
+
+def _averaged(tensor: Tensor, divisor: int) -> Tensor:
+    return tensor if divisor == 1 else tensor.div_(divisor)

@@ -1,0 +1,123 @@
+"""`DTensor.redistribute` among all placements, differentiable any number of times.
+
+Gradients follow torch's rules: the backward of a redistribution brings the gradient back to the placements that the
+tensor had, with one exception: where those are Partial and the gradient is complete, it stays complete (Replicate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from .._torch import placements as _torch
+from .move import redistribute_shard
+from .plan import is_axis_order
+from .types import InterleavedShard, RaggedShard
+
+__all__ = ["is_own", "normalized", "redistribute", "shard_gradient"]
+
+
+def is_own(placements: Sequence[Placement], mesh: DeviceMesh) -> bool:
+    """Tell whether a layout is ours to redistribute: it has ragged or interleaved shards.
+
+    Strided shards that say nothing but the order of the mesh axes (FSDP2 over tensor parallel) stay torch's: it knows
+    that order, also where shards are uneven. Torch's rules for operators call interleaved shards strided ones, too.
+    """
+    if _TORCHS.issuperset(map(type, placements)):  # what torch's own tensors pay for: one look at the types
+        return False
+    if any(isinstance(placement, (InterleavedShard, RaggedShard)) for placement in placements):
+        return True
+    strided = any(isinstance(placement, _torch.StridedShard) for placement in placements)
+    return strided and not is_axis_order(tuple(placements), tuple(mesh.shape))
+
+
+_TORCHS = frozenset((Replicate, Shard, Partial))
+
+
+def normalized(placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
+    """Return the placements with dims counted from the front."""
+    return tuple(_normalized(placement, ndim) for placement in placements)
+
+
+def _normalized(placement: Placement, ndim: int) -> Placement:
+    dim = getattr(placement, "dim", 0)
+    if dim >= 0:
+        return placement
+    if isinstance(placement, _torch.StridedShard):
+        return type(placement)(dim + ndim, split_factor=placement.split_factor)
+    return Shard(dim + ndim)
+
+
+def redistribute(
+    tensor: DTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    async_op: bool = False,  # noqa: ARG001 - what is exchanged is complete on return
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """Redistribute a DTensor among all placements, as `DTensor.redistribute` does among torch's.
+
+    Raises:
+        RuntimeError: no placements are given, or one would become Partial, as in torch.
+        NotImplementedError: another mesh, as in torch, or Partial of one kind is to become another.
+        ValueError: the placements do not fit the shape or the mesh.
+    """
+    if placements is None:
+        raise RuntimeError("placements is needed for redistribute!")
+    if device_mesh is not None and device_mesh != tensor.device_mesh:
+        raise NotImplementedError(
+            f"redistribute {tensor.placements} from mesh {tensor.device_mesh} to another mesh {device_mesh}: not "
+            "possible; use full_tensor() and distribute_tensor"
+        )
+    placements = normalized(placements, tensor.ndim)
+    for old, new in zip(tensor.placements, placements, strict=False):
+        if new.is_partial() and old != new:
+            raise RuntimeError(
+                f"Can not redistribute from {old} to {new}, redistributing to Partial is for internal use only!"
+            )
+    return Redistribute.apply(tensor, placements, forward_dtype, backward_dtype)
+
+
+class Redistribute(torch.autograd.Function):
+    """Forward and backward are both redistributions; the backward is differentiable again."""
+
+    @staticmethod
+    def forward(ctx, tensor, placements, forward_dtype, backward_dtype):
+        """Redistribute, in ``forward_dtype`` if one is given."""
+        ctx.source, ctx.dtype, ctx.backward_dtype = tensor.placements, tensor.dtype, backward_dtype
+        local = _torch.local_of(tensor)
+        local = local if forward_dtype is None else local.to(forward_dtype)
+        shard = redistribute_shard(local, tensor.shape, tensor.device_mesh, tensor.placements, placements)
+        if shard is local:
+            shard = local.view_as(local)
+        return _torch.wrap(shard, tensor.device_mesh, placements, like=tensor, requires_grad=tensor.requires_grad)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Bring the gradient back, in ``backward_dtype`` or else the dtype of the input."""
+        target = _gradient_placements(gradient.placements, ctx.source)
+        if gradient.dtype != (op_dtype := ctx.backward_dtype or ctx.dtype):
+            gradient = gradient.to(op_dtype)
+        gradient = Redistribute.apply(gradient, target, None, None)
+        return gradient if gradient.dtype == ctx.dtype else gradient.to(ctx.dtype), None, None, None
+
+
+def _gradient_placements(present: Sequence[Placement], source: Sequence[Placement]) -> tuple[Placement, ...]:
+    pairs = zip(present, source, strict=True)
+    return tuple(Replicate() if old.is_partial() and not now.is_partial() else old for now, old in pairs)
+
+
+def shard_gradient(gradient: torch.Tensor, like: _torch.DTensorSpec, placements: Sequence[Placement] | None) -> DTensor:
+    """Return the gradient of ``to_local`` as a DTensor: the local gradient, in the placements of the tensor.
+
+    Where torch would compute the strides of the global tensor from the local ones, which a ragged shard does not
+    allow, those of the tensor are taken.
+    """
+    if placements is None:
+        placements = [Replicate() if placement.is_partial() else placement for placement in like.placements]
+    return DTensor.from_local(gradient, like.mesh, placements, run_check=False, shape=like.shape, stride=like.stride)

@@ -1,0 +1,55 @@
+"""Which rule an operator on DTensors gets where an operand is ragged or interleaved.
+
+The dispatcher asks once per operator, shapes and placements, and caches the answer if that is a sharding; only what
+runs on lists, changes shapes or reduces comes here on every call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._torch import placements as _torch
+from .._torch.dispatch import is_composite
+from .interleaved import run_interleaved
+from .operands import Op, ragged_operands, refusal
+from .pointwise import is_pointwise, run_pointwise, runs_on_shards
+from .reductions import REDUCTIONS
+
+__all__ = ["decide", "refuse_ragged"]
+
+
+def decide(op: Op, args: tuple, kwargs: dict, schema: object) -> object:
+    """Return a sharding, or the operator's result, or NotImplemented where torch's own rules are right.
+
+    Raises:
+        UnsupportedPlacement: ragged tensors cannot do that.
+    """
+    ragged = ragged_operands(args, kwargs)
+    if not ragged:
+        found = run_interleaved(op, args, kwargs)
+        return NotImplemented if found is None else found
+    if (reduction := REDUCTIONS.get(op.name().removeprefix("aten::"))) is not None:
+        return reduction(op, args, kwargs)
+    if op in _VIEWS and tuple(args[1]) == tuple(args[0].shape):
+        return run_pointwise(torch.ops.aten.alias.default, args[:1], {})
+    if is_composite(op):  # only inference mode shows these
+        return op.decompose(*args, **kwargs)
+    if not is_pointwise(op):
+        raise refusal(op, args, kwargs, _REASON)
+    if runs_on_shards(args, kwargs):
+        return _torch.sharding(schema, ragged[0].placements, in_place=op._schema.is_mutable)
+    return run_pointwise(op, args, kwargs)
+
+
+def refuse_ragged(op: Op, args: tuple, kwargs: dict) -> None:
+    """Raise where an operand is ragged, for operators whose other rules do not know such tensors.
+
+    Raises:
+        UnsupportedPlacement: an operand is ragged.
+    """
+    if ragged_operands(args, kwargs):
+        raise refusal(op, args, kwargs, _REASON)
+
+
+_REASON = "it does not treat every element alike"
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)

@@ -1,0 +1,138 @@
+"""Two placements that torch lacks: interleaved shards of a merged dim, and ragged shards of flattened leading dims.
+
+    InterleavedShard(0, 3) over 2 ranks, n = 6        RaggedShard((0, 1), (1, 3)) over 2 ranks, shape (2, 4)
+    rows  q q | k k | v v                             0 0 1 1      4 units of 2 elements in row-major order:
+    rank  0 1 | 0 1 | 0 1                             1 1 1 1      the first for rank 0, three for rank 1
+
+Both are values: immutable, hashable, equal by what they say, picklable, and their repr can be evaluated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import Placement
+
+from .._torch.placements import StridedShard
+
+__all__ = ["InterleavedShard", "RaggedShard"]
+
+
+class InterleavedShard(StridedShard):
+    """Shard a merged dim: view dim ``dim`` of size n as (k, n / k) and shard the second factor.
+
+    Each rank holds one strip of each of the ``k`` parts, for instance its heads of Q, K and V in a merged projection.
+    Strips are cut as ``torch.chunk`` cuts, so they may be uneven or empty; ``k`` must divide n.
+
+    Args:
+        dim: the tensor dim, not negative.
+        k: how many parts the dim is made of.
+
+    Raises:
+        ValueError: ``dim`` is negative or ``k`` is not positive.
+
+    Example:
+        >>> InterleavedShard(0, 3)
+        InterleavedShard(dim=0, k=3)
+        >>> eval(repr(InterleavedShard(1, 2))) == InterleavedShard(1, 2)
+        True
+    """
+
+    def __init__(self, dim: int, k: int | None = None, *, split_factor: int | None = None):
+        k = split_factor if k is None else k  # torch's own code constructs strided shards by that name
+        if not isinstance(k, int) or k < 1:
+            raise ValueError(f"InterleavedShard needs a positive number of parts, got k={k!r}")
+        if dim < 0:
+            raise ValueError(f"InterleavedShard needs a dim counted from the front, got dim={dim}")
+        super().__init__(dim, split_factor=k)
+
+    @property
+    def k(self) -> int:
+        """How many parts the dim is made of."""
+        return self.split_factor
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.dim, self.k)
+
+    def __repr__(self) -> str:
+        return f"InterleavedShard(dim={self.dim}, k={self.k})"
+
+    __str__ = __repr__
+
+
+class RaggedShard(Placement):
+    """Cut the flattened leading dims into equal units; rank i of the mesh axis holds ``local_units[i]`` of them.
+
+    The units of a rank are consecutive in row-major order. Its local tensor has shape (elements of the flattened dims
+    held, \\*remaining dims), so it is flat if ``dims`` names all dims. A tensor has at most one ragged placement; those
+    of the other mesh axes are applied first, whatever the order of the axes.
+
+    Args:
+        dims: the leading dims, ``(0,)``, ``(0, 1)``, and so on.
+        local_units: for each rank of the mesh axis, how many units it holds; zero is allowed.
+
+    Raises:
+        ValueError: ``dims`` are not leading dims, or the units are negative or all zero.
+
+    Example:
+        >>> RaggedShard((0,), (1, 0, 3))
+        RaggedShard(dims=(0,), local_units=(1, 0, 3))
+        >>> RaggedShard((0,), (1, 3)).rows(8, 1)
+        (2, 6)
+    """
+
+    def __init__(self, dims: Sequence[int], local_units: Sequence[int]):
+        super().__init__()
+        self.dims = tuple(dims)
+        self.local_units = tuple(local_units)
+        if not self.dims or self.dims != tuple(range(len(self.dims))):
+            raise ValueError(f"RaggedShard flattens leading dims, (0,), (0, 1), …; got dims={self.dims}")
+        if min(self.local_units, default=-1) < 0 or sum(self.local_units) == 0:
+            raise ValueError(f"RaggedShard needs numbers of units >= 0 with a positive sum, got {self.local_units}")
+
+    def rows(self, numel: int, coord: int) -> tuple[int, int]:
+        """Return ``(start, count)``: what the rank at ``coord`` holds of ``numel`` flattened elements.
+
+        Raises:
+            ValueError: ``numel`` is not divisible by the number of units.
+        """
+        total = sum(self.local_units)
+        if numel % total:
+            raise ValueError(
+                f"{self} cuts {numel} elements of the flattened dims into {total} units: {numel} is not divisible by "
+                f"{total}"
+            )
+        unit = numel // total
+        return sum(self.local_units[:coord]) * unit, self.local_units[coord] * unit
+
+    def check(self, shape: Sequence[int], axis_size: int) -> None:
+        """Raise a ValueError unless this placement fits a tensor of ``shape`` (its part, if cut before) and its axis.
+
+        Example:
+            >>> RaggedShard((0,), (1, 2)).check((6, 4), 2)
+        """
+        if len(self.local_units) != axis_size:
+            raise ValueError(f"{self} names {len(self.local_units)} ranks; its mesh axis has {axis_size}")
+        if len(self.dims) > len(shape):
+            raise ValueError(f"{self} flattens {len(self.dims)} dims; the tensor of shape {tuple(shape)} has too few")
+        self.rows(math.prod(shape[: len(self.dims)]), 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and self.dims == other.dims and self.local_units == other.local_units
+
+    def __hash__(self) -> int:
+        return hash((self.dims, self.local_units))
+
+    def __reduce__(self) -> tuple:
+        return RaggedShard, (self.dims, self.local_units)
+
+    def __repr__(self) -> str:
+        return f"RaggedShard(dims={self.dims}, local_units={self.local_units})"
+
+    __str__ = __repr__
+
+
+# so that torch.load reads tensors placed so, as it does tensors in torch's own placements
+torch.serialization.add_safe_globals([InterleavedShard, RaggedShard])

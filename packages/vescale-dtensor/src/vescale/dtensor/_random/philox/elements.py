@@ -1,0 +1,115 @@
+"""Which words belong to which elements of a box, in pieces of bounded size.
+
+Element ``e`` of a draw (``e`` counts the elements of the **global** tensor in row-major order) takes words from block
+``e // per_block``, lane ``e % per_block``. A box is a set of **runs**: consecutive elements of the global tensor, one
+run for each index of the outer dims::
+
+    global shape (4, 8), box rows 1-2, columns 2-6, four elements per block
+
+    row 1   . . x x | x x x .       run of 5 from element 10: blocks 2, 3, 4; the first two lanes are dropped
+    row 2   . . x x | x x x .       run of 5 from element 18: blocks 4, 5, 6
+
+Blocks are computed for whole runs, as many as fit a piece, or for parts of a long run. So a rank that holds ``n``
+elements in runs of length ``L`` computes at most ``n / 4 + 2 n / L`` blocks, whatever the size of the global tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..._layout.boxes import Box, flat_offset, flat_range_boxes, index_from
+from .cipher import BLOCKS_AT_A_TIME, Key, blocks
+from .values import Distribution
+
+__all__ = ["sample_box"]
+
+ELEMENTS_AT_A_TIME = {"cpu": 4 * BLOCKS_AT_A_TIME}
+ELEMENTS_ELSEWHERE = 2**22
+"""Elements of a piece on other devices, where every operation is a kernel launch: 32 MiB of words in 64 bits."""
+
+
+def sample_box(
+    distribution: Distribution, key: Key, shape: tuple[int, ...], box: Box, device: torch.device
+) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """Yield ``(index into the box, values)`` for rectangles that together cover ``box``, in row-major order.
+
+    Args:
+        distribution: how words become values.
+        key: key of the draw.
+        shape: global shape.
+        box: the rectangle of it that is wanted.
+        device: where the values are wanted.
+    """
+    sizes = box[1]
+    if math.prod(sizes) == 0:
+        return
+    run = run_length(shape, sizes)
+    limit = max(ELEMENTS_AT_A_TIME.get(device.type, ELEMENTS_ELSEWHERE), distribution.per_block)
+    for start, stop in _pieces(math.prod(sizes), run, limit):
+        values = _sample_runs(distribution, key, *_runs(shape, box, run, start, stop), device)
+        for rectangle in flat_range_boxes(sizes, start, stop):
+            first = flat_offset(sizes, rectangle[0]) - start
+            part = values[first : first + math.prod(rectangle[1])]
+            yield index_from((0,) * len(sizes), rectangle), part.view(rectangle[1])
+
+
+def run_length(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """Return how many elements of a box follow each other in the global tensor.
+
+    Example:
+        >>> run_length((4, 8), (2, 5)), run_length((4, 8), (2, 8)), run_length((), ())
+        (5, 16, 1)
+    """
+    length = 1
+    for whole, size in zip(reversed(shape), reversed(sizes), strict=True):
+        length *= size
+        if size != whole:
+            break
+    return length
+
+
+def _pieces(numel: int, run: int, limit: int) -> Iterator[tuple[int, int]]:
+    """Cut the flat range of a box into ranges of whole runs, or into parts of one run where runs are long."""
+    if run <= limit:
+        step = limit // run * run
+        yield from ((start, min(start + step, numel)) for start in range(0, numel, step))
+        return
+    for base in range(0, numel, run):
+        yield from ((start, min(start + limit, base + run)) for start in range(base, base + run, limit))
+
+
+def _runs(shape: tuple[int, ...], box: Box, run: int, start: int, stop: int) -> tuple[Tensor, int]:
+    """Return the global index of each run's first element in a flat range of a box, and the runs' length."""
+    if stop - start < run or run == math.prod(box[1]):
+        inside = start % run
+        first = _global_index(shape, box, np.array([start - inside])) + inside
+        return torch.from_numpy(first), stop - start
+    return torch.from_numpy(_global_index(shape, box, np.arange(start, stop, run))), run
+
+
+def _global_index(shape: tuple[int, ...], box: Box, inside: np.ndarray) -> np.ndarray:
+    """Return the row-major global indices of elements of a box, given those inside the box."""
+    result = np.zeros_like(inside)
+    stride = 1
+    for whole, offset, size in zip(reversed(shape), reversed(box[0]), reversed(box[1]), strict=True):
+        inside, index = np.divmod(inside, size)
+        result += (index + offset) * stride
+        stride *= whole
+    return result
+
+
+def _sample_runs(distribution: Distribution, key: Key, starts: Tensor, length: int, device: torch.device) -> Tensor:
+    """Return the values of runs of ``length`` elements, one after the other, flat."""
+    per_block = distribution.per_block
+    first, lane = starts // per_block, starts % per_block
+    num_blocks = -(-(int(lane.max()) + length) // per_block)
+    values = distribution.values(blocks(key, first, num_blocks, device)).view(len(starts), -1)
+    if len(starts) == 1 or bool((lane == lane[0]).all()):
+        return values.narrow(1, int(lane[0]), length).reshape(-1)
+    window = lane[:, None] + torch.arange(length)
+    return values.gather(1, window.to(device)).reshape(-1)

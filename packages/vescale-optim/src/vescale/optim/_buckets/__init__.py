@@ -1,0 +1,1 @@
+"""The layout of flat buckets: pure functions over integers."""

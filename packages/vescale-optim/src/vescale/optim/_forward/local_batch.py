@@ -1,0 +1,227 @@
+"""Run a module's forward as a part of the global batch, whoever calls it, at full speed where nothing draws.
+
+Inside ``vescale.dtensor.random.local_batch`` dropout on a rank's local batch draws this rank's slice of the mask that
+one device would draw. The context must be active whenever the module draws: when the user calls ``DDP``, when a
+pipeline engine calls the module underneath, and when activation checkpointing runs a part of it again during backward,
+outside of any call of the user's. So it is entered by hooks of the module and of its submodules.
+
+The context looks at every operator, which takes the host some microseconds each. So the first call of each module is
+watched as a whole, and whose own code drew is noted, for training and for evaluation. Later the context is entered in
+the calls of those modules only (own code means all that is not in a hooked submodule):
+
+    first call      watched | embed | block (attn drop mlp) | block (attn drop mlp) | head |       the dropouts drew
+    later calls     watched |                   drop                        drop            |
+    full speed              | embed | block (attn        mlp) | block (attn        mlp) | head |
+
+A module that draws after all, where nobody looks, would draw as if there were no other ranks. The place of the random
+stream shows it (`random.position`, a microsecond per call): that is an error, at the end of the call.
+
+Watched in every call, whatever the first did: torch's dropout modules, whose rate may change; modules that hold a
+generator of their own, whose draws no position shows, or that draw from one in their first call; and whole modules that
+`vescale.dmodule` runs (it looks only where it needs to itself) or with parts compiled by ``part.compile()``.
+
+No compiler runs while operators are watched. What ``torch.compile(part)`` returned is watched as one module, in its
+first call and if it draws, and runs as plain Python then; otherwise it is compiled in its second call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.dtensor import random
+
+from .. import _torch
+from .._checks import executions_of
+
+__all__ = ["attach_local_batch"]
+
+#: Leaf modules that draw nothing and that nobody recomputes alone: hooks on them would only cost time.
+_QUIET = (
+    nn.Linear,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Identity,
+    nn.ReLU,
+    nn.GELU,
+    nn.SiLU,
+)
+
+
+#: Modules whose rate may be 0 in their first call.
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class _Draws:
+    """Which modules draw in their own code, by what their first calls did.
+
+    Args:
+        root: The module given to DDP.
+        always: Whether all of them count as such.
+
+    Attributes:
+        wrappers: Of each module inside of what ``torch.compile`` returned: these; one that draws makes them draw.
+    """
+
+    def __init__(self, root: nn.Module, *, always: bool):
+        self._always = always
+        self._names = {module: fqn for fqn, module in root.named_modules()}
+        self.wrappers: dict[nn.Module, list[nn.Module]] = {}
+        for wrapper in filter(_torch.is_compiler_wrapper, self._names):
+            for inner in filter(lambda module: module is not wrapper, wrapper.modules()):
+                self.wrappers.setdefault(inner, []).append(wrapper)
+        self._in_training: dict[nn.Module, bool] = {}
+        self._in_evaluation: dict[nn.Module, bool] = {}
+        for module in self._names:
+            holds_generator = any(isinstance(value, torch.Generator) for value in vars(module).values())
+            if holds_generator or isinstance(module, _DROPOUTS):
+                self._in_training[module] = True
+            if holds_generator:
+                self._in_evaluation[module] = True
+
+    def __call__(self, module: nn.Module) -> bool | None:
+        """Tell whether a module draws; None if it has not been called yet."""
+        return self._always or self._of(module).get(module)
+
+    def learn(self, module: nn.Module, *, draws: bool) -> None:
+        """Note it; who has drawn once draws."""
+        for each in (module, *(self.wrappers.get(module, ()) if draws else ())):
+            known = self._of(each)
+            known[each] = known.get(each, False) or draws
+
+    def name(self, module: nn.Module) -> str:
+        fqn = self._names.get(module)
+        return repr(fqn) if fqn else f"the module ({type(module).__name__})"
+
+    def _of(self, module: nn.Module) -> dict[nn.Module, bool]:
+        return self._in_training if module.training else self._in_evaluation
+
+
+class _LocalBatch(threading.local):
+    """The state of one thread: the hooked modules that are running, and the context that is entered for one of them.
+
+    A copy of a module that has its hooks is no part of the DDP: the copied state does nothing.
+    """
+
+    def __init__(self, meshes: Sequence[DeviceMesh], draws: _Draws | None, *, compiles: bool = False):
+        self.meshes = meshes
+        self.draws = draws
+        self.compiles = compiles  # whether to keep the compiler away, which would give up on what runs watched for good
+        self.running: list[nn.Module] = []
+        self.context = contextlib.ExitStack()
+        self.watched_from = 0  # how many ran when the context was entered, the module that draws included; 0: none is
+        self.learns = False  # whether that was because nothing is known of it yet
+        self.position: random.Position | None = None  # of the random stream, when it was last known what had drawn
+
+    def __reduce__(self) -> Any:
+        return type(self), ((), None)
+
+    def enter(self, module: nn.Module, _args: tuple) -> None:
+        if not self.meshes:
+            return
+        self.running.append(module)
+        if self.watched_from:
+            if self.learns:
+                self._attribute(self.running[-2])
+        elif (draws := self.draws(module)) is not False:
+            if len(self.running) > 1:
+                self._check(self.running[0])
+            self._watch(learns=draws is None)
+        elif len(self.running) == 1:
+            self.position = self._now()
+
+    def leave(self, module: nn.Module, _args: tuple, output: object) -> None:
+        if module not in self.running:  # somebody else's hook has raised before ours
+            return
+        if self.learns and self.watched_from:
+            self._attribute(module)
+            if output is not None:  # else an exception may have ended the call before it drew
+                self.draws.learn(module, draws=False)
+        while self.running.pop() is not module:
+            pass
+        if len(self.running) < self.watched_from:
+            self.watched_from = 0
+            self.context.close()
+            self.position = self._now() if self.running else None
+        elif not self.running:
+            self._check(module)
+
+    def _watch(self, *, learns: bool) -> None:
+        self.watched_from = len(self.running)
+        self.learns = learns
+        if self.compiles and not torch.compiler.is_compiling():
+            with contextlib.suppress(RuntimeError):  # inside of a compiled caller it cannot be said
+                self.context.enter_context(torch.compiler.set_stance("force_eager"))
+        for mesh in self.meshes:
+            self.context.enter_context(random.local_batch(mesh))
+        if learns:
+            self.position = self._now()
+            self.context.enter_context(_torch.GeneratorListener(self._hear))
+
+    def _hear(self) -> None:
+        self.draws.learn(self.running[-1], draws=True)
+
+    def _attribute(self, module: nn.Module) -> None:
+        """Note whether a module has drawn that has run since the stream's place was noted."""
+        now = self._now()
+        if now != self.position:
+            self.draws.learn(module, draws=True)
+        self.position = now
+
+    def _check(self, module: nn.Module) -> None:
+        """Raise RuntimeError if somebody has drawn unwatched since the outermost module was entered."""
+        before, self.position = self.position, self._now()
+        if self.position != before:
+            mode = "training" if module.training else "evaluation"
+            raise RuntimeError(
+                f"{self.draws.name(module)}, or a module in it, drew random numbers, or seeded, as it had not in its "
+                f"first call in {mode}. So nobody looked, and rank {dist.get_rank()} has drawn as if there were no "
+                "others. (A rate that was 0? Another thread that draws? A seed that is set in forward?) Pass "
+                "watch_draws=True to DDP, which then looks in every call"
+            )
+
+    def _now(self) -> random.Position:
+        return random.position(self.meshes[0].device_type)
+
+    def enter_compiled(self, module: nn.Module, args: tuple) -> None:
+        """Enter a module inside of what ``torch.compile`` returned: nothing, in a graph."""
+        if not torch.compiler.is_compiling():
+            self.enter(module, args)
+
+    def leave_compiled(self, module: nn.Module, args: tuple, output: object) -> None:
+        """Leave it."""
+        if not torch.compiler.is_compiling():
+            self.leave(module, args, output)
+
+    # `vescale.dmodule` leaves these hooks out inside of compiled code: the hooks of the compiled module itself count
+    enter._vescale_in_graph = leave._vescale_in_graph = "absent"
+
+
+def attach_local_batch(module: nn.Module, meshes: Sequence[DeviceMesh], *, watch_draws: bool = False) -> None:
+    """Make every call of ``module``, or of a part of it, run as this rank's part of the batch.
+
+    Args:
+        module: The module.
+        meshes: 1-D meshes over which the batch is divided: over the first, its parts over the second, and so on.
+        watch_draws: Whether to look for random operators in every call of every module.
+    """
+    if not meshes:
+        return
+    always = watch_draws or bool(executions_of(module)) or _torch.has_compiled_calls(module)
+    draws = _Draws(module, always=always)
+    state = _LocalBatch(meshes, draws, compiles=not always and bool(draws.wrappers))
+    for part in module.modules():
+        if part is module or not isinstance(part, _QUIET):
+            compiled = part in draws.wrappers
+            part.register_forward_pre_hook(state.enter_compiled if compiled else state.enter, prepend=True)
+            part.register_forward_hook(state.leave_compiled if compiled else state.leave, always_call=True)

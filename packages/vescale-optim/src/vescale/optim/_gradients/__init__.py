@@ -1,0 +1,1 @@
+"""Gradients in flat buckets: received, reduced over the data-parallel ranks, stored."""

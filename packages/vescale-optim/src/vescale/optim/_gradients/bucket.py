@@ -1,0 +1,364 @@
+"""Flat buffers at run time: gradients, the shard of reduced gradients, parameter values, and the views into them.
+
+    grads        | slot | slot | slot |pad|     local gradients of all parameters of the bucket (full size)
+    kept         | slot | slot | slot |pad|     ZeRO 0: reduced gradients, while ``grads`` takes new local ones
+    grad_shard             | part |             ZeRO 1, 2: this coord's part of the reduced gradient
+    values       | slot | slot | slot |pad|     ZeRO 1, 2: the parameters themselves are views of this buffer
+
+Note: state of a slot
+    ``param.grad`` decides whether a parameter has a gradient at all, so that every way of clearing it is understood:
+    None means that no buffer counts. Otherwise ``unreduced`` says that ``grads`` holds a local gradient, and
+    ``reduced`` that there is a reduced one: with ZeRO 1 and 2 in ``grad_shard``, with ZeRO 0 in ``grads`` and, once a
+    local gradient comes to lie there, in ``kept``. Both may be set: after a reduction a backward, or several under
+    ``no_sync``, brought more. The next reduction adds its mean to the reduced gradient, which is never reduced again:
+    so all stages add in the same order.
+
+A local gradient may be a partial sum over other axes, see `_partials.py`; the slot's ``form`` knows. It is one until
+the end of the backward that reduces it.
+
+With ZeRO 2 the storage of ``grads`` exists from the first gradient of a bucket to the end of its reduction. It is
+resized to nothing and back, which keeps the views valid.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from .. import _torch
+from .._buckets.plan import Bucket, Part, Slot
+from .._ranks.axis import Pending
+from .._ranks.data_axes import DataAxes
+from .partials import Agreement, Form
+from .placeholder import ShardedGradient, aligned
+from .reduction import Reduction
+from .rules import ReduceRules
+from .taker import Taker
+
+__all__ = ["FlatBucket", "FlatSlot"]
+
+
+class FlatSlot:
+    """One parameter's place in a bucket.
+
+    Attributes:
+        grad_view: Its place in ``grads``, wrapped like the parameter (a DTensor for a DTensor).
+        grad_part: Its flat part in ``grad_shard`` (ZeRO 1, 2).
+        value_part: Its flat part in ``values`` (ZeRO 1, 2).
+        placeholder: What ``param.grad`` is while the gradient is sharded (ZeRO 1, 2).
+        form: Over which other axes the local gradient of a DTensor is a partial sum; None for a plain parameter.
+        taker: Takes local gradients of a DTensor from elsewhere; set by the `Reducer`.
+    """
+
+    grad_part: Tensor
+    value_part: Tensor
+
+    def __init__(self, bucket: FlatBucket, plan: Slot, param: nn.Parameter, part: Part):
+        self.bucket = bucket
+        self.fqn = plan.fqn
+        self.param = param
+        self.part = (part.start, part.stop)
+        self.unreduced = False
+        self.reduced = False
+        local = _torch.local_tensor(param)
+        self.local_view = bucket.grads[plan.start : plan.start + plan.numel].view(local.shape)
+        self.grad_view = _torch.wrap_like(self.local_view, param)
+        self.placeholder = ShardedGradient(self) if bucket.sharded else None
+        self.form = Form(param) if isinstance(param, DTensor) else None
+        self.taker: Taker | None = None
+
+    @property
+    def published(self) -> Tensor:
+        """What ``param.grad`` is between backward passes, if there is a gradient."""
+        if self.placeholder is not None:
+            return self.placeholder
+        if self.form is not None and self.form.over:
+            return self.form.view(self.local_view, self.param)
+        return self.grad_view
+
+    @property
+    def partial_dims(self) -> tuple[int, ...]:
+        """The mesh dims over which the local gradient that is there, if any, is a partial sum."""
+        is_there = self.unreduced and self.param.grad is self.published
+        return self.form.over if is_there else ()
+
+    @property
+    def kept_part(self) -> Tensor:
+        """The flat part of the reduced gradient that this rank keeps."""
+        return self.grad_part if self.bucket.sharded else self.local_view.view(-1)
+
+    def before_accumulation(self, grad: Tensor | None) -> Tensor | None:
+        """Return the gradient as it is to be accumulated, into a tensor of local gradients or into nothing.
+
+        ``None`` comes from an autograd function that has no gradient for the parameter: nothing is accumulated then.
+        """
+        if grad is None:
+            return None
+        dims = self._dims_to_keep(grad)
+        if not dims:
+            grad = aligned(self.fqn, self.param, grad)
+            if self.param.grad is not None and _torch.is_captured(self.param):
+                return grad
+        if self._make_place():
+            self.param.grad = self.grad_view if self.unreduced else None
+        if self.form is None:
+            return grad
+        adds, self.form.arriving = self._join(dims), dims
+        if self.unreduced:
+            self.form.arriving = self.form.over
+        if adds and not dims:
+            return grad
+        local = _torch.local_tensor(grad)
+        return _torch.wrap_like(local if adds else torch.zeros_like(local), self.param)
+
+    def _dims_to_keep(self, grad: Tensor) -> tuple[int, ...]:
+        """Return the dims over which a gradient of autograd is a partial sum, if it may stay one."""
+        form, param = self.form, self.param
+        if form is None or not isinstance(grad, DTensor) or grad.placements == form.placements:
+            return ()
+        dims = form.dims_of(grad.placements)
+        fits = grad.device_mesh == form.mesh and (param.grad is None or param.grad is self.published)
+        if not (dims and fits) or torch.is_grad_enabled() or not self.taker.knows(_torch.hook_keys(param)):
+            return ()
+        return () if _torch.is_captured(param) or not form.admits(dims) else dims
+
+    def _make_place(self) -> bool:
+        """Let the buffers count for a gradient only where ``param.grad`` says so; tell whether it does."""
+        if self.param.grad is not self.published:
+            self.unreduced = self.reduced = False  # cleared or replaced since: what the buffers hold does not count
+            if self.form is not None:
+                self.form.over = ()
+            return False
+        if not self.unreduced:
+            self.bucket.set_aside(self)
+        return True
+
+    def _join(self, dims: tuple[int, ...]) -> bool:
+        """Let what the buffers hold be added to a partial sum over ``dims``; tell whether this rank adds that one."""
+        form = self.form
+        if not self.unreduced or form.over == dims:
+            return True
+        target = form.union(dims)
+        if not form.adds(form.over, target):
+            self.local_view.zero_()
+        form.over = target
+        return form.adds(dims, target)
+
+    def has_arrived(self) -> bool:
+        """Tell whether there is a local gradient: autograd calls also where it had nothing to accumulate."""
+        grad = self.param.grad
+        if grad is None or grad is self.placeholder:
+            return False
+        return self.unreduced or grad is not self.published
+
+    def take(self) -> None:
+        """Move the gradient that autograd has left in ``param.grad`` into the bucket."""
+        grad = self.param.grad
+        if grad is not self.grad_view and grad is not self.published:
+            grad = aligned(self.fqn, self.param, grad)
+            self.bucket.allocate()
+            self.local_view.copy_(_torch.local_tensor(grad))
+            if self.form is not None:
+                self.form.over, self.form.arriving = self.form.arriving, ()
+        self.unreduced = True
+        self.publish()
+
+    def receive(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
+        """Take a local gradient of a DTensor that autograd has not left in ``param.grad``, in any placements."""
+        form, param = self.form, self.param
+        dims = form.dims_of(placements)
+        is_kept = dims is not None and not torch.is_grad_enabled() and (not dims or form.admits(dims))
+        if not is_kept or (param.grad is not None and param.grad is not self.published):
+            self._receive_as_autograd(local, placements)
+            return
+        self._make_place()
+        if not self.unreduced:
+            self.bucket.allocate()
+            self.local_view.copy_(local)
+            self.unreduced, form.over = True, dims
+        elif self._join(dims):
+            self.local_view.add_(local.to(self.local_view.dtype))
+        self.publish()
+
+    def _receive_as_autograd(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
+        param = self.param
+        layout = {"run_check": False, "shape": param.shape, "stride": param.stride()}
+        grad = DTensor.from_local(local, param.device_mesh, placements, **layout)
+        grad = self.before_accumulation(aligned(self.fqn, param, grad).to(self.local_view.dtype))
+        param.grad = grad if param.grad is None else param.grad + grad
+        self.take()
+
+    def publish(self) -> None:
+        """Set ``param.grad`` to what it is between backward passes."""
+        self.param.grad = self.published
+
+    def settle(self) -> None:
+        """Before a reduction: give ``grads`` a value also where this backward brought no gradient."""
+        grad = self.param.grad
+        if grad is None:
+            self.unreduced = self.reduced = False
+        elif grad is not self.published:
+            self.reduced = False  # assigned by hand
+            if self.form is not None:
+                self.form.over = self.form.arriving = ()
+            self.take()
+        if not self.unreduced:
+            self.bucket.set_aside(self)
+            self.local_view.zero_()
+            if self.form is not None:
+                self.form.over = ()
+
+    def zero(self) -> None:
+        """Make the sharded gradient zero (which is not the same as having none)."""
+        self.grad_part.zero_()
+        self.unreduced, self.reduced = False, True
+        if self.form is not None:
+            self.form.over = ()
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if the gradient is there and has not been reduced."""
+        if self.unreduced and self.param.grad is not None:
+            raise RuntimeError(
+                f"the gradient of {self.fqn!r} is this rank's alone: it was accumulated inside no_sync() and never "
+                "reduced. Run the last backward of an accumulation outside of no_sync()"
+            )
+
+
+class FlatBucket:
+    """The buffers of one bucket.
+
+    Args:
+        plan: Layout.
+        params: The parameters of ``plan.slots``, in that order.
+        axes: Data-parallel axes.
+        zero: 0, 1 or 2.
+        rules: Dtypes, and the order of sums.
+
+    Attributes:
+        may_wait: Whether a rank may wait for the bucket's reduction before the end of backward: not with ZeRO 3, see
+            `_reduce.py`.
+        agreement: What the ranks agree on before the first reduction.
+    """
+
+    def __init__(
+        self,
+        plan: Bucket,
+        params: list[nn.Parameter],
+        axes: DataAxes,
+        *,
+        zero: int,
+        rules: ReduceRules = ReduceRules(),  # noqa: B008 - immutable
+    ):
+        self.plan = plan
+        self.axes = axes
+        self.axis = axis = axes.shard
+        self.label = f"bucket {plan.index} ({plan.slots[0].fqn!r} and {len(plan.slots) - 1} more)"
+        self.ordered = rules.ordered
+        self.wire_dtype = rules.wire(plan.dtype)
+        self.sharded = zero >= 1
+        self.frees_grads = zero >= 2
+        self.may_wait = zero < 3 or axis.size == 1
+        self.start, self.stop = plan.shard(axis.coord)
+        device = _torch.local_tensor(params[0]).device
+        self.grads = torch.zeros(plan.numel, dtype=rules.kept(plan.dtype), device=device)
+        self._kept: Tensor | None = None
+        parts = plan.parts(axis.coord)
+        self.slots = [FlatSlot(self, *each) for each in zip(plan.slots, params, parts, strict=True)]
+        self.agreement = Agreement(self.slots, axes.all)
+        if self.sharded:
+            self.grad_shard = torch.zeros(plan.shard_numel, dtype=self.grads.dtype, device=device)
+            self._adopt_parameters()
+        self.release()
+
+    def _adopt_parameters(self) -> None:
+        """Move the parameters into ``values`` and cut this coord's parts."""
+        self.values = torch.zeros(self.plan.numel, dtype=self.plan.dtype, device=self.grads.device)
+        shard = self.values[self.start : self.stop]
+        for slot, plan in zip(self.slots, self.plan.slots, strict=True):
+            local = _torch.local_tensor(slot.param)
+            view = self.values[plan.start : plan.start + plan.numel].view(local.shape)
+            view.copy_(local.detach())
+            local.data = view
+            first, last = (min(max(plan.start + at - self.start, 0), len(shard)) for at in slot.part)
+            slot.value_part = shard[first:last]
+            slot.grad_part = self.grad_shard[first:last]
+
+    def allocate(self) -> None:
+        """Give ``grads`` its storage, if it has none."""
+        storage = self.grads.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.grads.numel() * self.grads.element_size())
+
+    def release(self) -> None:
+        """Free the storage of ``grads`` (ZeRO 2)."""
+        if self.frees_grads:
+            self.grads.untyped_storage().resize_(0)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the mean is to be added to a reduced gradient."""
+        return any(slot.reduced for slot in self.slots)
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether a reduction in flight holds memory that its end gives back, or has to be brought to the replicas."""
+        more = self.sharded and self.axes.replicate.size > 1
+        return self.frees_grads or self.ordered or more or self.wire_dtype != self.grads.dtype
+
+    def set_aside(self, slot: FlatSlot) -> None:
+        """Make room in ``grads`` for a local gradient where a reduced one lies (ZeRO 0)."""
+        if self.sharded or not slot.reduced:
+            return
+        if self._kept is None:
+            self._kept = torch.empty_like(self.grads)
+        self._place(self._kept, slot).copy_(self._place(self.grads, slot))
+
+    def _place(self, buffer: Tensor, slot: FlatSlot) -> Tensor:
+        start = slot.local_view.storage_offset()
+        return buffer[start : start + slot.local_view.numel()]
+
+    def reduce(self) -> Reduction:
+        """Start the reduction of ``grads``."""
+        self.allocate()
+        for slot in self.slots:
+            slot.settle()
+        self._conform()
+        return Reduction(self)
+
+    def _conform(self) -> None:
+        """Make the local gradients partial sums over the same axes on all data-parallel ranks."""
+        self.agreement.finish()
+        for slot in self.slots:
+            if slot.form is not None:
+                slot.form.conform(slot.local_view)
+
+    def store(self, mean: Tensor) -> None:
+        """Put the mean, of this coord's shard or (ZeRO 0) of all, in its place, or add it to the reduced gradient."""
+        target = self.grad_shard if self.sharded else self.grads
+        if not self.accumulates:
+            target.copy_(mean)  # nothing to do, and nothing done, where it is the same memory
+        else:
+            for slot in self.slots:
+                self._add(slot, mean)
+        self._kept = None
+        for slot in self.slots:
+            slot.unreduced = False
+            slot.reduced = True
+        self.release()
+
+    def _add(self, slot: FlatSlot, mean: Tensor) -> None:
+        place = slot.grad_part if self.sharded else slot.local_view.view(-1)
+        start = place.storage_offset()
+        fresh = mean[start : start + place.numel()]
+        if not slot.reduced or (slot.form is not None and slot.form.is_silent):
+            place.copy_(fresh)
+        elif self.sharded:
+            place.add_(fresh)
+        else:
+            torch.add(self._place(self._kept, slot), fresh, out=place)
+
+    def gather_values(self) -> Pending | None:
+        """Start filling ``values`` with what every coord's optimizer has made of its shard."""
+        shard = self.values[self.start : self.stop]
+        return self.axis.all_gather(self.values, shard, what=f"the parameters of {self.label}")

@@ -1,0 +1,249 @@
+"""When gradients are reduced: a bucket leaves as soon as its last gradient is there, while backward goes on.
+
+Every trainable parameter has a hook that runs when autograd has accumulated its gradient. The hook moves the gradient
+into its bucket and, if that completes the bucket, launches the bucket's collective; when the engine has finished, the
+rest is launched and all are awaited, before ``backward()`` returns.
+
+Note: what keeps collectives matched between ranks
+    Buckets are launched strictly in the order of the plan, whichever completes first, and each exactly once per
+    synchronising backward. A parameter that got no gradient on this rank (a branch not taken, an expert without tokens)
+    contributes zeros. So ranks may take different paths through the model; each must run the backward, though.
+
+Note: what must not wait
+    With ZeRO 3 a rank that waits for a bucket, before the end of its backward, may wait for ever: another rank launches
+    that bucket only at its end, because it has not used a parameter of it, and before that it gathers units, in which
+    the first has to take part. So there a wait has a limit, and after one that has reached it, only what has ended is
+    finished. Second collectives (hybrid sharding) are then launched when their first has been seen to end: in the order
+    of buckets, in a process group of their own.
+
+Note: unused on every rank
+    One process leaves ``param.grad`` None, and an optimizer then skips the parameter: no weight decay, no momentum. To
+    do the same, ranks must know whether any of them had a gradient: one more all-reduce, of one integer per parameter,
+    at the end. With ``find_unused_parameters=False`` it is left out, and a missing gradient is an error.
+
+Note: other ways than autograd
+    Static mode of `vescale.dmodule` hands the gradients of DTensors over itself (`_taker.py`). A parameter may get some
+    in both ways in one backward, for example if the caller's own code uses it, too. It has them all when whoever hands
+    them over says so.
+
+Note: nested backward
+    Reentrant activation checkpointing runs a backward inside a node of another. Its end is not the end: if buckets are
+    still incomplete there, the outer pass goes on with them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Placement
+
+from .. import _torch
+from .._attributes import TAKER
+from .._ranks.axis import Axis
+from .bucket import FlatBucket, FlatSlot
+from .partials import Agreement, sum_partials
+from .reduction import Reduction
+from .taker import Taker
+
+__all__ = ["Reducer"]
+
+#: Buckets whose memory may wait for a collective while backward fills the next.
+MAX_IN_FLIGHT = 2
+
+#: Seconds that a rank waits for a bucket during backward where it must not wait for ever.
+PATIENCE = 1.0
+
+
+class _Round:
+    """Progress of one synchronising backward."""
+
+    def __init__(self, buckets: Sequence[FlatBucket]):
+        self.backwards: set[int] = set()
+        self.missing = [len(bucket.slots) for bucket in buckets]
+        self.arrived: set[FlatSlot] = set()  # those whose gradients have all come
+        self.next_bucket = 0
+        self.in_flight: deque[Reduction] = deque()  # in the order of their launch
+        self.gathering: deque[Reduction] = deque()  # those whose second collective is on its way; older than in_flight
+
+    def finish(self) -> None:
+        """Wait for everything that has been launched."""
+        for reduction in self.in_flight:  # all, before the first is awaited: their gathers overlap
+            reduction.proceed()
+        for reduction in [*self.gathering, *self.in_flight]:
+            reduction.finish()
+        self.gathering.clear()
+        self.in_flight.clear()
+
+
+class Reducer:
+    """Reduces the gradients of ``buckets`` over ``axis`` in every backward that runs while ``synchronises`` is set.
+
+    Args:
+        buckets: In the order of their collectives.
+        frozen: Parameters by name that had ``requires_grad=False``.
+        axis: Data-parallel axis.
+        overlap: Launch during backward; otherwise at its end.
+        find_unused: Agree on parameters that no rank used.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[FlatBucket],
+        frozen: dict[str, nn.Parameter],
+        axis: Axis,
+        *,
+        overlap: bool,
+        find_unused: bool,
+    ):
+        self.buckets = list(buckets)
+        self.frozen = frozen
+        self.axis = axis
+        self.overlap = overlap
+        self.find_unused = find_unused
+        self.synchronises = True
+        self._patience = PATIENCE
+        self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._distributed = [slot for slot in self.slots if slot.form is not None and slot.form.dims]
+        self._round: _Round | None = None
+        for slot in self.slots:
+            self._attach(slot)
+
+    def _attach(self, slot: FlatSlot) -> None:
+        before = slot.param.register_hook(slot.before_accumulation)
+        after = slot.param.register_post_accumulate_grad_hook(lambda _param: self._arrive(slot))
+        if slot.form is not None:
+            slot.taker = Taker((before.id, after.id), lambda *gradient: self._receive(slot, *gradient))
+            setattr(slot.param, TAKER, slot.taker)
+
+    def _arrive(self, slot: FlatSlot) -> None:
+        if not slot.has_arrived():
+            return
+        self._join_round(slot)
+        slot.take()
+        self._note(slot, more=slot.taker is not None and slot.taker.comes_more())
+
+    def _receive(self, slot: FlatSlot, local: Tensor, placements: Sequence[Placement], more: bool) -> None:
+        """Take a gradient that did not come through autograd."""
+        self._join_round(slot)
+        slot.receive(local, placements)
+        self._note(slot, more=more)
+
+    def _note(self, slot: FlatSlot, *, more: bool) -> None:
+        if self._round is None or more:
+            return
+        self._round.arrived.add(slot)
+        self._round.missing[slot.bucket.plan.index] -= 1
+        if self.overlap:
+            self._launch_complete()
+
+    def _join_round(self, slot: FlatSlot) -> None:
+        if not self.synchronises and self._round is None:
+            return
+        self._round = self._round or _Round(self.buckets)
+        if slot in self._round.arrived:
+            raise RuntimeError(
+                f"{slot.fqn!r} got a second gradient before the reduction of the first had finished. Either an earlier "
+                "backward() ended with an exception: call zero_grad() of the DDP module; or reentrant activation "
+                "checkpointing uses the parameter twice or leaves others unused: pass use_reentrant=False"
+            )
+        number = _torch.backward_number()
+        if number not in self._round.backwards:
+            self._round.backwards.add(number)
+            _torch.on_backward_end(self._backward_ended)
+
+    def _launch_complete(self) -> None:
+        """Launch, in order, the buckets that are complete."""
+        now = self._round
+        while now.next_bucket < len(self.buckets) and now.missing[now.next_bucket] == 0:
+            bucket = self.buckets[now.next_bucket]
+            if not self._goes_on(bucket, bucket.agreement):
+                return
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        now = self._round
+        bucket = self.buckets[now.next_bucket]
+        now.next_bucket += 1
+        now.in_flight.append(bucket.reduce())
+        # If it may wait, which bucket goes on when depends on the number of launches only: the same on all ranks.
+        while bucket.needs_room and len(now.in_flight) > MAX_IN_FLIGHT and self._goes_on(bucket, now.in_flight[0]):
+            oldest = now.in_flight.popleft()
+            oldest.proceed()
+            now.gathering.append(oldest)
+            while now.gathering and not (now.gathering[0].is_spreading and len(now.gathering) <= MAX_IN_FLIGHT):
+                if not self._goes_on(bucket, now.gathering[0]):
+                    return
+                now.gathering.popleft().finish()
+
+    def _goes_on(self, bucket: FlatBucket, awaited: Reduction | Agreement) -> bool:
+        """Tell whether to go a step further, after what has to be awaited, before the end of backward."""
+        if bucket.may_wait or awaited.comes_within(self._patience):
+            return True
+        self._patience = 0.0
+        return False
+
+    def _backward_ended(self) -> None:
+        now = self._round
+        if now is None or (_torch.backward_is_nested() and any(now.missing)):
+            return
+        while now.next_bucket < len(self.buckets):
+            self._launch_next()
+        used = torch.tensor([_use(slot) for slot in self.slots], dtype=torch.int32)
+        pending = None
+        if self.find_unused:
+            used = used.to(self.axis.device_type)
+            pending = self.axis.all_reduce(used, dist.ReduceOp.MAX, what="the parameters that were used")
+        now.finish()
+        if pending is not None:
+            pending.wait()
+        sum_partials(self._distributed)
+        self._round = None
+        for slot, use in zip(self.slots, used.tolist(), strict=True):
+            if use:
+                slot.publish()
+            if use > 1 and self.find_unused:
+                slot.form.learn(use - 1)
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        """Raise what must not pass silently, after the collectives, so that no other rank waits."""
+        thawed = [fqn for fqn, param in self.frozen.items() if param.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"parameters were frozen when DDP was built and now require gradients, which it does not reduce: "
+                f"{thawed}. Set requires_grad before wrapping the module"
+            )
+        missing = [slot.fqn for slot in self.slots if slot.param.grad is None]
+        if missing and not self.find_unused:
+            raise RuntimeError(
+                f"parameters got no gradient on rank {dist.get_rank()} (axis {self.axis!r}): {missing}. "
+                "Pass find_unused_parameters=True, or freeze them with requires_grad_(False) before wrapping"
+            )
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if gradients are there that have not been reduced."""
+        if self._round is not None:
+            raise RuntimeError(
+                "the reduction of gradients has not finished: backward() ended with an exception, or reentrant "
+                "activation checkpointing left parameters unused (pass use_reentrant=False)"
+            )
+        for slot in self.slots:
+            if slot.unreduced:
+                slot.check_reduced()
+
+    def reset(self) -> None:
+        """Forget an unfinished reduction, waiting for what is on its way."""
+        if self._round is not None:
+            self._round.finish()
+            self._round = None
+
+
+def _use(slot: FlatSlot) -> int:
+    """Return 0 for a parameter that this rank has not used, else 1 and more: see `Form.mark`."""
+    if slot.param.grad is None:
+        return 0
+    return 1 if slot.form is None else 1 + slot.form.mark()

@@ -1,0 +1,1 @@
+"""Muon: which rank orthogonalizes which matrix, and the iteration."""

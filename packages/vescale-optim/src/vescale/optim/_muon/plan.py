@@ -1,0 +1,207 @@
+"""Who orthogonalizes which matrix, and what travels for it: integers only, the same on all ranks without asking.
+
+The ranks of a matrix's home (`_matrix_layout.py`) have parts or copies of it; one of them is its **owner**. Parts go to
+the owner, and what the home's other ranks have of the result comes back:
+
+    tp 0, dp 0   A A B B        owner of A        A: parts from the ranks with the owner's coords on axes that copy
+    tp 0, dp 1   A A B B        owner of B           results to all
+    tp 1, dp 0   A A B B
+    tp 1, dp 1   A A B B
+
+Homes that lie within another share its collectives (a **sharing**): a step has two per sharing, however many matrices
+there are. Owners are balanced by cost, home by home, the large ones first; a smaller one goes on from what its ranks
+have to do for larger ones, which they all know. So what a rank decides depends only on what the ranks concerned know,
+too: a stack of experts may be longer elsewhere. Owners are chosen once, for all parameters: which of these have
+gradients in a step changes what travels, not who owns.
+
+A single matrix that every rank of its home has anyway is repeated: nobody would wait less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .._ranks.axis import Axis
+from .._ranks.grid import Grid, Ranks
+from .layout import Cell, MatrixLayout
+from .owners import assign_owners, matrix_cost
+
+__all__ = ["Job", "Routes", "Sharing", "Span", "share_matrices"]
+
+Home = frozenset[Ranks]
+
+#: Routes that are kept, one for each set of parameters that had gradients in a step.
+_MAX_ROUTES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A matrix to orthogonalize.
+
+    Attributes:
+        tensor: Number of the parameter.
+        index: Its position in the stack of matrices that is here; 0 for a matrix alone.
+        layout: Where its elements are.
+        owner: Place of its owner; -1 if this rank does it for itself.
+    """
+
+    tensor: int
+    index: int
+    layout: MatrixLayout
+    owner: int = -1
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements ``[start, stop)`` of a flat cell of a matrix.
+
+    Attributes:
+        job: The matrix.
+        cell: The cell.
+        start: See above.
+        stop: See above.
+    """
+
+    job: Job
+    cell: Cell
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole matrix."""
+        rows, cols = self.job.layout.shape
+        return self.numel == rows * cols
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What this rank sends and gets in a step, by place, in an order that both sides know; itself it sends nothing.
+
+    Attributes:
+        sent: Its parts, to owners.
+        held: Parts of the matrices that it owns, from their holders; from itself, too.
+        owned: The matrices that it owns.
+        returned: Parts of their results, to holders.
+        awaited: Results of its parts, from owners; from itself, too.
+    """
+
+    sent: list[list[Span]]
+    held: list[list[Span]]
+    owned: list[Job]
+    returned: list[list[Span]]
+    awaited: list[list[Span]]
+
+
+class Sharing:
+    """Ranks that share matrices.
+
+    Args:
+        axes: Their axes.
+        layouts: The matrices' layouts, by number of the parameter; none of their homes has other axes.
+
+    Attributes:
+        grid: The ranks.
+        brings: Whether any matrix must be brought to its owner.
+        is_copied: Whether every rank has all matrices whole.
+    """
+
+    def __init__(self, axes: Sequence[Axis], layouts: dict[int, MatrixLayout]):
+        self.grid = Grid(axes)
+        # Of all parameters, also those of which this rank has no matrix: all ranks must make the same calls.
+        self.brings = not all(layout.is_copied for layout in layouts.values())
+        self.is_copied = not self.brings and all(_home(layout) == set(self.grid.axes) for layout in layouts.values())
+        self._jobs = self._assign(layouts)
+        self._routes: dict[frozenset[int], Routes] = {}
+
+    def _assign(self, layouts: dict[int, MatrixLayout]) -> list[Job]:
+        done: dict[Home, dict[int, int]] = {}
+        jobs = []
+        for home in sorted({_home(layout) for layout in layouts.values()}, key=len, reverse=True):
+            places = self.grid.places([self.grid.axes[ranks] for ranks in home])
+            before = [sum(loads[place] for other, loads in done.items() if other > home) for place in places]
+            ours = [(n, layout) for n, layout in layouts.items() if _home(layout) == home]
+            slots = [(number, index, layout) for number, layout in ours for index in range(layout.count)]
+            costs = [matrix_cost(*layout.shape) for _, _, layout in slots]
+            loads = done[home] = dict.fromkeys(places, 0)
+            for slot, cost, owner in zip(slots, costs, assign_owners(costs, len(places), before), strict=True):
+                jobs.append(Job(*slot, places[owner]))
+                loads[places[owner]] += cost
+        return sorted(jobs, key=lambda job: (job.tensor, job.index))
+
+    def describe(self) -> str:
+        """Return what all ranks must agree on, as lines."""
+        shared = {job.layout.fqn: job for job in self._jobs if _home(job.layout) == set(self.grid.axes)}
+        return "\n".join(str(job.layout) for job in shared.values())
+
+    def routes(self, used: frozenset[int]) -> Routes:
+        """Return what travels if the parameters with these numbers have gradients."""
+        if used not in self._routes:
+            if len(self._routes) >= _MAX_ROUTES:  # a model that uses other parameters in every step
+                self._routes.clear()
+            self._routes[used] = self._route([job for job in self._jobs if job.tensor in used])
+        return self._routes[used]
+
+    def _route(self, jobs: Sequence[Job]) -> Routes:
+        here, num_places = self.grid.place, len(self.grid.coords)
+        sent, held, returned, awaited = ([[] for _ in range(num_places)] for _ in range(4))
+        owned = [job for job in jobs if job.owner == here]
+        for job in jobs:
+            span = self._span(job, here)
+            if span.numel:
+                awaited[job.owner].append(span)
+                if job.owner != here and self._brings(job, here):
+                    sent[job.owner].append(span)
+        for job in owned:
+            for place in self.grid.places(job.layout.home):
+                span = self._span(job, place)
+                if span.numel and place != here:
+                    returned[place].append(span)
+                if span.numel and self._brings(job, place):
+                    held[place].append(span)
+        return Routes(sent, held, owned, returned, awaited)
+
+    def _span(self, job: Job, place: int) -> Span:
+        coords = self.grid.coords[place]
+        return Span(job, job.layout.cell(coords), *job.layout.held(job.index, coords))
+
+    def _brings(self, job: Job, place: int) -> bool:
+        """Tell whether the part at a place goes to the owner: of copies, that which is nearest does."""
+        holder, owner = self.grid.coords[place], self.grid.coords[job.owner]
+        return all(holder[axis.ranks] == owner[axis.ranks] for axis in job.layout.copying)
+
+
+def share_matrices(layouts: Sequence[MatrixLayout]) -> tuple[list[Job], list[Sharing]]:
+    """Return the matrices that this rank orthogonalizes for itself, and all others by the ranks that share them.
+
+    Args:
+        layouts: The layout of each parameter; the same parameters in the same order on all ranks that share one.
+    """
+    homes = [_home(layout) for layout in layouts]
+    by_itself = {n for n, layout in enumerate(layouts) if not homes[n] or _is_repeated(layout, homes.count(homes[n]))}
+    jobs = [Job(n, index, layouts[n]) for n in sorted(by_itself) for index in range(layouts[n].count)]
+    left = {home: n for n, home in reversed(list(enumerate(homes))) if n not in by_itself}
+    largest = [home for home in sorted(left, key=left.get) if not any(home < other for other in left)]
+    members: dict[Home, dict[int, MatrixLayout]] = {home: {} for home in largest}
+    for n, layout in enumerate(layouts):
+        if n not in by_itself:
+            members[next(home for home in largest if homes[n] <= home)][n] = layout
+    return jobs, [Sharing(layouts[left[home]].home, those) for home, those in members.items()]
+
+
+def _is_repeated(layout: MatrixLayout, num_parameters: int) -> bool:
+    """Tell whether a matrix is the only one of its home, and whole on all of its ranks.
+
+    A stack counts as several matrices: how many of them a rank has, others may not know.
+    """
+    return num_parameters == 1 and layout.is_alone and layout.is_copied
+
+
+def _home(layout: MatrixLayout) -> Home:
+    return frozenset(axis.ranks for axis in layout.home)

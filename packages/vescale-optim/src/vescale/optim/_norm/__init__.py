@@ -1,0 +1,1 @@
+"""Norms over distributed gradients that count every element once."""

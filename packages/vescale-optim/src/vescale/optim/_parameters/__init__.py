@@ -1,0 +1,1 @@
+"""Parameters that are sharded or being gathered, and the guards against reading them."""

@@ -1,0 +1,277 @@
+"""The collectives of one mesh axis: thin, silent where the axis has one rank, and named where they fail.
+
+Every call here is made by all ranks of the axis in the same order; who calls is responsible for that. ``what`` says, in
+errors, what a collective was for ("bucket 3"); a rank that is gone is named on all the others (`_failures.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import _torch
+from . import failures as _failures
+
+__all__ = ["Axis", "Pending"]
+
+#: Seconds between two looks at a collective that is waited for within limits.
+_NAP = 0.0002
+
+#: Bytes of a shard from which gloo gathers by broadcasts, one per rank. Its all-gather fills a buffer of its own first.
+IN_PLACE_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis: its size, this rank's coord, and the collectives that the package needs.
+
+    Asynchronous calls return a `Pending` to wait for, or None where there is nothing to wait for.
+
+    Attributes:
+        name: Its name in errors.
+        size: Number of ranks.
+        coord: This rank's coord, which is its place in the group, too.
+        group: Its process group; an axis of this rank alone may have none.
+        device_type: Device type of the mesh.
+        listening: The ranks that hear of failures, if those of the axis are not all that wait for each other.
+    """
+
+    name: str
+    size: int
+    coord: int
+    group: dist.ProcessGroup | None
+    device_type: str
+    listening: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, *, role: str) -> Axis:
+        """Return the only axis of ``mesh``; ``role`` begins the error.
+
+        Raises:
+            ValueError: If the mesh is not 1-D.
+        """
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+            came = f"axes {mesh.mesh_dim_names}" if isinstance(mesh, DeviceMesh) else repr(mesh)
+            raise ValueError(f'{role} expects a 1-D DeviceMesh such as mesh["dp"], got {came}')
+        return cls.of_dim(mesh, 0)
+
+    @classmethod
+    def of_dim(cls, mesh: DeviceMesh, dim: int) -> Axis:
+        """Return axis number ``dim`` of ``mesh``."""
+        name = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else f"mesh axis {dim}"
+        return cls(name, mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim), mesh.device_type)
+
+    def of_this_rank(self) -> Axis:
+        """Return an axis that has only this rank of it, and no process group."""
+        return Axis(self.name, 1, 0, None, self.device_type)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the axis: its identity, whatever mesh it was sliced from."""
+        return (dist.get_rank(),) if self.group is None else tuple(dist.get_process_group_ranks(self.group))
+
+    @cached_property
+    def failures(self) -> _failures.Failures:
+        """Where the ranks of the axis tell each other about failures."""
+        return _failures.Failures(self.listening or self.ranks, self.ranks[self.coord])
+
+    def __repr__(self) -> str:
+        return f"{self.name}({self.coord} of {self.size})"
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp = dist.ReduceOp.SUM, *, what: str = "") -> Pending | None:
+        """Start the reduction of ``tensor``, in place."""
+        if self.size == 1:
+            return None
+        return self._start("all-reduce", what, dist.all_reduce, tensor, op=op)
+
+    def reduce_scatter(self, shard: Tensor, buffer: Tensor, *, what: str = "") -> Pending | None:
+        """Start summing ``buffer``, which may be overwritten; this coord's part of the sum goes to ``shard``."""
+        if self.size == 1:
+            shard.copy_(buffer)
+            return None
+        if self.device_type != "cpu":
+            return self._start("reduce-scatter", what, _torch.reduce_scatter, shard, buffer)
+        # gloo's is an all-reduce of a copy, too, and its work cannot be waited for by turns
+        pending = self._start("reduce-scatter", what, dist.all_reduce, buffer)
+        pending.at_end = lambda: shard.copy_(buffer.view(self.size, -1)[self.coord].view(shard.shape))
+        return pending
+
+    def all_gather(self, buffer: Tensor, shard: Tensor, *, what: str = "") -> Pending | None:
+        """Start filling ``buffer`` with every coord's ``shard``, which may be its own part of ``buffer``."""
+        if self.size == 1:
+            return None
+        in_place = self.device_type == "cpu" and shard.numel() * shard.element_size() >= IN_PLACE_BYTES
+        collective = self._broadcast_each if in_place else _torch.all_gather
+        return self._start("all-gather", what, collective, buffer, shard)
+
+    def _broadcast_each(self, buffer: Tensor, shard: Tensor, *, group: dist.ProcessGroup, async_op: bool) -> _Works:
+        parts = buffer.view(self.size, -1)
+        if shard.data_ptr() != parts[self.coord].data_ptr():
+            parts[self.coord].copy_(shard.view(-1))
+        settings = {"group": group, "async_op": async_op}
+        return _Works([dist.broadcast(part, group_src=coord, **settings) for coord, part in enumerate(parts)])
+
+    def exchange(self, received: Tensor, buffer: Tensor, *, what: str = "") -> Pending | None:
+        """Start an all-to-all: part i of ``received`` is what coord i has as this coord's part of ``buffer``."""
+        if self.size == 1:
+            received.copy_(buffer)
+            return None
+        return self._start("all-to-all", what, dist.all_to_all_single, received, buffer)
+
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is not on the axis' devices (in host memory, see `_offload.py`): copies travel then."""
+        return tensor.device.type != self.device_type
+
+    def _start(self, kind: str, what: str, collective: Callable, *tensors: Tensor, **kwargs: object) -> Pending:
+        name = f"the {kind}{what and ' of '}{what} over axis {self.name!r}"
+        home, brings = tensors[0], None  # where every collective leaves its result
+        if self.is_elsewhere(home):
+            tensors = tuple(tensor.to(self.device_type, copy=True) for tensor in tensors)
+            brings = functools.partial(home.copy_, tensors[0])
+        try:
+            work = collective(*tensors, group=self.group, async_op=True, **kwargs)
+        except dist.DistError as error:  # the backend's; what is wrong with the arguments is not a failed rank
+            raise RuntimeError(self.failures.describe(name, _first_line(error))) from error
+        return Pending(work, name, self, brings)
+
+    def broadcast_(self, tensors: Iterable[Tensor], *, chunk_bytes: int) -> None:
+        """Overwrite ``tensors``, of any dtype and bit for bit, by those of coord 0, a few chunks at a time."""
+        if self.size == 1:
+            return
+        chunk: list[Tensor] = []
+        num_bytes = 0
+        for tensor in tensors:
+            chunk.append(tensor)
+            num_bytes += tensor.numel() * tensor.element_size()
+            if num_bytes >= chunk_bytes:
+                self._broadcast_chunk(chunk)
+                chunk, num_bytes = [], 0
+        self._broadcast_chunk(chunk)
+
+    def _broadcast_chunk(self, chunk: list[Tensor]) -> None:
+        if not chunk:
+            return
+        pieces = [t.contiguous().view(-1).view(torch.uint8) for t in chunk]
+        flat = torch.cat(pieces)
+        self._start("broadcast", "parameters and buffers", dist.broadcast, flat, group_src=0).wait()
+        if self.coord != 0:
+            for tensor, bytes_ in zip(chunk, flat.split([p.numel() for p in pieces]), strict=True):
+                # clone: a slice of bytes need not be aligned for the wider dtype
+                tensor.copy_(bytes_.clone().view(tensor.dtype).view(tensor.shape))
+
+    def check_same(self, text: str, *, what: str) -> None:
+        """Compare a description over the axis.
+
+        Raises:
+            ValueError: On every rank, with the coords whose description differs from that of coord 0.
+        """
+        if self.size == 1:
+            return
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+        mine = torch.tensor([digest], dtype=torch.int64, device=self.device_type)
+        every = torch.empty(self.size, dtype=torch.int64, device=mine.device)
+        self._start("all-gather", f"a digest of {what}", _torch.all_gather, every, mine).wait()
+        other = [coord for coord, value in enumerate(every.tolist()) if value != every[0].item()]
+        if other:
+            texts: list[str | None] = [None] * self.size
+            dist.all_gather_object(texts, text, group=self.group)
+            raise ValueError(f"{what} differ over axis {self.name!r}:\n{_first_difference(texts, other[0])}")
+
+
+class _Works:
+    """Several collectives as one; the limit of a wait is that for each of them."""
+
+    def __init__(self, works: Sequence[dist.Work]):
+        self.works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self, *timeout: timedelta) -> None:
+        for work in self.works:
+            work.wait(*timeout)
+
+
+class Pending:
+    """A collective on its way. Its failure names it, this rank, and the ranks that are gone.
+
+    Attributes:
+        at_end: What `wait` does, once, when the collective has ended well.
+    """
+
+    def __init__(self, work: dist.Work | _Works, name: str, axis: Axis, brings: Callable[[], object] | None = None):
+        self._work = work
+        self._name = name
+        self._axis = axis
+        self._brings = brings  # the result, to where it is to be
+        self.at_end: Callable[[], object] | None = None
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait no longer than that, and tell whether it has ended, well or not, so that `wait` will not wait."""
+        end = time.monotonic() + seconds
+        while not self._work.is_completed():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_NAP)
+        return True
+
+    def wait(self) -> None:
+        """Wait for the result: on the CPU the process, on an accelerator its current stream.
+
+        Raises:
+            RuntimeError: If the collective failed, here or on another rank.
+        """
+        heard = False
+        try:
+            if self._axis.device_type == "cpu":
+                heard = self._wait_and_listen()
+            else:
+                self._work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(self._axis.failures.describe(self._name, _first_line(error))) from error
+        if heard:
+            raise RuntimeError(self._axis.failures.describe(self._name, ""))
+        if self._brings is not None:
+            self._brings()
+            self._brings = None
+        if self.at_end is not None:
+            self.at_end()
+            self.at_end = None
+
+    def _wait_and_listen(self) -> bool:
+        """Wait, and tell whether another rank has seen a failure while this one was still waiting."""
+        while True:
+            began = time.monotonic()
+            try:
+                self._work.wait(_failures.POLL)
+                return False
+            except RuntimeError:
+                # The time-out of this wait and a failure of the work look alike. A work that has failed raises at
+                # once: now, or in the next turn.
+                if time.monotonic() - began < 0.9 * _failures.POLL.total_seconds():
+                    raise
+            if self._axis.failures.seen():
+                return True
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _first_difference(texts: list[str | None], other: int) -> str:
+    """Return the first line in which the description of coord ``other`` is not that of coord 0."""
+    ours, theirs = (str(texts[coord]).splitlines() for coord in (0, other))
+    length = max(len(ours), len(theirs))
+    pairs = zip(ours + ["(none)"] * (length - len(ours)), theirs + ["(none)"] * (length - len(theirs)), strict=True)
+    a, b = next((a, b) for a, b in pairs if a != b)
+    return f"  coord 0: {a}\n  coord {other}: {b}"

@@ -1,0 +1,87 @@
+"""Name what failed when a collective cannot end: which collective, on which rank, and which ranks are gone.
+
+A backend says that a connection was closed, not whose. So the rank that sees a failure first writes it to the store of
+the process group, next to which every process has a connection of its own, and the others answer there:
+
+    rank 0                          rank 1                           rank 2
+    waits for bucket 1              waits for bucket 1               ends
+    (its neighbour is alive)        connection closed: "failed"
+    sees "failed" in the store      waits for answers
+    answers                         has rank 0's, and none of 2
+    error: no answer from rank 2    error: no answer from rank 2
+
+While a rank waits for a collective on the CPU it looks into the store every `POLL`; one that ends earlier never does. A
+rank that is neither in such a wait nor gone (it computes) answers at its next wait, or is named after `PATIENCE` as one
+that gave no answer: the message says both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .. import _torch
+
+__all__ = ["PATIENCE", "POLL", "Failures"]
+
+#: How long a rank waits for a collective before it looks whether another rank has seen a failure.
+POLL = timedelta(seconds=1)
+
+#: Seconds that ranks get to answer once one of them has seen a failure.
+PATIENCE = 10.0
+
+#: What a store raises when its host is gone.
+_STORE_ERRORS = (RuntimeError, OSError)
+
+
+class Failures:
+    """The failures that the ranks of one axis have seen.
+
+    Args:
+        ranks: Global ranks of the axis.
+        rank: This rank.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], rank: int):
+        self.ranks = ranks
+        self.rank = rank
+        name = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]
+        self._store = dist.PrefixStore(f"vescale.optim/failures/{name}", _torch.default_store())
+
+    def seen(self) -> bool:
+        """Tell whether another rank has seen a failure."""
+        try:
+            return self._store.check(["failed"])
+        except _STORE_ERRORS:
+            return True  # the host of the store is gone: `describe` will say so
+
+    def describe(self, what: str, cause: str) -> str:
+        """Tell the others that ``what`` failed here, hear them, and return the message of the error."""
+        head = f"{what} failed on rank {self.rank}"
+        try:
+            answers = self._exchange(f"{what}: {cause}" if cause else f"was waiting in {what}")
+        except _STORE_ERRORS:
+            gone = "the store cannot be reached either: the process that hosts it (torchrun, or rank 0) is gone"
+            return "\n".join(filter(None, [f"{head}; {gone}", cause]))
+        silent = [rank for rank in self.ranks if rank not in answers]
+        if silent:
+            told = f"no answer from rank {', '.join(map(str, silent))}: ended, or hangs elsewhere"
+        else:
+            told = "every rank of the axis is there, so none has ended"
+        return "\n".join([f"{head}; {told}", *(f"  rank {rank}: {answers[rank]}" for rank in sorted(answers))])
+
+    def _exchange(self, mine: str) -> dict[int, str]:
+        self._store.set(f"rank {self.rank}", mine)
+        self._store.set("failed", "")
+        answers: dict[int, str] = {}
+        end = time.monotonic() + PATIENCE
+        while True:
+            for rank in self.ranks:
+                if rank not in answers and self._store.check([f"rank {rank}"]):
+                    answers[rank] = self._store.get(f"rank {rank}").decode()
+            if len(answers) == len(self.ranks) or time.monotonic() > end:
+                return answers
+            time.sleep(0.02)

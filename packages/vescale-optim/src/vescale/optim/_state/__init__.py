@@ -1,0 +1,1 @@
+"""Optimizer state: in pieces, in other dtypes, and as one process has it."""
