@@ -6,7 +6,10 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["_boxes", "_pieces", "_place"])
+MODULES = ["_layout.boxes", "_layout.shards", "_random.global_position", "_random.stream_position"]
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name):
     result = doctest.testmod(importlib.import_module(f"vescale.dtensor.{name}"))
     assert result.attempted > 0
