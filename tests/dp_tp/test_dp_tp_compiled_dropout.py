@@ -137,7 +137,7 @@ def test_compiled_blocks_train_as_one_process(monkeypatch, caplog):
     assert "static mode" not in caplog.text
     assert distance(compiled, train_in_parallel(mesh, "eager", **options)) < 1e-10
 
-    monkeypatch.setattr("vescale.dtensor.random.watched", contextlib.nullcontext)
+    monkeypatch.setattr("vescale.dtensor.extension.watched", contextlib.nullcontext)
     model = DDP(parallelize_module(Net(), mesh["tp"], plan(), mode="compile"), mesh["dp"])
     coord = mesh.get_local_rank("dp")
     torch.manual_seed(7)

@@ -109,8 +109,8 @@ def test_values_and_gradients(world, skips_absent):
 def test_the_module_shows_its_whole_self_outside(monkeypatch):
     model = parallel(made(preference=PREFERENCES["one rank without tokens"]))
     whole = dict(model.experts.named_parameters())
-    for few, num_rows in ((_experts._region.FEW, [2, 2]), (0, [4, 0])):  # all tokens, or this rank's pairs only
-        monkeypatch.setattr(_experts._region, "FEW", few)
+    for few, num_rows in ((_experts.region.FEW, [2, 2]), (0, [4, 0])):  # all tokens, or this rank's pairs only
+        monkeypatch.setattr(_experts.region, "FEW", few)
         model(torch.ones(1, 2, HIDDEN, dtype=torch.float64))
         assert model.experts.num_rows == num_rows[torch.distributed.get_rank()]
     assert model.experts.num_experts == NUM_EXPERTS
@@ -152,7 +152,7 @@ def test_a_frozen_expert_tensor():
 @ranks(2)
 def test_a_dropped_reduction_would_be_noticed(monkeypatch):
     model, reference = parallel(made()), made()
-    monkeypatch.setattr(_experts._region, "sum_ranks", lambda partial, *_: partial)
+    monkeypatch.setattr(_experts.region, "sum_ranks", lambda partial, *_: partial)
     with pytest.raises(AssertionError):
         assert_trains_alike(model, reference)
 

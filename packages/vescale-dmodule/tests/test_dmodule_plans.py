@@ -1,8 +1,5 @@
 """Ready plans, what a plan makes of a model without any rank, and models of which a part lives elsewhere."""
 
-import doctest
-import importlib
-
 import pytest
 import torch
 from torch import nn
@@ -108,28 +105,3 @@ def test_names_of_other_pipeline_stages_are_known():
     ]:
         with pytest.raises(PlanError, match="matches nothing in the module"):
             describe(module, {"tp": 2}, {section: {key: {"tp": Shard(0)}}})
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_agree",
-        "_attributes",
-        "_boundary",
-        "_describe",
-        "_placements",
-        "_static._interleaved",
-        "plans._build",
-        "plans._heads",
-        "plans.gpt",
-        "plans.llama",
-        "plans.mixture",
-        "plans.phi3",
-    ],
-)
-def test_examples_in_docstrings(name):
-    module = importlib.import_module(f"vescale.dmodule.{name}")
-    names = {"torch": torch, "nn": nn, "Shard": Shard, "Replicate": Replicate}
-    result = doctest.testmod(module, extraglobs=names)
-    assert result.attempted > 0
-    assert result.failed == 0

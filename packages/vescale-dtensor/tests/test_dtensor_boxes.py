@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from vescale.dtensor import flat_range_boxes
 from vescale.dtensor._layout.boxes import flat_offset, intersect
+from vescale.dtensor.extension import flat_range_boxes
 
 SHAPES = [(), (1,), (5,), (0,), (3, 4), (4, 1), (1, 4), (0, 3), (3, 0), (2, 3, 4), (2, 1, 3), (2, 0, 2), (2, 2, 2, 2)]
 

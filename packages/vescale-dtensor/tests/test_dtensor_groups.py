@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale.dtensor import DeviceMesh, Shard, distribute_tensor, group_of_ranks
+from vescale.dtensor import DeviceMesh, Shard, distribute_tensor
+from vescale.dtensor.extension import group_of_ranks
 from vescale_testing import ranks
 
 MEMBERS = [0, 1, 3]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, disabled, init_device_mesh, random
+from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, disabled, extension, init_device_mesh, random
 from vescale.dtensor._torch.dispatch import dispatch_modes
 from vescale_testing import ranks
 
@@ -113,9 +113,9 @@ def test_sharded_tensors_inside_data_parallelism(names, shard, shard_of):
 def test_code_that_is_not_watched():
     axis = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     coord = axis.get_local_rank()
-    assert not random.is_watched()
-    with random.unwatched(), random.watched():
-        assert not random.is_watched_alone()
+    assert not extension.is_watched()
+    with extension.unwatched(), extension.watched():
+        assert not extension.is_watched_alone()
     for stream in ("torch", "philox"):
         with random.stream(stream, seed=4):
             whole, again = torch.rand(2 * B, 5), torch.rand(2 * B, 5)
@@ -123,21 +123,21 @@ def test_code_that_is_not_watched():
         torch.rand(2 * B, 5)
         in_torch = torch.rand(B, 5)
         with random.stream(stream, seed=4), random.local_batch(axis):
-            assert random.is_watched_alone()
+            assert extension.is_watched_alone()
             rows = torch.rand(B, 5)
-            with random.unwatched():
-                assert random.is_watched()
-                assert not random.is_watched_alone()
+            with extension.unwatched():
+                assert extension.is_watched()
+                assert not extension.is_watched_alone()
                 assert not dispatch_modes()
                 if stream == "torch":
                     with random.fork():
                         assert torch.equal(torch.rand(B, 5), in_torch)  # not a part of what one device draws
-                with random.watched():
-                    assert random.is_watched_alone()
+                with extension.watched():
+                    assert extension.is_watched_alone()
                     assert torch.equal(torch.rand(B, 5), again.chunk(2)[coord])
                 assert not dispatch_modes()
-            assert random.is_watched_alone()
-            with random.forbidden("of this test"), random.unwatched():  # somebody else watches, too
+            assert extension.is_watched_alone()
+            with random.forbidden("of this test"), extension.unwatched():  # somebody else watches, too
                 with pytest.raises(RuntimeError, match="of this test"):
                     torch.rand(1)
         assert torch.equal(rows, whole.chunk(2)[coord])
@@ -153,9 +153,9 @@ def test_nested_axes_cut_parts_of_parts():
     with random.local_batch(mesh["outer"]):
         with random.local_batch(mesh["inner"]):
             assert torch.equal(torch.rand(B, 5), expected[0])
-            with random.unwatched():  # both of them
+            with extension.unwatched():  # both of them
                 assert not dispatch_modes()
-                with random.watched():
+                with extension.watched():
                     assert torch.equal(torch.rand(B, 5), expected[1])
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale.dtensor import random
+from vescale.dtensor import extension, random
 
 
 def draw_and_restore():
@@ -32,12 +32,12 @@ OTHERS = {
 def test_draws_move_it_and_nothing_else_does(stream):
     with random.stream(stream, seed=3):
         for name, function in (DRAWS | OTHERS).items():
-            before = random.position()
+            before = extension.random_position()
             function()
-            assert (random.position() == before) == (name in OTHERS), name
+            assert (extension.random_position() == before) == (name in OTHERS), name
 
 
 def test_it_equals_positions_only():
-    assert random.position() != torch.get_rng_state().tolist()
+    assert extension.random_position() != torch.get_rng_state().tolist()
     with pytest.raises(TypeError, match="unhashable"):
-        hash(random.position())
+        hash(extension.random_position())

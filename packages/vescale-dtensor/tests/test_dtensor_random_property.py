@@ -23,8 +23,8 @@ from vescale.dtensor import (
     disabled,
     distribute_tensor,
     init_device_mesh,
-    local_views,
 )
+from vescale.dtensor.extension import local_views
 from vescale_testing import ranks
 
 

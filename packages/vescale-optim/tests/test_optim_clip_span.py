@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from vescale.dtensor import group_of_ranks
+from vescale.dtensor.extension import group_of_ranks
 from vescale.optim import DDP, clip_grad_norm_
 from vescale.optim._ranks import span as _span
 from vescale.optim._ranks.span import Span

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vescale.dtensor import random
+from vescale.dtensor import extension
 from vescale.optim import DDP
 from vescale.optim._forward import local_batch as _local_batch
 from vescale_testing import ranks
@@ -26,7 +26,7 @@ class Part(nn.Module):
         self.calls = []
 
     def forward(self, x):
-        self.calls.append((random.is_watched(), self.training))
+        self.calls.append((extension.is_watched(), self.training))
         return self.body(self, x)
 
 
@@ -215,7 +215,7 @@ def test_a_first_call_that_fails_tells_nothing():
     model = DDP(nn.Sequential(nn.Linear(6, 6), Part(fail_once)).double(), mesh()["dp"])
     with pytest.raises(ValueError, match="the first call"):
         model(part_of(rows(0)))
-    assert not random.is_watched()
+    assert not extension.is_watched()
     for _ in range(2):
         torch.manual_seed(1)
         expected = F.dropout(model.module[0](rows(0)), 0.5)

@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale.dtensor import group_of_ranks
+from vescale.dtensor.extension import group_of_ranks
 
 __all__ = [
     "ASYNC_TP_OPTIONS",

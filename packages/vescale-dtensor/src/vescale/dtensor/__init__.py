@@ -8,14 +8,11 @@ shows. Plain tensors are untouched. :func:`disabled` takes the rules out, all or
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from . import debug, random
+from . import debug, extension, random
 from ._deferred import deferred_init, is_deferred, materialize
 from ._install import disabled, register
-from ._layout.boxes import flat_range_boxes
-from ._layout.shards import local_views
 from ._operators.strict import ImplicitRedistributionError, strict
 from ._placements import InterleavedShard, RaggedShard, UnsupportedPlacement
-from ._placements.collectives import group_of_ranks
 from ._placements.distribute import distribute_tensor
 from .errors import UnsupportedOperator, UnsupportedRandomOperator
 
@@ -36,11 +33,9 @@ __all__ = [
     "deferred_init",
     "disabled",
     "distribute_tensor",
-    "flat_range_boxes",
-    "group_of_ranks",
+    "extension",
     "init_device_mesh",
     "is_deferred",
-    "local_views",
     "materialize",
     "random",
     "strict",

@@ -3,7 +3,7 @@
 Random operators on DTensors draw what stock torch draws on one device, as soon as ``vescale.dtensor`` is imported; seed
 with :func:`torch.manual_seed`, the same seed on every rank. This module adds what a DTensor cannot know by itself
 (`local_batch`, `micro_batches`, `forbidden`), a second stream (`stream`), and what a program needs around it (`fork`,
-`manual_seed`, `get_state`, `set_state`, `position`).
+`manual_seed`, `get_state`, `set_state`).
 
 Two streams of random numbers exist:
 
@@ -32,31 +32,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._random import state as _random_state
 from ._random import streams as _streams
-from ._random.batch import MicroBatches, RandomMode, is_watched, is_watched_alone, unwatched, watched, window
+from ._random.batch import MicroBatches, RandomMode, window
 from ._random.global_position import BatchWindow
 from ._random.philox.module_keys import ModuleKeys
-from ._random.stream_position import Position
 from ._torch import dispatch as _torch
 from .errors import UnsupportedRandomOperator
 
 __all__ = [
-    "Position",
     "current_stream",
     "forbidden",
     "fork",
     "get_state",
-    "is_watched",
-    "is_watched_alone",
     "key_by_module",
     "local_batch",
     "manual_seed",
     "micro_batches",
-    "position",
     "set_state",
     "set_stream",
     "stream",
-    "unwatched",
-    "watched",
 ]
 
 
@@ -231,24 +224,6 @@ def set_state(state: dict[str, Any]) -> None:
             Nothing has changed then.
     """
     _random_state.set_state(state)
-
-
-def position(device_type: str = "cpu") -> Position:
-    """Return where the random streams of the CPU and of a kind of device are: positions are equal until somebody draws.
-
-    It sees every draw from torch's default generators, by whatever code, and seeding; of a device those of the current
-    one. Draws from generators of one's own it does not see. On the CPU it takes about a microsecond.
-
-    Example:
-        >>> import torch
-        >>> before = position()
-        >>> position() == before
-        True
-        >>> dropped = torch.nn.functional.dropout(torch.ones(3), 0.5)
-        >>> position() == before
-        False
-    """
-    return Position(device_type)
 
 
 # ------------------------------------------------------------------------------------------------- batches

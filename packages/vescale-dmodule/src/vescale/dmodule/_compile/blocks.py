@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from vescale.dtensor import random
+from vescale.dtensor import extension
 
 from .. import _torch
 from .._static import async_tp as _async_tp
@@ -93,7 +93,7 @@ class CompiledBlocks:
         _async_tp.check(program.model.mesh)
         swaps = _CompiledSwaps(lambda: self._make(program, state), self.refused)
         shared: dict[Hashable, Callable] = {}
-        is_watched = random.is_watched()
+        is_watched = extension.is_watched()
         for name, block in find_blocks(program):
             draws = [draw for owner, drawn in self.draws.items() if is_inside(owner, name) for draw in drawn]
             if name not in self.refused and (reason := draws_obstacle(draws, is_watched=is_watched)) is not None:
@@ -203,8 +203,8 @@ def _unwatched(name: str, program: StaticProgram) -> Iterator[None]:
     """Run a compiled block without the modes that watch operators. Calls without draws have nothing left to take off,
     and are compared as a whole.
     """
-    is_watched = random.is_watched_alone()
-    with random.unwatched(), accounted(name, program.position) if is_watched else contextlib.nullcontext():
+    is_watched = extension.is_watched_alone()
+    with extension.unwatched(), accounted(name, program.position) if is_watched else contextlib.nullcontext():
         yield
 
 
@@ -238,7 +238,7 @@ class _CompiledSwaps(Swaps):
 
     def state(self) -> tuple[int, int, bool]:
         """Return what changes when something has changed."""
-        return sum(map(len, self.tables)), len(self.refused), random.is_watched()
+        return sum(map(len, self.tables)), len(self.refused), extension.is_watched()
 
     def put(self) -> None:
         """Set the values of the inside."""

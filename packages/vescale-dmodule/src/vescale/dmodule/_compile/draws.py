@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vescale.dtensor import random
+from vescale.dtensor import extension
 
 from .. import _torch
 from .._boundary.edges import wrapped
@@ -71,7 +71,7 @@ def _drawn(like: Tensor, p: float, layout: int) -> Tensor:
     with _torch.no_function_modes(), torch.no_grad(), _entered(_account.get()):
         ones = torch.ones_like(like)
         if layout == EQUAL:
-            with random.watched():
+            with extension.watched():
                 return F.dropout(ones, p)
         mesh, placements, shape = _layouts[layout]
         return _torch.local_of(F.dropout(wrapped(ones, mesh, placements, shape=shape), p))
@@ -93,7 +93,7 @@ class Account:
         position: tells where the stream is.
     """
 
-    def __init__(self, position: Callable[[], random.Position]):
+    def __init__(self, position: Callable[[], extension.Position]):
         self._ask, self._position = position, position()
         self.is_right = True
 
@@ -120,7 +120,7 @@ def _entered(account: Account | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def accounted(name: str, position: Callable[[], random.Position]) -> Iterator[None]:
+def accounted(name: str, position: Callable[[], extension.Position]) -> Iterator[None]:
     """Refuse draws of a block that `dropout_factors` does not make.
 
     Raises:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
-from vescale.dtensor import random
+from vescale.dtensor import extension, random
 
 from .. import _torch
 from .._boundary.edges import unwrapped, wrapped
@@ -86,14 +86,14 @@ class QuietCall:
 
     def __init__(self, device_type: str):
         self._device_type = device_type
-        self._before: random.Position | None = None
+        self._before: extension.Position | None = None
         self._unwatched: AbstractContextManager | None = None
 
     def begin(self) -> None:
         """Before the call."""
-        self._before = random.position(self._device_type)
+        self._before = extension.random_position(self._device_type)
         if _torch.has_dispatch_mode():
-            self._unwatched = random.unwatched()
+            self._unwatched = extension.unwatched()
             self._unwatched.__enter__()
 
     def end(self, name: str, *, well: bool) -> None:
@@ -106,7 +106,7 @@ class QuietCall:
             unwatched, self._unwatched = self._unwatched, None
             unwatched.__exit__(None, None, None)
         before, self._before = self._before, None
-        if before is not None and well and random.position(self._device_type) != before:
+        if before is not None and well and extension.random_position(self._device_type) != before:
             raise NotLocalFriendlyError(
                 f"{describe(name)} drew random numbers, but the recorded call did not, so nothing says which "
                 "parts of one device's draws they are (a rate of dropout that was 0?); call "
@@ -152,9 +152,10 @@ class Listening(TorchFunctionMode):
 
     def _on_plain_tensors(self, func: Callable, args: tuple, kwargs: dict, operands: list[Tensor]) -> object:
         described = [_describe(t, self.mesh) for t in operands]
-        before = random.position(self.mesh.device_type)
+        before = extension.random_position(self.mesh.device_type)
         result = func(*args, **kwargs)
-        if isinstance(kwargs.get("generator"), torch.Generator) or random.position(self.mesh.device_type) != before:
+        drew = extension.random_position(self.mesh.device_type) != before
+        if drew or isinstance(kwargs.get("generator"), torch.Generator):
             self.plain.setdefault(self.running(), []).append(Draw(func, described))
         return result
 

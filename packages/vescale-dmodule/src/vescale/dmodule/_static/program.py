@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.hooks import RemovableHandle
 
-from vescale.dtensor import random
+from vescale.dtensor import extension
 
 from .. import _torch
 from .._boundary.convert import Phase
@@ -117,7 +117,7 @@ class StaticProgram:
         self.quiet: set[Hashable] = set()  # calls that draw no random numbers
         self.has_warned = False  # that blocks are not compiled because of somebody who watches operators
         self.device_type = model.mesh.device_type
-        self.position = functools.partial(random.position, self.device_type)
+        self.position = functools.partial(extension.random_position, self.device_type)
         # the state of a call
         self.depth = 0
         self.quiet_call = QuietCall(self.device_type)
@@ -348,7 +348,7 @@ class StaticProgram:
         """Whether compiled code may run now: a compiler refuses where somebody watches operators, except who looks for
         random ones only, which compiled blocks see to themselves.
         """
-        return not _torch.has_dispatch_mode() or random.is_watched_alone()
+        return not _torch.has_dispatch_mode() or extension.is_watched_alone()
 
     def _close(self) -> None:
         self.depth -= 1

@@ -100,7 +100,7 @@ def unwatched() -> Iterator[None]:
     where that matters.
 
     Example:
-        >>> with random.local_batch(mesh["dp"]), random.unwatched():    # doctest: +SKIP
+        >>> with random.local_batch(mesh["dp"]), extension.unwatched():    # doctest: +SKIP
         ...     hidden = compiled_layer(hidden)
     """
     if not is_watched_alone():
@@ -125,8 +125,8 @@ def watched() -> Iterator[None]:
     For operators of one's own that compiled code calls, and that draw.
 
     Example:
-        >>> with random.local_batch(mesh["dp"]), random.unwatched():    # doctest: +SKIP
-        ...     with random.watched():
+        >>> with random.local_batch(mesh["dp"]), extension.unwatched():    # doctest: +SKIP
+        ...     with extension.watched():
         ...         torch.rand(3)                                       # this rank's part of what one device draws
     """
     if not (modes := TAKEN_OFF.get()):

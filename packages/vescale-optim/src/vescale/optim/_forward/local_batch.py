@@ -14,7 +14,7 @@ the calls of those modules only (own code means all that is not in a hooked subm
     full speed              | embed | block (attn        mlp) | block (attn        mlp) | head |
 
 A module that draws after all, where nobody looks, would draw as if there were no other ranks. The place of the random
-stream shows it (`random.position`, a microsecond per call): that is an error, at the end of the call.
+stream shows it (`extension.random_position`, a microsecond per call): that is an error, at the end of the call.
 
 Watched in every call, whatever the first did: torch's dropout modules, whose rate may change; modules that hold a
 generator of their own, whose draws no position shows, or that draw from one in their first call; and whole modules that
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.dtensor import random
+from vescale.dtensor import extension, random
 
 from .. import _torch
 from .._checks import executions_of
@@ -121,7 +121,7 @@ class _LocalBatch(threading.local):
         self.context = contextlib.ExitStack()
         self.watched_from = 0  # how many ran when the context was entered, the module that draws included; 0: none is
         self.learns = False  # whether that was because nothing is known of it yet
-        self.position: random.Position | None = None  # of the random stream, when it was last known what had drawn
+        self.position: extension.Position | None = None  # of the random stream, when it was last known what had drawn
 
     def __reduce__(self) -> Any:
         return type(self), ((), None)
@@ -190,8 +190,8 @@ class _LocalBatch(threading.local):
                 "watch_draws=True to DDP, which then looks in every call"
             )
 
-    def _now(self) -> random.Position:
-        return random.position(self.meshes[0].device_type)
+    def _now(self) -> extension.Position:
+        return extension.random_position(self.meshes[0].device_type)
 
     def enter_compiled(self, module: nn.Module, args: tuple) -> None:
         """Enter a module inside of what ``torch.compile`` returned: nothing, in a graph."""

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from vescale.dtensor import RaggedShard, group_of_ranks, local_views
+from vescale.dtensor import RaggedShard
+from vescale.dtensor.extension import group_of_ranks, local_views
 
 from .. import _torch
 from .._ranks.axis import Axis

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale.dtensor import group_of_ranks, materialize
+from vescale.dtensor import materialize
+from vescale.dtensor.extension import group_of_ranks
 
 from .. import _torch
 from .._buckets.granularity import param_info

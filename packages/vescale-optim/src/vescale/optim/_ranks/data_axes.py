@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.dtensor import group_of_ranks
+from vescale.dtensor.extension import group_of_ranks
 
 from .axis import Axis
 

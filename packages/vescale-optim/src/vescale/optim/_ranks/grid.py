@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from vescale.dtensor import group_of_ranks
+from vescale.dtensor.extension import group_of_ranks
 
 from .axis import Axis
 

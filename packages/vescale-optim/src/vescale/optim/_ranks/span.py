@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.dtensor import group_of_ranks
+from vescale.dtensor.extension import group_of_ranks
 
 from .. import _torch
 from .axis import Axis

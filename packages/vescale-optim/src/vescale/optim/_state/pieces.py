@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor import flat_range_boxes, local_views
+from vescale.dtensor.extension import flat_range_boxes, local_views
 
 from .. import _torch
 from .._gradients.placeholder import ShardedGradient, local_gradient
