@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import no_sync, parallelize_module
 from vescale.dmodule._execution.modes import execution_of
-from vescale.dmodule._gradients.flat import pack, partial_dims
+from vescale.dmodule._gradients.partial_sums import partial_dims
 from vescale.dmodule._gradients.sync import GradientSync
 from vescale.dtensor import Replicate, Shard, debug, init_device_mesh
+from vescale.dtensor.extension import stand_in_for
 from vescale_testing import ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -56,7 +57,7 @@ PLAN = {
         "output": [{"dp": Replicate(), "tp": Replicate()}],
     },
 }
-NUM_REDUCED_TOGETHER = 3  # what is partial over dp: one all-reduce; what is partial over both: one over each
+NUM_REDUCED_TOGETHER = 2  # one all-reduce over each axis, at the end of a pass
 
 
 def build(**options):
@@ -97,8 +98,8 @@ def test_a_model_on_two_axes():
         logs.append(backward(model, seed))
         assert_same_gradients(model, plain)
         assert len(logs[-1].only(operator="all_reduce")) == NUM_REDUCED_TOGETHER
-    assert position_of_first(logs[0]) == len(logs[0]) - NUM_REDUCED_TOGETHER  # nothing is known: all at the end
-    assert traffic(logs[1]) == traffic(logs[2])
+        assert position_of_first(logs[-1]) == len(logs[-1]) - NUM_REDUCED_TOGETHER
+    assert traffic(logs[0]) == traffic(logs[1]) == traffic(logs[2])
 
     static = parallel(mesh, mode="static")
     static_logs = [backward(static, seed) for seed in (1, 2, 3)]
@@ -111,22 +112,6 @@ def test_a_model_on_two_axes():
 
 def position_of_first(log):
     return [record.operator for record in log].index("all_reduce")
-
-
-@ranks(4)
-def test_buckets_leave_while_backward_goes_on(monkeypatch):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    monkeypatch.setattr(GradientSync.__init__, "__kwdefaults__", {"bucket_bytes": 300})
-    plain, model = build(), parallel(mesh)
-    for seed in (1, 2):
-        plain(batch(seed)).square().sum().backward()
-    first, second = backward(model, 1), backward(model, 2)
-    assert_same_gradients(model, plain)
-    num_all_reduces = len(first.only(operator="all_reduce"))
-    assert NUM_REDUCED_TOGETHER < num_all_reduces < len(list(model.parameters()))
-    assert len(second.only(operator="all_reduce")) == num_all_reduces
-    assert position_of_first(second) < position_of_first(first)
-    assert sorted(traffic(first)) == sorted(traffic(second))
 
 
 def traffic(log):
@@ -226,15 +211,10 @@ def give(parameter, local, placements=(P,)):
     return Give.apply(parameter, whole)
 
 
-def give_locally(sync, parameter, local):
-    """The same by a local leaf whose gradient is handed over, as the static mode does."""
+def give_locally(parameter, local):
+    """The same by a local leaf that stands in for the parameter, as in static mode."""
     leaf = parameter.to_local().detach().requires_grad_()
-
-    def hand_over(leaf):
-        gradient, leaf.grad = leaf.grad, None
-        sync.add(parameter, gradient, [P])
-
-    leaf.register_post_accumulate_grad_hook(hand_over)
+    stand_in_for(parameter, leaf, [P])
     return Give.apply(leaf, local)
 
 
@@ -253,26 +233,26 @@ def test_the_result_depends_neither_on_the_mode_nor_on_the_order_of_arrival():
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     shapes = [(5,), (7, 3), (64,), (2,), (33,)]
 
-    def train(order, *, is_local, bucket_bytes=200):
-        sync, module, seen = GradientSync(bucket_bytes=bucket_bytes), parameters(mesh, shapes), []
-        sync.attach(module)
+    def train(order, *, is_local, attached=range(5)):
+        sync, module, seen = GradientSync(), parameters(mesh, shapes), []
+        for i in attached:
+            sync.attach(nn.ParameterList([module[i]]))
         for step in range(3):
             local = {i: summand(shapes[i], 10 * step + i) for i in order}
-            uses = [give_locally(sync, module[i], local[i]) if is_local else give(module[i], local[i]) for i in order]
+            uses = [give_locally(module[i], local[i]) if is_local else give(module[i], local[i]) for i in order]
             seen.append(number_of_all_reduces(sum(uses).backward))
         return seen, locals_of(module)
 
     counts, expected = train(range(5), is_local=False)
-    assert counts == [2, 2, 2]
+    assert counts == [1, 1, 1]
     for order in (range(5), [4, 2, 0, 1, 3]):
         for is_local in (False, True):
             actual_counts, actual = train(order, is_local=is_local)
             assert actual_counts == counts
             assert all(map(torch.equal, actual, expected))
-    counts_alone, alone = train(range(5), is_local=False, bucket_bytes=1)
-    assert counts_alone == [5, 5, 5]
-    torch.testing.assert_close(alone, expected)
-    assert not all(map(torch.equal, alone, expected))  # the place in the buffer decides the order of additions
+    _, reordered = train(range(5), is_local=False, attached=[4, 2, 0, 1, 3])
+    torch.testing.assert_close(reordered, expected)
+    assert not all(map(torch.equal, reordered, expected))  # the place in the buffer decides the order of additions
 
 
 @ranks(4)
@@ -284,7 +264,7 @@ def test_parameters_that_come_now_and_then():
         sync.attach(module)
         for step, program in enumerate(programs):
             local = [(module[i], summand((3,), 10 * step + i)) for i in program]
-            uses = [give_locally(sync, p, part) if is_local else give(p, part) for p, part in local]
+            uses = [give_locally(p, part) if is_local else give(p, part) for p, part in local]
             module.zero_grad()
             seen.append(number_of_all_reduces(sum(uses).backward))
             for i in set(program):
@@ -294,28 +274,16 @@ def test_parameters_that_come_now_and_then():
         return seen
 
     for is_local in (False, True):
-        # the second program brings one that nobody expected, after its bucket has left; then it is expected
-        assert counts([0], [2, 0], [2, 0], [0], [1, 2, 0], is_local=is_local) == [1, 2, 1, 1, 2]
-    # local leaves may come several times in one pass: the bucket waits for the last
-    assert counts([0, 1], [0, 1, 0], [0, 1, 0], [1], is_local=True) == [1, 2, 1, 1]
+        assert counts([0], [2, 0], [0], [1, 2, 0], is_local=is_local) == [1, 1, 1, 1]
+    assert counts([0, 1], [0, 1, 0], is_local=True) == [1, 1]  # several local leaves of one parameter in one pass
 
 
 @ranks(4)
-def test_uneven_shards_do_not_part_the_buckets_of_the_ranks():
+def test_uneven_shards():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layouts = [(R, R), (R, S0), (R, R), (R, S0), (R, R), (S0, S0)]
     module = nn.ParameterList(nn.Parameter(sharded(torch.zeros(5, 2), mesh, layout)) for layout in layouts)
-    buckets = {}
-    for name, numbers in (
-        ("ours", pack(module, bucket_bytes=100, first=7)),
-        ("by local bytes", by_local_bytes(module, bucket_bytes=100)),
-    ):
-        buckets[name] = [None] * 4
-        dist.all_gather_object(buckets[name], numbers)
-    assert buckets["ours"] == [[7, 7, 7, 8, 8, 8]] * 4
-    assert buckets["by local bytes"][0] != buckets["by local bytes"][1]
-
-    sync, whole = GradientSync(bucket_bytes=100), torch.arange(10.0).view(5, 2)
+    sync, whole = GradientSync(), torch.arange(10.0).view(5, 2)
     sync.attach(module)
     gradients = [(P, P), (P, S0), (R, P), (P, S0), (P, R), (S0, S0)]
     for _ in range(2):
@@ -324,14 +292,6 @@ def test_uneven_shards_do_not_part_the_buckets_of_the_ranks():
             give(parameter, local, layout).backward()
     for parameter, layout in zip(module, gradients, strict=True):
         assert torch.equal(parameter.grad.full_tensor(), 2 * whole * 2 ** layout.count(P))
-
-
-def by_local_bytes(module, bucket_bytes):
-    numbers, filled = [], 0
-    for parameter in module:
-        numbers.append(filled // bucket_bytes)
-        filled += parameter.to_local().nbytes
-    return numbers
 
 
 @ranks(4)
@@ -357,7 +317,9 @@ def test_every_kind_of_gradient():
             total = whole * 2 ** sum(p == P for p in gradient)
             with debug.comm_log() as log:
                 if is_local:
-                    sync.add(module[0], local, gradient)
+                    leaf = torch.zeros_like(local, requires_grad=True)
+                    stand_in_for(module[0], leaf, gradient)
+                    Give.apply(leaf, local).backward()
                 else:
                     give(module[0], local, gradient).backward()
             assert sorted(r.operator for r in log) == sorted(operators), (placements, gradient)
@@ -438,7 +400,7 @@ def test_passes_that_are_not_plain():
         for _ in range(2):
             use(parts, 1, 2).backward()
         torch.testing.assert_close([p.grad.to_local() for p in parts[:2]], [2 * whole(1), 2 * whole(2)])
-    assert pickle.loads(pickle.dumps(sync)).bucket_bytes == sync.bucket_bytes
+    assert type(pickle.loads(pickle.dumps(sync))) is GradientSync
 
     # a gradient of which a gradient is taken
     sync, module = fresh(1, dtype=torch.float64)
@@ -447,12 +409,6 @@ def test_passes_that_are_not_plain():
     (module[0] * part.redistribute(placements=[R])).sum().to_local().backward(create_graph=True)
     assert module[0].grad.placements == (R,)
     assert module[0].grad.to_local().tolist() == [3.0] * 4
-
-    # the summand is handed over when no backward runs
-    sync, module = fresh(1)
-    sync.add(module[0], summand((4,), 1), [P])
-    sync.add(module[0], summand((4,), 2), [P])
-    torch.testing.assert_close(module[0].grad.to_local(), whole(1) + whole(2))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -477,8 +433,3 @@ def test_partial_dims():
     assert partial_dims([R, S1], [R, S1]) == ()
     for gradient, parameter in (([S0], [R]), ([P], [S0]), ([R], [S0]), ([Partial("max")], [R])):
         assert partial_dims(gradient, parameter) is None
-
-
-def test_bucket_bytes_must_be_positive():
-    with pytest.raises(ValueError, match="bucket_bytes is 0; it must be positive"):
-        GradientSync(bucket_bytes=0)

@@ -7,6 +7,11 @@ rank holds of a DTensor, each with the view of the local tensor that stores it. 
 a row-major tensor into boxes. A tensor class that offers ``__boxes__()`` and ``__global_shape__()`` is checkpointed by
 these boxes alone; no package needs to be imported for that.
 
+**Gradients of a parameter.** One `GradientReceiver` per parameter takes all its gradients, full or partial, from
+autograd and from the local tensors that stand in for a DTensor. `attach_gradient_receiver` puts a receiver in place of
+the one before; `stand_in_for` delivers the gradients of a local leaf. ``vescale.dtensor._gradients`` has the picture
+and the guarantees; ``vescale_testing.gradient_receivers`` checks that a receiver keeps them.
+
 **Groups of ranks.** `group_of_ranks` returns one process group per set of ranks. Only its members create it.
 
 **Random operators in a call.** `random_position` returns the positions of the random streams: two positions are equal
@@ -16,6 +21,17 @@ if nothing was drawn between them. Contexts such as ``random.local_batch`` watch
 
 from __future__ import annotations
 
+from ._gradients import (
+    GradientReceiver,
+    aligned_gradient,
+    as_gradient,
+    attach_gradient_receiver,
+    detach_gradient_receiver,
+    gets_several_gradients,
+    gradient_receiver,
+    has_gradient_hooks,
+    stand_in_for,
+)
 from ._layout.boxes import Box, flat_range_boxes
 from ._layout.shards import local_views
 from ._placements.collectives import group_of_ranks
@@ -24,13 +40,22 @@ from ._random.stream_position import Position, random_position
 
 __all__ = [
     "Box",
+    "GradientReceiver",
     "Position",
+    "aligned_gradient",
+    "as_gradient",
+    "attach_gradient_receiver",
+    "detach_gradient_receiver",
     "flat_range_boxes",
+    "gets_several_gradients",
+    "gradient_receiver",
     "group_of_ranks",
+    "has_gradient_hooks",
     "is_watched",
     "is_watched_alone",
     "local_views",
     "random_position",
+    "stand_in_for",
     "unwatched",
     "watched",
 ]

@@ -1,1 +1,1 @@
-"""Gradients of DTensor parameters: received, reduced where they are partial sums, stored."""
+"""Gradients of DTensor parameters: received, summed over the ranks where they are partial, stored."""

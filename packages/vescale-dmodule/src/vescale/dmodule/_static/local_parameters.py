@@ -2,16 +2,10 @@
 
 Every DTensor parameter has a twin, a plain leaf tensor over the same storage: what the optimizer writes into the one is
 seen in the other. While the module's forward runs, the twins stand in the modules' tables; before and after, and for
-everybody who asks from outside, the DTensors do. Backward accumulates into the twins, and a hook of each hands the
-gradient on (see ``_deliveries``)::
-
-    twin.grad (plain)   ->   parameter.grad (DTensor in the parameter's placements)
-                        ->   the buckets of ``GradientSync``, where it is a partial sum
-
-Data parallelism may take local gradients as soon as a twin has them, see ``_handover``. Where the DTensor carries other
-hooks of somebody else, or where something else of the model uses the parameter, too (a tied parameter, of which another
-part runs on DTensors), autograd must add up what comes before a hook sees the sum: then an autograd function over the
-DTensor stands in the table instead of the leaf.
+everybody who asks from outside, the DTensors do. Backward accumulates into the twins. Each is a stand-in of its DTensor
+(see `vescale.dtensor.extension`): the gradient receiver of the parameter gets the local gradient, partial or full.
+Where a user has hooked the DTensor, autograd must add up all gradients before a hook sees the sum: then an autograd
+function over the DTensor stands in the table instead of the leaf.
 
 Note: values that come and go
     Data parallelism may take the values of a parameter away for a while. Such a parameter has an attribute
@@ -23,7 +17,7 @@ Note: values that come and go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import add, getitem, is_, setitem
 from typing import Protocol
@@ -33,12 +27,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.hooks import RemovableHandle
 
+from vescale.dtensor.extension import as_gradient, has_gradient_hooks, stand_in_for
+
 from .. import _torch
 from .._boundary.convert import as_dtensor
-from .._gradients.handover import Handover, reduced
-from .._gradients.takers import taker_of
 
-__all__ = ["LocalParameters", "Memory", "Twin", "held_by"]
+__all__ = ["LocalParameters", "Memory", "Twin"]
 
 MEMORY = "_vescale_memory"
 
@@ -75,8 +69,7 @@ class Twin:
         gradient: layout of the local gradient; None until a rehearsal has found it.
         trained: whether the parameter takes a gradient.
         hooks: the tables of gradient hooks of the DTensor; None for a buffer.
-        is_hooked: whether some of them are not our own.
-        is_alone: whether nothing else of the model gives the DTensor gradients.
+        is_hooked: whether a user has hooked the DTensor.
         handle: of the hook that takes the local gradients.
     """
 
@@ -86,40 +79,32 @@ class Twin:
     gradient: tuple[Placement, ...] | None = None
     hooks: tuple[dict, dict] | None = None
     is_hooked: bool = False
-    is_alone: bool = True
     trained: bool = False
     handle: RemovableHandle | None = None
-    takers: tuple[Hook | None, Hook] | None = None
 
-    def expect(self, gradient: tuple[Placement, ...] | None, deliver: Hook | None, otherwise: Hook) -> None:
-        """Tell the twin in what layout its gradients come, and what takes them.
+    def expect(self, gradient: tuple[Placement, ...] | None, hook: Hook | None) -> None:
+        """Set the layout of the gradients, and what takes them.
 
         Args:
             gradient: the layout.
-            deliver: a hook that hands gradients to a DTensor that has no hooks but ours, and clears ``local.grad``.
-            otherwise: the same for gradients of which no layout is known.
+            hook: takes them and clears ``local.grad``; None delivers them to the receiver of the DTensor.
         """
-        self.gradient, self.takers = gradient, (deliver, otherwise)
-        self.look_at_hooks(self.is_hooked)
-
-    def look_at_hooks(self, is_hooked: bool) -> None:
-        """Install the hook of the leaf, for a DTensor with or without hooks of somebody else."""
-        self.is_hooked = is_hooked
-        if self.trained and self.takers is not None:
-            deliver, otherwise = self.takers
-            if self.handle is not None:
-                self.handle.remove()
-            if deliver is None:
-                hook = otherwise
-            elif is_hooked:
-                hook = Handover(self.local, self.whole, self.gradient or tuple(self.whole.placements))
-            else:
-                hook = deliver
+        self.gradient = gradient
+        if not self.trained:
+            return
+        if self.handle is not None:
+            self.handle.remove()
+        if hook is None:
+            self.handle = stand_in_for(self.whole, self.local, gradient)
+        else:
             self.handle = self.local.register_post_accumulate_grad_hook(hook)
 
     def whole_gradient(self, local: Tensor) -> DTensor:
         """Return a local gradient as one in the placements of the parameter."""
-        return reduced(self.whole, local, self.gradient or tuple(self.whole.placements))
+        wanted, gradient = tuple(self.whole.placements), self.gradient
+        if gradient in (None, wanted) and not local.requires_grad:
+            return _torch.wrap_like(local, self.whole)
+        return as_gradient(self.whole, local, gradient or wanted).redistribute(placements=wanted)
 
 
 class LocalParameters:
@@ -128,10 +113,8 @@ class LocalParameters:
     Args:
         modules: names and modules that will run on local tensors; twins are made for the tensors that they hold
             themselves.
-        is_hooked: tells whether a DTensor parameter has hooks that must see its gradient.
         silent_axes: gives, by module and key, the axes along which only the first rank adds a tensor, see
             :func:`silenced`.
-        elsewhere: ids of the parameters that other modules hold, too.
 
     Attributes:
         twins: all of them.
@@ -140,11 +123,8 @@ class LocalParameters:
     def __init__(
         self,
         modules: Iterable[tuple[str, nn.Module]],
-        is_hooked: Callable[[DTensor], bool],
         silent_axes: Callable[[nn.Module, str], tuple[int, ...]],
-        elsewhere: Container[int] = (),
     ):
-        self.is_hooked = is_hooked
         self.twins: list[Twin] = []
         self._places: list[tuple[dict, str, DTensor, Tensor, Twin]] = []
         by_id: dict[int, dict[tuple, Twin]] = {}
@@ -158,9 +138,6 @@ class LocalParameters:
                     if silent not in found:
                         found[silent] = self._add(f"{owner}.{key}" if owner else key, tensor, silent)
                     self._places.append((table, key, tensor, found[silent].local, found[silent]))
-        for number, found in by_id.items():
-            for twin in found.values():
-                twin.is_alone = len(found) == 1 and number not in elsewhere
         # columns of what is looked at in every call
         self._tables, self._keys, self._wholes, self._locals, _ = _columns(self._places)
         self._buffers = [place for place in self._places if place[-1].hooks is None]
@@ -181,7 +158,7 @@ class LocalParameters:
             vars(twin.local).update(vars(whole))
             twin.trained = whole.requires_grad
             twin.hooks = _torch.hook_tables(whole)
-            twin.is_hooked = self.is_hooked(whole)
+            twin.is_hooked = has_gradient_hooks(whole)
             if (memory := _memory_of(whole)) is not None:
                 memory.share(whole, twin.local, is_view=local is _torch.local_of(whole))
         self.twins.append(twin)
@@ -201,7 +178,7 @@ class LocalParameters:
         if self._count_hooks() != self._num_hooks:
             self._look_at_hooks()
         for table, key, twin in self._through:
-            if self.is_hooked(twin.whole):
+            if has_gradient_hooks(twin.whole):  # a rehearsal takes them off for a while
                 table[key] = _ThroughAutograd.apply(twin.whole, twin)
 
     def _count_hooks(self) -> list[int]:
@@ -214,14 +191,12 @@ class LocalParameters:
             # a rehearsal takes all hooks off for a while, with the tables that they are in
             if counts[position] != self._num_hooks[position] and _torch.hook_tables(twin.whole)[0] is twin.hooks[0]:
                 self._num_hooks[position] = counts[position]
-                twin.look_at_hooks(self.is_hooked(twin.whole))
+                twin.is_hooked = has_gradient_hooks(twin.whole)
         self._through = self._find_through()
 
     def _find_through(self) -> list[tuple[dict, str, Twin]]:
         """Return the places of the parameters whose gradients autograd must add up before hooks see them."""
-        places = [(table, key, twin) for table, key, _, _, twin in self._places]
-        hooked = [place for place in places if place[-1].is_hooked]
-        return [place for place in hooked if not place[-1].is_alone or taker_of(place[-1].whole) is None]
+        return [(table, key, twin) for table, key, _, _, twin in self._places if twin.is_hooked]
 
     def take_back(self) -> None:
         """Show the modules their DTensors again, or the buffers that the forward has put in their place."""
@@ -255,11 +230,6 @@ def _memory_of(parameter: DTensor) -> Memory | None:
 
 def _is_freed(parameter: DTensor) -> bool:
     return (memory := _memory_of(parameter)) is not None and memory.frees
-
-
-def held_by(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of the parameters that modules hold themselves."""
-    return {id(parameter) for module in modules for parameter in _torch.tensor_tables(module)[0].values()}
 
 
 def _in_layout(new: object, whole: DTensor) -> object:

@@ -46,7 +46,7 @@ from .draws import Draw, DrawHooks, QuietCall
 from .eager_region import EagerRegion
 from .experts import ExpertsHere
 from .local_modules import local_forward, silent_axes
-from .local_parameters import LocalParameters, Twin, held_by
+from .local_parameters import LocalParameters, Twin
 from .movement.conversions import Conversion, compile_conversion
 from .names import describe, is_inside, join
 from .recording.compare import Run
@@ -370,9 +370,8 @@ class StaticProgram:
             return
         own = {name: module for name, module in self.modules.items() if not self.is_in_region(name)}
         self.model.sync.attach(self.module)
-        before, is_hooked = self.parameters, self.model.sync.has_other_hooks
-        elsewhere = held_by(set(self.model.root.modules()) - set(own.values()))
-        self.parameters = LocalParameters(own.items(), is_hooked, silent_axes, elsewhere)
+        before = self.parameters
+        self.parameters = LocalParameters(own.items(), silent_axes)
         if before is not None and before.trained != self.parameters.trained:
             self.known.clear()
         self.swaps = Swaps.of(own, self.model.local_attributes, local_forward)
@@ -382,18 +381,15 @@ class StaticProgram:
     def tell_twins(self) -> None:
         """Tell the twins in what layouts their gradients come, and what takes them: in a rehearsal, its record."""
         layouts = {} if self.checked is not None else self.gradients
-        delivered = [twin for twin in self.parameters if twin.trained and twin.name in layouts]
-        hooks = self.model.sync.hooks([(twin.whole, layouts[twin.name]) for twin in delivered])
-        taken = {id(twin): hook for twin, hook in zip(delivered, hooks, strict=True)}
         for twin in self.parameters:
-            otherwise = functools.partial(self._arrived, twin)
-            twin.expect(self.gradients.get(twin.name), taken.get(id(twin)), otherwise)
+            keeps = None if twin.name in layouts else functools.partial(self._arrived, twin)
+            twin.expect(self.gradients.get(twin.name), keeps)
 
     def _arrived(self, twin: Twin, leaf: Tensor) -> None:
         """Keep a gradient of a rehearsal; refuse one that a rehearsal has not seen."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is None:
-            return  # as in ``_deliveries``
+            return  # autograd calls hooks also where a function gave None
         if self.checked is None:
             raise NotLocalFriendlyError(
                 f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: a "
