@@ -1,7 +1,6 @@
 """A gradient that is a partial sum over other axes is kept as it comes, and summed over them once per step."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from vescale.dtensor.extension import gradient_receiver, stand_in_for
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._attributes import TAKER
 from vescale.optim._gradients.partials import Form
 from vescale.optim._ranks import axis as _axis
 from vescale_testing import ranks
@@ -104,7 +103,7 @@ def test_sums_over_several_axes(monkeypatch):
 
 @ranks(4)
 def test_gradients_of_several_kinds_in_one_step():
-    """Whole, partial over one axis, over the other, over both; by autograd and handed over; and what is no sum."""
+    """Full, partial over one axis, over the other, over both; by autograd and by a stand-in; and what is no sum."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
     kinds = [[R, R], [P, R], [R, P], [P, P], [Partial("avg"), R], [S0, R]]
     total = torch.arange(16, dtype=torch.float64).view(4, 4)
@@ -127,53 +126,40 @@ def test_gradients_of_several_kinds_in_one_step():
         def backward(ctx, _grad):
             return ctx.grad, None
 
-    class Hand(Give):
-        @staticmethod
-        def forward(ctx, anchor, taker, grad):
-            ctx.taker, ctx.grad = taker, grad
-            return anchor.sum()
-
-        @staticmethod
-        def backward(ctx, grad):
-            ctx.taker.take(ctx.grad.to_local(), ctx.grad.placements, more=more_comes)
-            return grad.expand(1), None, None
-
     class GiveNothing(Give):
         @staticmethod
         def backward(_ctx, _grad):
             return None, None
 
-    more_comes = False
-
-    def give(weight, placements, by_hand):
+    def give(weight, placements, by_leaf):
         grad = gradient(placements)
-        if by_hand:
-            return Hand.apply(torch.zeros(1, dtype=torch.float64, requires_grad=True), getattr(weight, TAKER), grad)
+        if by_leaf:
+            leaf = torch.zeros_like(grad.to_local(), requires_grad=True)
+            stand_in_for(weight, leaf, placements)
+            return Give.apply(leaf, grad.to_local())
         return Give.apply(weight, grad)
 
     for zero in (0, 1):
-        for by_hand in (False, True):
+        for by_leaf in (False, True):
             model = DDP(Net(mesh["a", "b"]), mesh["dp"], zero=zero, find_unused_parameters=True)
             slot = model.slots()["first"]
             for rounds in range(2):  # what has been agreed on in the first is known in the second
                 for first in kinds:
                     for second in kinds:
                         with model.no_sync():
-                            give(model.module.first, first, by_hand).backward()
-                        give(model.module.first, second, by_hand).backward()
-                        message = f"{first} {second} {zero} {by_hand} {rounds}"
+                            give(model.module.first, first, by_leaf).backward()
+                        give(model.module.first, second, by_leaf).backward()
+                        message = f"{first} {second} {zero} {by_leaf} {rounds}"
                         torch.testing.assert_close(slot.kept_part, 2 * total.view(-1), msg=message)
-                        give(model.module.first, first, by_hand).backward()  # is added to a reduced gradient
+                        give(model.module.first, first, by_leaf).backward()  # is added to a reduced gradient
                         torch.testing.assert_close(slot.kept_part, 3 * total.view(-1), msg=message)
                         model.zero_grad()
 
-                        # one by autograd, one by hand, and autograd has nothing more
+                        # one by autograd, one by a leaf, and autograd has nothing more for the parameter itself
                         with model.no_sync():
                             give(model.module.first, first, False).backward()
-                        more_comes = True
                         nothing = GiveNothing.apply(model.module.first, None)
                         (nothing + give(model.module.first, second, True)).backward()
-                        more_comes = False
                         torch.testing.assert_close(slot.kept_part, 2 * total.view(-1), msg=message)
                         model.zero_grad()
 
@@ -209,9 +195,8 @@ def test_dtypes_and_ranks_that_use_nothing():
 def test_copies_of_parameters_belong_to_no_ddp():
     mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp", "a", "b"))
     model = on_grid(mesh)
-    assert getattr(model.module.first, TAKER).own
-    assert getattr(copy.deepcopy(model.module).first, TAKER, None) is None
-    assert pickle.loads(pickle.dumps(getattr(model.module.first, TAKER))) is None
+    assert gradient_receiver(model.module.first) is not None
+    assert gradient_receiver(copy.deepcopy(model.module).first) is None
 
 
 @ranks(2)

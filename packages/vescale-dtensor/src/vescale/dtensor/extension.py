@@ -14,6 +14,11 @@ and the guarantees; ``vescale_testing.gradient_receivers`` checks that a receive
 
 **Groups of ranks.** `group_of_ranks` returns one process group per set of ranks. Only its members create it.
 
+**Agreement between ranks.** `differing_texts` compares a text over a process group or mesh and returns the text of
+every rank if any two differ. `describe_difference` turns that into one sentence, the same on every rank.
+
+**Nested values.** `leaves`, `tensors_in` and `map_leaves` walk lists, tuples, dicts and, if asked to, dataclasses.
+
 **Random operators in a call.** `random_position` returns the positions of the random streams: two positions are equal
 if nothing was drawn between them. Contexts such as ``random.local_batch`` watch every operator on plain tensors.
 `is_watched` and `is_watched_alone` return whether they do; `unwatched` and `watched` switch that off and on.
@@ -21,6 +26,7 @@ if nothing was drawn between them. Contexts such as ``random.local_batch`` watch
 
 from __future__ import annotations
 
+from ._containers import leaves, map_leaves, tensors_in
 from ._gradients import (
     GradientReceiver,
     aligned_gradient,
@@ -32,9 +38,10 @@ from ._gradients import (
     has_gradient_hooks,
     stand_in_for,
 )
+from ._layout.agreement import describe_difference, differing_texts
 from ._layout.boxes import Box, flat_range_boxes
+from ._layout.groups import group_of_ranks
 from ._layout.shards import local_views
-from ._placements.collectives import group_of_ranks
 from ._random.batch import is_watched, is_watched_alone, unwatched, watched
 from ._random.stream_position import Position, random_position
 
@@ -45,7 +52,9 @@ __all__ = [
     "aligned_gradient",
     "as_gradient",
     "attach_gradient_receiver",
+    "describe_difference",
     "detach_gradient_receiver",
+    "differing_texts",
     "flat_range_boxes",
     "gets_several_gradients",
     "gradient_receiver",
@@ -53,9 +62,12 @@ __all__ = [
     "has_gradient_hooks",
     "is_watched",
     "is_watched_alone",
+    "leaves",
     "local_views",
+    "map_leaves",
     "random_position",
     "stand_in_for",
+    "tensors_in",
     "unwatched",
     "watched",
 ]

@@ -1,15 +1,15 @@
 """What DDP leaves on parameters for other packages: attributes, so that neither side imports the other.
 
-parameter._vescale_takes_gradients    a `Taker`: takes local gradients from elsewhere than autograd (`_taker.py`)
-parameter._vescale_memory             a `Memory`: hears of tensors over the memory of the parameter, which are then
-                                      guarded as the parameter is (`_awaited.py`, `_sharded_values.py`)
+parameter._vescale_memory    a `Memory`: gets tensors over the memory of the parameter, and guards them as it guards the
+                             parameter (`_parameters/guard.py`, `_parameters/sharded_values.py`)
+
+Gradient receivers are attached through `vescale.dtensor.extension`.
 """
 
 from __future__ import annotations
 
-__all__ = ["MEMORY", "TAKER", "ParameterAttribute"]
+__all__ = ["MEMORY", "ParameterAttribute"]
 
-TAKER = "_vescale_takes_gradients"
 MEMORY = "_vescale_memory"
 
 

@@ -35,9 +35,7 @@ __all__ = [
     "grad_dtype",
     "has_compiled_calls",
     "has_strided_shard",
-    "hook_keys",
     "in_transform",
-    "is_captured",
     "is_compiled",
     "is_compiler_wrapper",
     "is_deferred_storage",
@@ -148,22 +146,6 @@ class GeneratorListener(TorchDispatchMode):
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             self._hear()
         return func(*args, **kwargs)
-
-
-def is_captured(leaf: Tensor) -> bool:
-    """Tell whether the running backward is ``torch.autograd.grad``, which returns the gradient of ``leaf``."""
-    with torch.enable_grad(), plain_functions():
-        node = leaf.view_as(leaf).grad_fn.next_functions[0][0]
-    try:
-        torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # how torch says that the gradient of this leaf is captured
-        return True
-    return False
-
-
-def hook_keys(tensor: Tensor) -> list[int]:
-    """Return the keys of the gradient hooks and of the post-accumulate hooks registered on a tensor."""
-    return [*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ())]
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

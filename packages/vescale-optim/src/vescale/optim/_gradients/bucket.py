@@ -26,15 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
+from vescale.dtensor.extension import aligned_gradient
+
 from .. import _torch
 from .._buckets.plan import Bucket, Part, Slot
 from .._ranks.axis import Pending
 from .._ranks.data_axes import DataAxes
 from .partials import Agreement, Form
-from .placeholder import ShardedGradient, aligned
+from .placeholder import ShardedGradient, aligned, check_strided
 from .reduction import Reduction
 from .rules import ReduceRules
-from .taker import Taker
 
 __all__ = ["FlatBucket", "FlatSlot"]
 
@@ -48,7 +49,6 @@ class FlatSlot:
         value_part: Its flat part in ``values`` (ZeRO 1, 2).
         placeholder: What ``param.grad`` is while the gradient is sharded (ZeRO 1, 2).
         form: Over which other axes the local gradient of a DTensor is a partial sum; None for a plain parameter.
-        taker: Takes local gradients of a DTensor from elsewhere; set by the `Reducer`.
     """
 
     grad_part: Tensor
@@ -66,7 +66,6 @@ class FlatSlot:
         self.grad_view = _torch.wrap_like(self.local_view, param)
         self.placeholder = ShardedGradient(self) if bucket.sharded else None
         self.form = Form(param) if isinstance(param, DTensor) else None
-        self.taker: Taker | None = None
 
     @property
     def published(self) -> Tensor:
@@ -88,54 +87,56 @@ class FlatSlot:
         """The flat part of the reduced gradient that this rank keeps."""
         return self.grad_part if self.bucket.sharded else self.local_view.view(-1)
 
-    def before_accumulation(self, grad: Tensor | None) -> Tensor | None:
-        """Return the gradient as it is to be accumulated, into a tensor of local gradients or into nothing.
+    def receive(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
+        """Add a local gradient, full or partial, to what the bucket holds, and publish it.
 
-        ``None`` comes from an autograd function that has no gradient for the parameter: nothing is accumulated then.
+        Args:
+            local: The local tensor; copied.
+            placements: Those of the gradient of a DTensor; empty for a plain parameter.
         """
-        if grad is None:
-            return None
-        dims = self._dims_to_keep(grad)
-        if not dims:
-            grad = aligned(self.fqn, self.param, grad)
-            if self.param.grad is not None and _torch.is_captured(self.param):
-                return grad
-        if self._make_place():
-            self.param.grad = self.grad_view if self.unreduced else None
+        check_strided(self.fqn, local)
+        form, dims = self.form, self._dims_to_keep(placements)
+        if dims is None:
+            local, dims = aligned_gradient(self.param, local, placements), ()
+        with torch.no_grad():
+            self._read_grad()
+            if not self.unreduced:
+                self._store(local, dims)
+            elif form is None or self._join(dims):
+                self.local_view.add_(local.to(self.local_view.dtype))
+        self.publish()
+
+    def _dims_to_keep(self, placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
+        """Return the dims over which a gradient stays a partial sum; None if it must be brought to the placements."""
         if self.form is None:
-            return grad
-        adds, self.form.arriving = self._join(dims), dims
-        if self.unreduced:
-            self.form.arriving = self.form.over
-        if adds and not dims:
-            return grad
-        local = _torch.local_tensor(grad)
-        return _torch.wrap_like(local if adds else torch.zeros_like(local), self.param)
-
-    def _dims_to_keep(self, grad: Tensor) -> tuple[int, ...]:
-        """Return the dims over which a gradient of autograd is a partial sum, if it may stay one."""
-        form, param = self.form, self.param
-        if form is None or not isinstance(grad, DTensor) or grad.placements == form.placements:
             return ()
-        dims = form.dims_of(grad.placements)
-        fits = grad.device_mesh == form.mesh and (param.grad is None or param.grad is self.published)
-        if not (dims and fits) or torch.is_grad_enabled() or not self.taker.knows(_torch.hook_keys(param)):
-            return ()
-        return () if _torch.is_captured(param) or not form.admits(dims) else dims
+        dims = self.form.dims_of(placements)
+        return dims if dims is None or not dims or self.form.admits(dims) else None
 
-    def _make_place(self) -> bool:
-        """Let the buffers count for a gradient only where ``param.grad`` says so; tell whether it does."""
-        if self.param.grad is not self.published:
-            self.unreduced = self.reduced = False  # cleared or replaced since: what the buffers hold does not count
-            if self.form is not None:
-                self.form.over = ()
-            return False
-        if not self.unreduced:
-            self.bucket.set_aside(self)
-        return True
+    def _read_grad(self) -> None:
+        """Let the buffers count for a gradient only where ``param.grad`` says so."""
+        grad = self.param.grad
+        if grad is not None and grad is self.published:
+            if not self.unreduced:
+                self.bucket.set_aside(self)
+            return
+        self.unreduced = self.reduced = False  # cleared or assigned since: what the buffers hold does not count
+        if self.form is not None:
+            self.form.over = ()
+        if grad is not None:
+            self._store(_torch.local_tensor(aligned(self.fqn, self.param, grad)), ())
+            self.publish()
+
+    def _store(self, local: Tensor, dims: tuple[int, ...]) -> None:
+        """Let the bucket hold a local gradient, partial over ``dims``."""
+        self.bucket.allocate()
+        self.local_view.copy_(local)
+        self.unreduced = True
+        if self.form is not None:
+            self.form.over = dims
 
     def _join(self, dims: tuple[int, ...]) -> bool:
-        """Let what the buffers hold be added to a partial sum over ``dims``; tell whether this rank adds that one."""
+        """Let the bucket hold a partial sum over ``dims``, too; return whether this rank adds a gradient over them."""
         form = self.form
         if not self.unreduced or form.over == dims:
             return True
@@ -145,66 +146,14 @@ class FlatSlot:
         form.over = target
         return form.adds(dims, target)
 
-    def has_arrived(self) -> bool:
-        """Tell whether there is a local gradient: autograd calls also where it had nothing to accumulate."""
-        grad = self.param.grad
-        if grad is None or grad is self.placeholder:
-            return False
-        return self.unreduced or grad is not self.published
-
-    def take(self) -> None:
-        """Move the gradient that autograd has left in ``param.grad`` into the bucket."""
-        grad = self.param.grad
-        if grad is not self.grad_view and grad is not self.published:
-            grad = aligned(self.fqn, self.param, grad)
-            self.bucket.allocate()
-            self.local_view.copy_(_torch.local_tensor(grad))
-            if self.form is not None:
-                self.form.over, self.form.arriving = self.form.arriving, ()
-        self.unreduced = True
-        self.publish()
-
-    def receive(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
-        """Take a local gradient of a DTensor that autograd has not left in ``param.grad``, in any placements."""
-        form, param = self.form, self.param
-        dims = form.dims_of(placements)
-        is_kept = dims is not None and not torch.is_grad_enabled() and (not dims or form.admits(dims))
-        if not is_kept or (param.grad is not None and param.grad is not self.published):
-            self._receive_as_autograd(local, placements)
-            return
-        self._make_place()
-        if not self.unreduced:
-            self.bucket.allocate()
-            self.local_view.copy_(local)
-            self.unreduced, form.over = True, dims
-        elif self._join(dims):
-            self.local_view.add_(local.to(self.local_view.dtype))
-        self.publish()
-
-    def _receive_as_autograd(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
-        param = self.param
-        layout = {"run_check": False, "shape": param.shape, "stride": param.stride()}
-        grad = DTensor.from_local(local, param.device_mesh, placements, **layout)
-        grad = self.before_accumulation(aligned(self.fqn, param, grad).to(self.local_view.dtype))
-        param.grad = grad if param.grad is None else param.grad + grad
-        self.take()
-
     def publish(self) -> None:
         """Set ``param.grad`` to what it is between backward passes."""
         self.param.grad = self.published
 
     def settle(self) -> None:
         """Before a reduction: give ``grads`` a value also where this backward brought no gradient."""
-        grad = self.param.grad
-        if grad is None:
-            self.unreduced = self.reduced = False
-        elif grad is not self.published:
-            self.reduced = False  # assigned by hand
-            if self.form is not None:
-                self.form.over = self.form.arriving = ()
-            self.take()
+        self._read_grad()
         if not self.unreduced:
-            self.bucket.set_aside(self)
             self.local_view.zero_()
             if self.form is not None:
                 self.form.over = ()

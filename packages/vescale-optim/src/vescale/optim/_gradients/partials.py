@@ -58,7 +58,6 @@ class Form:
     Attributes:
         dims: The mesh dims over which its gradient may be a partial sum.
         over: Those over which what the buffers hold is one.
-        arriving: Those over which the gradient is one that autograd is about to accumulate.
         agreed: Those over which every rank's is, at a reduction; None until the ranks have agreed.
         wishes: Those over which a gradient was one that had to be summed at once.
     """
@@ -67,7 +66,6 @@ class Form:
         self.mesh, self.placements = param.device_mesh, tuple(param.placements)
         self.dims = tuple(d for d, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(d) > 1)
         self.over: tuple[int, ...] = ()
-        self.arriving: tuple[int, ...] = ()
         self.agreed: tuple[int, ...] | None = None
         self.wishes: set[int] = set()
         self._last: tuple[object, tuple[int, ...] | None] = None, None

@@ -24,7 +24,7 @@ from .. import _torch
 if TYPE_CHECKING:
     from .bucket import FlatSlot
 
-__all__ = ["ShardedGradient", "align_gradients", "aligned", "local_gradient"]
+__all__ = ["ShardedGradient", "align_gradients", "aligned", "check_strided", "local_gradient"]
 
 
 class ShardedGradient(torch.Tensor):
@@ -81,6 +81,12 @@ def local_gradient(param: Tensor) -> Tensor | None:
     return _torch.local_tensor(grad)
 
 
+def check_strided(fqn: str, grad: Tensor) -> None:
+    """Raise TypeError for a sparse gradient."""
+    if grad.layout is not torch.strided:
+        raise TypeError(f"the gradient of {fqn!r} is sparse ({grad.layout}); build the embedding with sparse=False")
+
+
 def aligned(fqn: str, param: Tensor, grad: Tensor) -> Tensor:
     """Return ``grad`` with the placements of its parameter: a collective over the parameter's mesh if they differ.
 
@@ -90,8 +96,7 @@ def aligned(fqn: str, param: Tensor, grad: Tensor) -> Tensor:
     Raises:
         TypeError: For a sparse gradient, or a plain gradient of a DTensor.
     """
-    if grad.layout is not torch.strided:
-        raise TypeError(f"the gradient of {fqn!r} is sparse ({grad.layout}); build the embedding with sparse=False")
+    check_strided(fqn, grad)
     if not isinstance(param, DTensor) or isinstance(grad, ShardedGradient):
         return grad
     if not isinstance(grad, DTensor):

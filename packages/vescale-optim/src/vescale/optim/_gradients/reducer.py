@@ -1,8 +1,8 @@
 """When gradients are reduced: a bucket leaves as soon as its last gradient is there, while backward goes on.
 
-Every trainable parameter has a hook that runs when autograd has accumulated its gradient. The hook moves the gradient
-into its bucket and, if that completes the bucket, launches the bucket's collective; when the engine has finished, the
-rest is launched and all are awaited, before ``backward()`` returns.
+The reducer is the gradient receiver of every trainable parameter (`vescale.dtensor.extension`). It adds a gradient to
+its bucket and, if that completes the bucket, launches the bucket's collective. At the end of the backward pass it
+launches the rest and waits for all, before ``backward()`` returns.
 
 Note: what keeps collectives matched between ranks
     Buckets are launched strictly in the order of the plan, whichever completes first, and each exactly once per
@@ -21,10 +21,10 @@ Note: unused on every rank
     do the same, ranks must know whether any of them had a gradient: one more all-reduce, of one integer per parameter,
     at the end. With ``find_unused_parameters=False`` it is left out, and a missing gradient is an error.
 
-Note: other ways than autograd
-    Static mode of `vescale.dmodule` hands the gradients of DTensors over itself (`_taker.py`). A parameter may get some
-    in both ways in one backward, for example if the caller's own code uses it, too. It has them all when whoever hands
-    them over says so.
+Note: several gradients of one parameter
+    A bucket is complete when every parameter has its gradient. A DTensor parameter may get several in one backward: one
+    from static mode of `vescale.dmodule`, which computes with a local parameter, and one from code that reads the
+    DTensor itself. Such a parameter never counts as complete, so its bucket, and those after it, leave at the end.
 
 Note: nested backward
     Reentrant activation checkpointing runs a backward inside a node of another. Its end is not the end: if buckets are
@@ -35,19 +35,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
+from vescale.dtensor.extension import attach_gradient_receiver, gets_several_gradients
+
 from .. import _torch
-from .._attributes import TAKER
 from .._ranks.axis import Axis
 from .bucket import FlatBucket, FlatSlot
 from .partials import Agreement, sum_partials
 from .reduction import Reduction
-from .taker import Taker
 
 __all__ = ["Reducer"]
 
@@ -64,7 +65,7 @@ class _Round:
     def __init__(self, buckets: Sequence[FlatBucket]):
         self.backwards: set[int] = set()
         self.missing = [len(bucket.slots) for bucket in buckets]
-        self.arrived: set[FlatSlot] = set()  # those whose gradients have all come
+        self.arrived: set[FlatSlot] = set()  # parameters whose gradients are complete
         self.next_bucket = 0
         self.in_flight: deque[Reduction] = deque()  # in the order of their launch
         self.gathering: deque[Reduction] = deque()  # those whose second collective is on its way; older than in_flight
@@ -110,30 +111,13 @@ class Reducer:
         self._distributed = [slot for slot in self.slots if slot.form is not None and slot.form.dims]
         self._round: _Round | None = None
         for slot in self.slots:
-            self._attach(slot)
+            attach_gradient_receiver(slot.param, _SlotReceiver(self, slot))
 
-    def _attach(self, slot: FlatSlot) -> None:
-        before = slot.param.register_hook(slot.before_accumulation)
-        after = slot.param.register_post_accumulate_grad_hook(lambda _param: self._arrive(slot))
-        if slot.form is not None:
-            slot.taker = Taker((before.id, after.id), lambda *gradient: self._receive(slot, *gradient))
-            setattr(slot.param, TAKER, slot.taker)
-
-    def _arrive(self, slot: FlatSlot) -> None:
-        if not slot.has_arrived():
-            return
-        self._join_round(slot)
-        slot.take()
-        self._note(slot, more=slot.taker is not None and slot.taker.comes_more())
-
-    def _receive(self, slot: FlatSlot, local: Tensor, placements: Sequence[Placement], more: bool) -> None:
-        """Take a gradient that did not come through autograd."""
+    def receive(self, slot: FlatSlot, local: Tensor, placements: tuple[Placement, ...]) -> None:
+        """Take a gradient while backward runs."""
         self._join_round(slot)
         slot.receive(local, placements)
-        self._note(slot, more=more)
-
-    def _note(self, slot: FlatSlot, *, more: bool) -> None:
-        if self._round is None or more:
+        if self._round is None or gets_several_gradients(slot.param):
             return
         self._round.arrived.add(slot)
         self._round.missing[slot.bucket.plan.index] -= 1
@@ -240,6 +224,17 @@ class Reducer:
         if self._round is not None:
             self._round.finish()
             self._round = None
+
+
+class _SlotReceiver(NamedTuple):
+    """The gradient receiver of one parameter."""
+
+    reducer: Reducer
+    slot: FlatSlot
+
+    def receive(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
+        """Hand a gradient to the reducer."""
+        self.reducer.receive(self.slot, local, placements)
 
 
 def _use(slot: FlatSlot) -> int:
