@@ -198,6 +198,30 @@ def test_one_sum_per_step():
     assert set(seen) == {(Replicate(),)}
 
 
+@ranks(4)
+def test_a_weight_carries_one_accumulation_hook():
+    """The receiver's own, whichever packages take part; in static mode the local parameter has another."""
+    mesh = grid()
+    for mode in ("eager", "static"):
+        for calls_first in (False, True):  # the default receiver is there before DDP
+            module = parallelize_module(plain(), mesh["tp"], PLAN, mode=mode)
+            if calls_first:
+                module(batch(0)).sum().backward()
+                module.zero_grad()
+            model, leaves = DDP(module, mesh["dp"]), []
+            norm = model.module.blocks[0].norm
+            norm.register_forward_hook(lambda norm, _args, _output, leaves=leaves: leaves.append(norm.weight))
+            for step in range(2):
+                loss_of(model, batch(step, mesh)).backward()
+                model.zero_grad()
+            for weight in model.parameters():
+                assert [len(weight._backward_hooks), len(weight._post_accumulate_grad_hooks)] == [1, 1], (mode, step)
+            if mode == "static":
+                assert not isinstance(leaves[-1], DTensor)
+                assert len(leaves[-1]._post_accumulate_grad_hooks) == 1
+                assert not leaves[-1]._backward_hooks
+
+
 @ranks(6, timeout=240)
 def test_ordered_sums_have_the_same_bits_in_every_layout(monkeypatch):
     mesh = grid(2, 3)

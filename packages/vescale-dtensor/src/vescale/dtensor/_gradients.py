@@ -31,13 +31,13 @@ Note: several gradients in one backward pass
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.hooks import RemovableHandle
 
 from ._torch import autograd as _torch
 
@@ -223,8 +223,8 @@ class _Intake:
         if self.is_installed(parameter):
             return
         self.remove()
-        before = parameter.register_hook(self.before_accumulation)
-        after = parameter.register_post_accumulate_grad_hook(self.after_accumulation)
+        before = parameter.register_hook(_Hook(self.before_accumulation))
+        after = parameter.register_post_accumulate_grad_hook(_Hook(self.after_accumulation))
         self.handles = before, after
         for table, handle in zip(_torch.hook_tables(parameter), self.handles, strict=True):
             _torch.put_first(table, handle.id)
@@ -240,7 +240,6 @@ class _Intake:
             handle.remove()
         self.handles, self.receiver = (), None
 
-    @unserializable_hook
     def before_accumulation(self, gradient: Tensor | None) -> Tensor | None:
         """Set ``parameter.grad`` aside; align the gradient where a user sees it."""
         self.kept = NOTHING
@@ -255,7 +254,6 @@ class _Intake:
             return None
         return gradient.redistribute(parameter.device_mesh, parameter.placements)
 
-    @unserializable_hook
     def after_accumulation(self, parameter: Tensor) -> None:
         """Hand what autograd has put into ``parameter.grad`` to the receiver."""
         kept, self.kept = self.kept, NOTHING
@@ -295,6 +293,23 @@ class _Intake:
         self.receiver.receive(_local(gradient), gradient.placements)
         for hook in [hook for key, hook in after if key not in own]:
             hook(parameter)
+
+
+class _Hook:
+    """A hook that calls a method of an `_Intake`, which it does not keep alive.
+
+    Torch holds hooks in a way that its garbage collector does not follow. The attribute of the parameter holds the
+    intake, and with it the receiver, which may hold the parameter.
+    """
+
+    __torch_unserializable__ = True  # copies of a parameter have no hooks; torch need not warn
+
+    def __init__(self, method: Callable[[Tensor | None], Tensor | None]):
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, value: Tensor | None) -> Tensor | None:
+        method = self._method()
+        return None if method is None else method(value)
 
 
 def _copied() -> None:

@@ -1,4 +1,4 @@
-"""Who says so on a parameter gets its local gradients as they are, once each, and nothing is reduced here."""
+"""An attached receiver gets the local gradients of a parameter, partial or full, and nothing is reduced here."""
 
 import gc
 import weakref
@@ -9,6 +9,7 @@ from torch.distributed.tensor import Partial
 
 from vescale.dmodule import parallelize_module, set_mode
 from vescale.dtensor import Replicate, Shard, debug, init_device_mesh
+from vescale.dtensor.extension import attach_gradient_receiver, detach_gradient_receiver, gets_several_gradients
 from vescale_testing import ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -29,21 +30,15 @@ class Net(nn.Module):
 
 
 class Keeper:
-    """Takes the gradients of one parameter, and keeps them."""
+    """Keeps the gradients of one parameter."""
 
     def __init__(self, parameter):
-        self.arrived, self.taken, self.more = [], [], None
-        handle = parameter.register_post_accumulate_grad_hook(self.arrive)
-        self.own = frozenset([handle.id])
-        self.known = set(self.own)
-        parameter._vescale_takes_gradients = self
+        self.parameter, self.received, self.several = parameter, [], []
+        attach_gradient_receiver(parameter, self)
 
-    def arrive(self, parameter):
-        self.arrived.append((parameter.grad.to_local().clone(), parameter.grad.placements, self.more and self.more()))
-        parameter.grad = None
-
-    def take(self, local, placements, *, more=False):
-        self.taken.append((local.clone(), placements, more))
+    def receive(self, local, placements):
+        self.received.append((local.clone(), tuple(placements)))
+        self.several.append(gets_several_gradients(self.parameter))
 
 
 def build(mesh, mode):
@@ -68,14 +63,13 @@ def expected_gradients():
 
 
 def check(parameter, gradient, expected):
-    local, placements, more = gradient
-    assert not more
-    whole = type(parameter).from_local(local, parameter.device_mesh, placements, run_check=False).full_tensor()
-    torch.testing.assert_close(whole, expected, rtol=1e-11, atol=1e-13)
+    local, placements = gradient
+    full = type(parameter).from_local(local, parameter.device_mesh, placements, run_check=False).full_tensor()
+    torch.testing.assert_close(full, expected, rtol=1e-11, atol=1e-13)
 
 
 @ranks(2)
-def test_local_gradients_are_handed_over():
+def test_local_gradients_are_received():
     mesh, expected = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), expected_gradients()
     for mode in ("eager", "static"):
         model, keepers = build(mesh, mode)
@@ -85,38 +79,37 @@ def test_local_gradients_are_handed_over():
                 loss.backward()
             assert len(log.only(operator="all_reduce")) == 0  # the input of `up` is reduce-scattered
             for name, keeper in keepers.items():
-                gradients = keeper.taken if mode == "static" else keeper.arrived
-                others = keeper.arrived if mode == "static" else keeper.taken
-                assert (len(gradients), len(others)) == (1, 0), (mode, name)
-                assert (tuple(gradients[0][1]) == (P,)) == (name in PARTIAL), (mode, name)
-                check(model.get_parameter(name), gradients.pop(), expected[name])
+                (gradient,) = keeper.received
+                assert (gradient[1] == (P,)) == (name in PARTIAL), (mode, name)
+                check(model.get_parameter(name), gradient, expected[name])
                 assert model.get_parameter(name).grad is None
+                keeper.received.clear()
 
 
 @ranks(2)
-def test_a_hook_that_nobody_knows_sees_a_reduced_gradient():
+def test_a_hook_of_a_user_sees_a_reduced_gradient():
     mesh, expected = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), expected_gradients()
     for comes in ("before", "after the forward"):
         model, keepers = build(mesh, "static")
         seen, name = [], "norm.weight"
         loss_of(model).backward()
         for keeper in keepers.values():
-            keeper.taken.clear()
+            keeper.received.clear()
         loss = None if comes == "before" else loss_of(model)
         handle = model.get_parameter(name).register_hook(lambda gradient, seen=seen: seen.append(gradient))
         (loss_of(model) if loss is None else loss).backward()
         assert [gradient.placements for gradient in seen] == [(R,)]
         torch.testing.assert_close(seen[0].full_tensor(), expected[name])
-        assert [len(keepers[each].taken) for each in (name, "norm.bias")] == [0, 1]
-        check(model.get_parameter(name), keepers[name].arrived.pop(), expected[name])
+        assert [keepers[each].received[-1][1] for each in (name, "norm.bias")] == [(R,), (P,)]
+        check(model.get_parameter(name), keepers[name].received.pop(), expected[name])
         handle.remove()
         loss_of(model).backward()
-        assert [len(keepers[each].taken) for each in (name, "norm.bias")] == [1, 2]
+        assert [keepers[each].received[-1][1] for each in (name, "norm.bias")] == [(P,), (P,)]
 
 
 @ranks(2)
-def test_who_takes_hears_of_more():
-    """The caller's own code uses a parameter, too: gradients come in two ways."""
+def test_a_receiver_can_ask_for_several_gradients():
+    """The caller's own code uses a parameter, too: gradients arrive in two ways."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model, keepers = build(mesh, "static")
     keeper, weight = keepers["norm.weight"], model.norm.weight
@@ -128,13 +121,16 @@ def test_who_takes_hears_of_more():
             loss = weight.sum().full_tensor()
             loss = loss + loss_of(model)
         loss.backward()
-        (_, _, taken_more), (_, _, arrived_more) = keeper.taken.pop(), keeper.arrived.pop()
-        assert (taken_more, arrived_more) == (not outside_first, outside_first)
-        keepers["norm.bias"].taken.pop()
+        assert [placements for _, placements in keeper.received] == [(R,), (P,)][:: 1 if outside_first else -1]
+        assert keeper.several == [True, True]
+        assert keepers["norm.bias"].several == [False]
+        for each in keepers.values():
+            each.received.clear()
+            each.several.clear()
 
 
 @ranks(2)
-def test_somebody_who_leaves_or_comes():
+def test_a_receiver_that_is_attached_or_detached_later():
     mesh, expected = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), expected_gradients()
     torch.manual_seed(0)
     model = parallelize_module(Net().double(), mesh, PLAN, mode="static")
@@ -143,15 +139,17 @@ def test_somebody_who_leaves_or_comes():
     keepers = {name: Keeper(parameter) for name, parameter in model.named_parameters()}  # after the first call
     loss_of(model).backward()
     for name, keeper in keepers.items():
-        check(model.get_parameter(name), keeper.taken.pop(), expected[name])
+        check(model.get_parameter(name), keeper.received.pop(), expected[name])
     for parameter in model.parameters():
-        parameter._post_accumulate_grad_hooks.clear()
-        parameter._backward_hooks.clear()
-    set_mode(model, "static")
-    loss_of(model).backward()
-    for name, parameter in model.named_parameters():
-        assert not keepers[name].taken
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=1e-11, atol=1e-13)
+        detach_gradient_receiver(parameter)
+    for attaches_again in (False, True):
+        if attaches_again:
+            set_mode(model, "static")
+        loss_of(model).backward()
+        for name, parameter in model.named_parameters():
+            assert not keepers[name].received
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=1e-11, atol=1e-13)
+            parameter.grad = None
 
 
 @ranks(2)
@@ -161,5 +159,6 @@ def test_nothing_is_kept_alive():
     loss_of(model).backward()
     parameters = [weakref.ref(parameter) for parameter in model.parameters()]
     del model, keepers
+    gc.collect()  # local parameters, whose hooks hold the nodes that hold the parameters
     gc.collect()
     assert [parameter() for parameter in parameters] == [None] * 6
