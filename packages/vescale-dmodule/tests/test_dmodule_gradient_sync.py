@@ -17,6 +17,7 @@ from vescale.dmodule._gradients.sync import GradientSync
 from vescale.dtensor import Replicate, Shard, debug, init_device_mesh
 from vescale.dtensor.extension import stand_in_for
 from vescale_testing import ranks
+from vescale_testing.gradient_receivers import check_gradient_receiver
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
@@ -409,6 +410,11 @@ def test_passes_that_are_not_plain():
     (module[0] * part.redistribute(placements=[R])).sum().to_local().backward(create_graph=True)
     assert module[0].grad.placements == (R,)
     assert module[0].grad.to_local().tolist() == [3.0] * 4
+
+
+@ranks(2)
+def test_the_protocol_of_receivers():
+    check_gradient_receiver(lambda parameter: GradientSync().attach(nn.ParameterList([parameter])))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])

@@ -14,6 +14,7 @@ from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim._gradients.partials import Form
 from vescale.optim._ranks import axis as _axis
 from vescale_testing import ranks
+from vescale_testing.gradient_receivers import check_gradient_receiver
 
 R, S0, P = Replicate(), Shard(0), Partial()
 
@@ -197,6 +198,19 @@ def test_copies_of_parameters_belong_to_no_ddp():
     model = on_grid(mesh)
     assert gradient_receiver(model.module.first) is not None
     assert gradient_receiver(copy.deepcopy(model.module).first) is None
+
+
+@ranks(2)
+def test_the_protocol_of_receivers():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    for options in ({}, {"overlap": False}, {"find_unused_parameters": False}, {"reduction": "ordered"}):
+
+        def wrap(parameter, options=options):
+            module = nn.Module()
+            module.weight = parameter
+            DDP(module, mesh["dp"], **options)
+
+        check_gradient_receiver(wrap, mesh["tp"])
 
 
 @ranks(2)
