@@ -24,26 +24,20 @@ from vescale.dtensor.extension import group_of_ranks
 __all__ = [
     "DIRECT_CALL",
     "Collectives",
-    "accumulates",
-    "accumulation_node",
     "alias",
-    "arrive",
     "backward_number",
     "direct_apply",
     "explicit_redistribution",
     "flat_group",
     "for_each",
-    "gradient_of",
     "has_dispatch_mode",
     "has_global_hooks",
-    "hook_keys",
     "hook_tables",
     "in_backward",
     "is_compiler_error",
     "is_full_cache",
     "is_implicit_redistribution",
     "is_profiling",
-    "layout_of",
     "leaf_over",
     "leaf_states",
     "local_of",
@@ -54,10 +48,7 @@ __all__ = [
     "ordinary_call",
     "plain_operands_replicated",
     "run_backward",
-    "runs_in_backward",
-    "set_gradients",
     "sum_later",
-    "tensor_hooks",
     "tensor_tables",
     "train_flags",
     "tree_leaves",
@@ -105,19 +96,9 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], di
     return module._parameters, module._buffers
 
 
-def tensor_hooks(tensor: Tensor) -> Iterable[object]:
-    """Return the gradient hooks registered on a tensor."""
-    return (tensor._backward_hooks or {}).values()
-
-
 def local_of(tensor: DTensor) -> Tensor:
     """Return the local tensor that a DTensor wraps, without autograd."""
     return tensor._local_tensor
-
-
-def layout_of(tensor: DTensor) -> object:
-    """Return mesh, placements, shape, strides and dtype of a DTensor, as one object for :func:`wrap`."""
-    return tensor._spec
 
 
 wrap: Callable[[Tensor, object], DTensor] = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
@@ -162,14 +143,6 @@ def alias(tensor: Tensor) -> Tensor:
     """Return a plain tensor over the memory of another, outside autograd."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
-
-
-gradient_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
-
-
-def set_gradients(tensors: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
-    """Set the ``.grad`` of many tensors."""
-    for_each(Tensor.grad.__set__, tensors, gradients)
 
 
 def for_each(function: Callable, *columns: Iterable) -> None:
@@ -313,48 +286,6 @@ def flat_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
 def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the table of the children that ``module`` itself holds; changing it changes the module."""
     return module._modules
-
-
-def hook_keys(tensor: Tensor) -> list[int]:
-    """Return the keys of the gradient hooks and of the post-accumulate hooks registered on a tensor, in this order."""
-    return [*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ())]
-
-
-def accumulates(leaf: Tensor) -> bool:
-    """Tell whether the running backward adds to ``leaf.grad``; False where ``torch.autograd.grad`` asked for it."""
-    try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
-    except RuntimeError:  # how torch says that the gradient of this leaf is captured
-        return False
-
-
-def accumulation_node(leaf: Tensor) -> object:
-    """Return the node of a leaf in the graph of backward; it keeps the leaf alive."""
-    with torch._C.DisableTorchFunctionSubclass():  # whatever the leaf's class answers at the moment
-        return torch.autograd.graph.get_gradient_edge(leaf).node
-
-
-runs_in_backward: Callable[[object], bool] = torch._C._will_engine_execute_node
-"""Tell whether the running backward has executed a node that is no leaf's, or will."""
-
-
-def arrive(leaf: Tensor, gradient: Tensor, add: Callable[[Tensor, Tensor], None]) -> None:
-    """Do with the gradient of a leaf what a running backward does when it reaches the leaf.
-
-    Args:
-        leaf: it has a gradient from outside of its own graph.
-        gradient: brought to the dtype that the leaf asks for, then seen and perhaps changed by its gradient hooks.
-        add: adds it to ``.grad``; post-accumulate hooks follow.
-    """
-    dtype = getattr(leaf, "grad_dtype", None)
-    if dtype is not None and dtype != gradient.dtype:
-        gradient = gradient.to(dtype)
-    for hook in list((leaf._backward_hooks or {}).values()):
-        changed = hook(gradient)
-        gradient = gradient if changed is None else changed
-    add(leaf, gradient)
-    for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
-        hook(leaf)
 
 
 backward_number: Callable[[], int] = torch._C._current_graph_task_id

@@ -31,6 +31,7 @@ Note: several gradients in one backward pass
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -191,7 +192,7 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _intake_of(parameter: Tensor) -> _Intake | None:
-    return vars(parameter).get(ATTRIBUTE)
+    return vars(parameter).get(ATTRIBUTE) or None  # empty in a copy
 
 
 class _Intake:
@@ -216,7 +217,7 @@ class _Intake:
         self.kept: object = NOTHING
 
     def __reduce__(self) -> tuple:
-        return _copied, ()
+        return OrderedDict, ()  # empty; torch.load(weights_only=True) allows it, too
 
     def install(self, parameter: Tensor) -> None:
         """Register the two hooks, unless they are there."""
@@ -310,10 +311,6 @@ class _Hook:
     def __call__(self, value: Tensor | None) -> Tensor | None:
         method = self._method()
         return None if method is None else method(value)
-
-
-def _copied() -> None:
-    return None
 
 
 class _StandIn:
