@@ -156,10 +156,12 @@ def run_composed(session: nox.Session, program: str, *arguments: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting and the rules of the repository."""
-    session.install("--quiet", "--constraint", str(CONSTRAINTS), "ruff", "pytest")
+    """Check style, formatting, types and the rules of the repository."""
+    requirements = {requirement for project in PACKAGES.values() for requirement in project.requirements}
+    session.install("--quiet", "--constraint", str(CONSTRAINTS), "ruff", "mypy", "pytest", *sorted(requirements))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
     session.run("pytest", "tests/repo")
 
 
@@ -227,6 +229,13 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
+def api(session: nox.Session) -> None:
+    """Build the reference of every public name from its docstring into runs/api/."""
+    run_composed(session, "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS), "pdoc")
+    run_composed(session, "python", "tools/api_site.py", "runs/api")
+
+
+@nox.session(default=False, venv_backend="none", requires=["composed"])
 def mixtral_4d(session: nox.Session) -> None:
     """Train an unmodified Mixtral in 4D and compare with one process (arguments after -- go to train.py)."""
     with_dropout = ["--dp", "2", "--tp", "2", "--pp", "1", "--dropout", "0.1", "--steps", "8", "--out", "runs/dropout"]
@@ -278,7 +287,17 @@ def dev(session: nox.Session) -> None:
     if not python.exists():
         session.run(sys.executable, "-m", "virtualenv", str(ROOT / ".venv"), external=True)
     install_command = [str(python), "-m", "pip", "install", "--constraint", str(CONSTRAINTS)]
-    session.run(*install_command, "hatchling", "editables", "nox", "ruff", *RECIPE_REQUIREMENTS, external=True)
+    session.run(
+        *install_command,
+        "hatchling",
+        "editables",
+        "nox",
+        "ruff",
+        "mypy",
+        "pre-commit",
+        *RECIPE_REQUIREMENTS,
+        external=True,
+    )
     editable = [argument for project in PROJECTS.values() for argument in ("--editable", f"{project.folder}[test]")]
     session.run(*install_command, "--no-build-isolation", *editable, external=True)
     session.log("ready: source .venv/bin/activate")
