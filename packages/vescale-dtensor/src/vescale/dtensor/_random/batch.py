@@ -15,6 +15,7 @@ from contextvars import ContextVar
 import torch
 from torch.distributed.tensor import DTensor
 
+from .._containers import tensors_in
 from .._operators.attention import is_fused_without_dropout
 from .._torch import dispatch as _torch
 from . import streams as _streams
@@ -50,7 +51,7 @@ class RandomMode(_torch.TorchDispatchMode):
             return func(*args, **kwargs)
         if is_fused_without_dropout(func, args, kwargs):
             return func(*args, **kwargs)
-        if any(isinstance(leaf, DTensor) for leaf in _torch.tree_leaves((args, kwargs))):
+        if any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs))):
             return func(*args, **kwargs)  # they reach the same rules by their own dispatch
         return self.handler(func, args, kwargs)
 
