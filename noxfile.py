@@ -211,7 +211,7 @@ def composed(session: nox.Session) -> None:
     """Install all packages together (what the sessions below run in)."""
     names = [*PACKAGES, TESTING]
     start_environment(session, names)
-    install(session, names, *all_test_requirements(), *RECIPE_REQUIREMENTS)
+    install(session, names, *all_test_requirements(), *RECIPE_REQUIREMENTS, "pdoc")
     session.run("python", "tools/check_environment.py", *PACKAGES, env=RUN_ENV)
 
 
@@ -231,7 +231,6 @@ def docs(session: nox.Session) -> None:
 @nox.session(default=False, venv_backend="none", requires=["composed"])
 def api(session: nox.Session) -> None:
     """Build the reference of every public name from its docstring into runs/api/."""
-    run_composed(session, "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS), "pdoc")
     run_composed(session, "python", "tools/api_site.py", "runs/api")
 
 
