@@ -194,7 +194,7 @@ class MicroBatches:
 
     def _resume(self, state: _streams.Snapshot, outside: _streams.Snapshot) -> None:
         state.restore()
-        if _streams.current() == _streams.PHILOX:  # the windows and the module around this call, not those of then
+        if _streams.current() == _streams.PHILOX:  # with the windows around this call
             torch.set_rng_state(_state.write(_state.read(state.generator), outside.generator))
 
     def finish(self) -> None:
@@ -204,4 +204,4 @@ class MicroBatches:
         self._states[max(self._states)].restore()
         if self._start.active == _streams.PHILOX:
             positions = [_state.read(state.generator) for state in self._states.values()]
-            torch.set_rng_state(_state.write(_state.furthest(positions), self._start.generator))
+            torch.set_rng_state(_state.write(max(positions), self._start.generator))  # the one furthest on
