@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
         return func is not aten.lift_fresh.default or foreign_memory(tensors[0])
 
     def _is_foreign(self, func: Op, deferred: list[DeferredTensor]) -> bool:
-        """Return whether an operator only makes an alias of a tensor of another recording; other mixtures are errors."""
+        """Return whether an operator only aliases a tensor of another recording; other mixtures are errors."""
         if all(tensor.deferred.recording is self.recording for tensor in deferred):
             return False
         if func in ALIAS:

@@ -1,9 +1,9 @@
 """Deterministic operators: right under every sharding, or refused.
 
 Stock DTensor has a rule for many operators: how sharded operands give sharded results. For the others it raises, and
-for some it is wrong: it returns another value, another gradient, or fails on those ranks alone whose shard is empty. This
-package replaces the second and third kind, operator by operator; what stock torch does right stays as it is, at its
-speed::
+for some it is wrong: it returns another value, another gradient, or fails on those ranks alone whose shard is empty.
+This package replaces the second and third kind, operator by operator; what stock torch does right stays as it is, at
+its speed::
 
     tables      which operator gets which rule, and why
     gather      full operands on every rank: right for every deterministic operator
