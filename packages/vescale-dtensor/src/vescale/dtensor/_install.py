@@ -19,9 +19,8 @@ from ._operators.loss import loss_handlers
 from ._operators.scalars import scalar_handlers
 from ._operators.vocabulary import vocab_handlers
 from ._placements.hooks import install as install_placements
-from ._random.stock.factories import install_factories
-from ._random.stock.rules import handlers
-from ._random.streams import switchable
+from ._random.rules import handlers
+from ._random.stock.fills import install_factories
 from ._torch import dispatch as _torch
 from .debug._repr import install_repr, remove_repr
 
@@ -39,7 +38,7 @@ def families() -> dict[str, Table]:
     others = operator_handlers() | composite_handlers() | scalar_handlers()
     for special in (attention_handlers(), loss_handlers(), vocab_handlers()):
         others |= special
-    random = {op: switchable(handler) for op, handler in handlers().items() if op not in attention_handlers()}
+    random = {op: handler for op, handler in handlers().items() if op not in attention_handlers()}
     return {
         "random": random,
         "operators": {op: handler for op, handler in others.items() if op not in random},
