@@ -9,7 +9,7 @@ sized out       ``rand.out randint.out …``                      a fill of ``ou
 out             every other ``.out`` of an operator above       the operator, then a copy
 ==============  ==============================================  ================================================
 
-``torch.distributed.tensor.rand`` and ``randn`` are fills, too (`install_factories`). Stock torch draws them on the
+``torch.distributed.tensor.rand`` and ``randn`` are fills, too (`draw_as_one_device`). Stock torch draws them on the
 shard, on CUDA from an offset of its own, and raises on the CPU.
 """
 
@@ -27,7 +27,7 @@ from ...errors import UnsupportedRandomOperator
 from ..global_position import local_of, position_of
 from .draw import PIECEWISE_OPS, draw_into
 
-__all__ = ["check_out", "copy_to_out", "empty_like", "fill", "fill_handlers", "install_factories", "wrapped_like"]
+__all__ = ["check_out", "copy_to_out", "draw_as_one_device", "empty_like", "fill", "fill_handlers", "wrapped_like"]
 
 aten = torch.ops.aten
 
@@ -245,15 +245,16 @@ def copy_to_out(result: Tensor, out: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- factories
 
 
-def install_factories() -> None:
-    """Route the random factories of ``torch.distributed.tensor`` through the rules for fills. Called on import."""
-    _torch.hook_random_factories(_fill_new)
+def draw_as_one_device(stock: Callable) -> Callable:
+    """Return the function behind both factories of ``torch.distributed.tensor`` that draws by the rules for fills."""
 
+    @functools.wraps(stock)
+    def helper(init_op: Callable, *args: object, **kwargs: object) -> DTensor:
+        if init_op not in (torch.rand, torch.randn) or UNIFORM not in _torch.handler_table():  # other, or disabled
+            return stock(init_op, *args, **kwargs)
+        tensor = stock(torch.empty, *args, **kwargs)
+        with torch.no_grad():
+            tensor.uniform_() if init_op is torch.rand else tensor.normal_()
+        return tensor
 
-def _fill_new(factory: Callable, tensor: DTensor) -> bool:
-    """Fill a new tensor; return False if the rules are disabled."""
-    if UNIFORM not in _torch.handler_table():
-        return False
-    with torch.no_grad():
-        tensor.uniform_() if factory is torch.rand else tensor.normal_()
-    return True
+    return helper
