@@ -134,7 +134,7 @@ def laid_out(shape, stride, held):
 
 
 def draws_alike(case, coord):
-    """Draw the part of one coordinate; tell whether values and state are those of one device."""
+    """Draw the part of one coordinate; return whether values and state are those of one device."""
     whole, state = reference(case)
     shape, mesh, placements = case["shape"], case["mesh"], case["placements"]
     held = _layout.pieces(shape, mesh, coord, placements)
