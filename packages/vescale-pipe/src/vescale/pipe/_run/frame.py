@@ -62,6 +62,7 @@ class Call:
     @property
     def inputs(self) -> tuple[tuple, dict]:
         """Positional and keyword arguments of the call on its home stage."""
+        assert self.real is not None, "the call runs on another stage"
         return self.structure.rebuild(self.real)
 
 
@@ -150,7 +151,7 @@ class Frame:
     def finish(self, call: Call, output: Any, *, is_operator: bool) -> Any:
         """Finish an event on its home stage: register its outputs as values, and return them to the caller."""
         leaves, structure = flatten(output)
-        position = {id(leaf): i for i, leaf in enumerate(call.real) if isinstance(leaf, torch.Tensor)}
+        position = {id(leaf): i for i, leaf in enumerate(call.real or ()) if isinstance(leaf, torch.Tensor)}
         if self.recorder is None:
             record = self._program.records[call.key.index]
             _check_repeated(record, leaves, position)
@@ -322,7 +323,7 @@ def _outcome(call: Call, leaves: list, structure: Structure, position: dict[int,
             )
     changed = tuple(
         (i, meta_of(leaf))
-        for i, (leaf, version) in enumerate(zip(call.real, call.versions, strict=True))
+        for i, (leaf, version) in enumerate(zip(call.real or (), call.versions, strict=True))
         if isinstance(leaf, torch.Tensor) and version_of(leaf) != version
     )
     return Outcome(structure.rebuild(described), changed)
