@@ -25,9 +25,6 @@ KNOWN_CIRCLES = {
         "_gradients.partials",
         "_gradients.placeholder",
         "_gradients.reduction",
-        "_parameters.zero3_state",
-        "_state.pieces",
-        "ddp",
     },
 }
 
@@ -36,7 +33,6 @@ FUNCTION_IMPORTS = {
     ("_draw.py", "matplotlib.figure"): "an extra brings matplotlib",
     ("_draw.py", "matplotlib.patches"): "an extra brings matplotlib",
     ("training.py", "vescale"): "the plugin serves packages whose tests run without the umbrella",
-    ("ddp.py", "_parameters"): "a circle that is still there",
 }
 
 
