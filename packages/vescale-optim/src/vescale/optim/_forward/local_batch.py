@@ -185,8 +185,8 @@ class _LocalBatch(threading.local):
             mode = "training" if module.training else "evaluation"
             raise RuntimeError(
                 f"{self.draws.name(module)}, or a module in it, drew random numbers, or seeded: expected none, as in "
-                f"its first call in {mode}. So it was not watched, and rank {dist.get_rank()} drew as if it were the only "
-                "one. (A rate that was 0? Another thread that draws? A seed that is set in forward?) Pass "
+                f"its first call in {mode}. So it was not watched, and rank {dist.get_rank()} drew as if it were "
+                "alone. (A rate that was 0? Another thread that draws? A seed that is set in forward?) Pass "
                 "watch_draws=True to DDP, which then watches every call"
             )
 
