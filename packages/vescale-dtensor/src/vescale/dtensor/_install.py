@@ -21,16 +21,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ._exit import let_threads_finish
-from ._operators import fallback, forget_copies, operator_handlers, review
+from ._operators import fallback, first_arguments, forget_copies, operator_handlers, review
 from ._operators.attention import attention_handlers
-from ._operators.cache_keys import first_arguments
-from ._operators.composite import composite_handlers
-from ._operators.linear import add_whole_once
+from ._operators.decompose import composite_handlers
 from ._operators.loss import loss_handlers
 from ._operators.scalars import scalar_handlers
 from ._operators.vocabulary import vocab_handlers
 from ._placements.checkpoint import PROTOCOL, boxes, global_shape
 from ._placements.hooks import (
+    add_whole_once,
     for_own_placements,
     has_ragged,
     redistribute_method,
@@ -118,7 +117,7 @@ ROWS: tuple[Row, ...] = (
         patches.RulePatch(patches.PropagationRule(on_error=fallback, after=review), order=2),
     ),
     Row(
-        "whole summands",
+        "a bias added once",
         "operators",
         "stock adds bias / n on each of n ranks, which rounds; here one rank adds all of it",
         patches.division_into_partials(add_whole_once),
