@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from vescale.dtensor import DTensor, Partial, Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
-from vescale.dtensor._random.global_position import BatchWindow, fills_memory, memory_order, place_of
+from vescale.dtensor._random.global_position import BatchWindow, fills_memory, memory_order, position_of
 from vescale_testing import ranks
 
 
@@ -16,7 +16,7 @@ def test_memory_order_of_permuted_tensors(order):
     permuted = torch.empty([5, 3, 2]).permute(order)
     assert memory_order(tuple(permuted.shape), permuted.stride()) == tuple(order.index(d) for d in range(3))
     assert fills_memory(tuple(permuted.shape), permuted.stride())
-    assert place_of("normal_", permuted, ()).is_contiguous == permuted.is_contiguous()
+    assert position_of("normal_", permuted, ()).is_contiguous == permuted.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,16 @@ def test_memory_order_of_permuted_tensors(order):
     ids=["columns", "strided", "transposed columns", "slice of a transposed one"],
 )
 def test_memory_with_gaps_has_an_order_too(tensor, order):
-    place = place_of("normal_", tensor, ())
-    assert place.order == order
-    assert not place.is_contiguous
+    position = position_of("normal_", tensor, ())
+    assert position.order == order
+    assert not position.is_contiguous
     assert not fills_memory(tuple(tensor.shape), tensor.stride())
 
 
-def test_elements_that_share_memory_have_no_place():
+def test_elements_that_share_memory_have_no_position():
     with pytest.raises(UnsupportedRandomOperator, match=r"call \.contiguous\(\) first: several of its elements share"):
-        place_of("normal_", torch.empty(1, 3).expand(4, 3), ())
-    assert place_of("normal_", torch.empty(1, 3).expand(1, 3), ()).shape == (1, 3)
+        position_of("normal_", torch.empty(1, 3).expand(4, 3), ())
+    assert position_of("normal_", torch.empty(1, 3).expand(1, 3), ()).shape == (1, 3)
 
 
 def test_dims_of_size_one_and_empty_tensors_keep_their_order():
@@ -51,18 +51,18 @@ def test_dims_of_size_one_and_empty_tensors_keep_their_order():
 
 
 def test_windows_cut_the_batch_from_the_inside_out():
-    place = place_of("dropout", torch.empty(2, 5), (BatchWindow(1, 3), BatchWindow(1, 2)))
-    assert place.shape == (12, 5)
-    assert place.boxes == (((8, 0), (2, 5)),)  # part 1 of 3 of 2 rows, in part 1 of 2 of 6 rows
+    position = position_of("dropout", torch.empty(2, 5), (BatchWindow(1, 3), BatchWindow(1, 2)))
+    assert position.shape == (12, 5)
+    assert position.boxes == (((8, 0), (2, 5)),)  # part 1 of 3 of 2 rows, in part 1 of 2 of 6 rows
 
 
 def test_one_row_in_a_batch_must_tell_the_memory_order():
     window = (BatchWindow(1, 3),)
-    assert place_of("dropout", torch.empty(1, 5), window).shape == (3, 5)
-    assert place_of("dropout", torch.empty(1, 4, 5).transpose(1, 2), window).order == (0, 2, 1)
+    assert position_of("dropout", torch.empty(1, 5), window).shape == (3, 5)
+    assert position_of("dropout", torch.empty(1, 4, 5).transpose(1, 2), window).order == (0, 2, 1)
     for row in (torch.empty(5, 1).t(), torch.empty(1, 8)[:, :5]):  # the global batch is transposed, or has gaps
         with pytest.raises(UnsupportedRandomOperator, match="one row does not tell the memory order of the batch"):
-            place_of("dropout", row, window)
+            position_of("dropout", row, window)
 
 
 @ranks(4)
@@ -70,9 +70,9 @@ def test_the_boxes_of_all_ranks_tile_the_tensor():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layouts = [(Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Shard(0)), (Shard(1), Shard(1))]
     for shape, placements in itertools.product([(5, 3), (1, 2), (3, 1), (0, 4), (8, 8)], layouts):
-        place = place_of("normal_", sharded(shape, mesh, placements), ())
+        position = position_of("normal_", sharded(shape, mesh, placements), ())
         boxes = [None] * 4
-        dist.all_gather_object(boxes, place.boxes)
+        dist.all_gather_object(boxes, position.boxes)
         count = torch.zeros(shape, dtype=torch.int64)
         for offsets, sizes in itertools.chain(*boxes):
             count[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
@@ -98,15 +98,15 @@ def test_a_rank_outside_the_mesh_holds_nothing_but_draws_along():
 
 
 @ranks(2)
-def test_a_partial_tensor_has_no_place():
+def test_a_partial_tensor_has_no_position():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     tensor = DTensor.from_local(torch.zeros(4), mesh, [Partial()], run_check=False)
     expected = (
         r"normal_ on a DTensor of shape \(4,\), placements \(Partial\(sum\),\).*redistribute to Shard or Replicate"
     )
     with pytest.raises(UnsupportedRandomOperator, match=expected):
-        place_of("normal_", tensor, ())
-    assert place_of("normal_", tensor.redistribute(placements=[Replicate()]), ()).boxes == (((0,), (4,)),)
+        position_of("normal_", tensor, ())
+    assert position_of("normal_", tensor.redistribute(placements=[Replicate()]), ()).boxes == (((0,), (4,)),)
 
 
 def sharded(shape, mesh, placements):
