@@ -1,7 +1,7 @@
-"""The entry points of the replay: may this draw be replayed, and if so, do it.
+"""Entry points of the replay: check that a draw can be replayed, and replay it.
 
-They take what a rule of a random operator knows: the boxes that a rank holds with the memory of each, and the shape and
-memory order of the global tensor. Internally all dims are permuted to memory order first, in which a draw is a line.
+A rule of a random operator passes the boxes that a rank holds, the memory of each, and the shape and memory order of
+the global tensor. All dims are first permuted to memory order, in which a draw is a flat range.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from ..._layout.boxes import Box
 from ..._torch import dispatch as _torch
 from .backend import CUDA, Backend
-from .draws import Fill, bernoulli_part, dropout_part, fill_part
-from .replay import UnexpectedAdvance
-from .rules import values_per_block
+from .geometry import values_per_block
+from .replay import Fill, UnexpectedAdvance, bernoulli_part, dropout_part, fill_part
 from .selftest import bernoulli_is_exact, distrust, dropout_is_logical, dropout_vector, fill_is_exact
 
 __all__ = ["Views", "replay_bernoulli", "replay_fill", "replay_native_dropout"]
@@ -48,7 +47,7 @@ def replay_fill(
     """Fill a rank's part of a tensor with what the in-place operator ``op`` draws on one device.
 
     Args:
-        op: one of ``_pieces.PIECEWISE_OPS``.
+        op: one of ``stock.draw.PIECEWISE_OPS``.
         views: global boxes that this rank holds, each with its memory; none if it only moves the generator.
         shape: shape of the global tensor, which must be dense if it has 2^31 bytes or more.
         layout: its dims from the slowest to the fastest in memory; None means row-major.
@@ -60,7 +59,7 @@ def replay_fill(
         backend: the device's operators.
 
     Returns:
-        Whether it is done. If not, the generator is as before: draw the whole tensor, and overwrite the views.
+        Whether it is done. If not, the generator is as before: draw the full tensor and overwrite the views.
 
     Example:
         >>> box = ((0, 0), (2, 4))
@@ -99,7 +98,7 @@ def replay_native_dropout(
     train: bool | None = True,
     backend: Backend = CUDA,
 ) -> bool:
-    """Fill ``out`` and ``mask`` with a rank's part of ``native_dropout``; False means: draw the whole tensor.
+    """Fill ``out`` and ``mask`` with a rank's part of ``native_dropout``; False: draw the full tensor.
 
     Args:
         local: this rank's part of the input.
@@ -129,7 +128,7 @@ def replay_native_dropout(
     if found is None:
         return False
     vector, widest = found
-    if vector == 1:  # what is read one by one is numbered in logical order
+    if vector == 1:  # elements read one by one are numbered in logical order
         if not (is_dense and _is_row_major(layout)) and not dropout_is_logical(backend, op, dtype, device, widest):
             return False
         layout = None
@@ -154,7 +153,7 @@ def replay_bernoulli(
     backend: Backend = CUDA,
     least: int = LEAST_BERNOULLI,
 ) -> bool:
-    """Fill ``out`` with a rank's part of ``bernoulli_(probabilities)``; False means: draw the whole tensor.
+    """Fill ``out`` with a rank's part of ``bernoulli_(probabilities)``; False: draw the full tensor.
 
     Args:
         probabilities: this rank's part of the probabilities, floats in [0, 1].

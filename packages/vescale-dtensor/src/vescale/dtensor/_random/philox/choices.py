@@ -1,4 +1,4 @@
-"""Rules for operators that choose: ``randperm`` and ``multinomial``.
+"""Rules of the stream "philox" for operators that choose: ``randperm`` and ``multinomial``.
 
 Both are defined by independent random numbers, one for each element of a tensor, so that rows can be drawn alone:
 
@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..._torch import dispatch as _torch
 from ...errors import UnsupportedRandomOperator
+from ..global_position import local_of, position_of
 from . import values as _values
-from .boxes import Draw, check, local_of
+from .elements import Draw
 from .fills import Rule
 
 __all__ = ["choice_rules"]
@@ -84,7 +85,7 @@ def _rows(weights: Tensor) -> int | None:
 
 
 def _check(draw: Draw, weights: Tensor, num_samples: int, replacement: bool) -> None:
-    """Raise if this is no distribution, or not one whose rows this rank holds whole."""
+    """Raise unless ``weights`` is a distribution of which this rank holds full rows."""
     op = draw.op
     if weights.ndim not in (1, 2) or weights.shape[-1] == 0:
         raise RuntimeError(f"{op}: weights have 1 or 2 dims and at least one category, got {tuple(weights.shape)}")
@@ -94,12 +95,12 @@ def _check(draw: Draw, weights: Tensor, num_samples: int, replacement: bool) -> 
         raise RuntimeError(
             f"{op}: cannot take {num_samples} samples from {weights.shape[-1]} categories, replacement={replacement}"
         )
-    check(op, weights, draw.windows)
+    position_of(op, weights, draw.windows, logical=True)
     if isinstance(weights, DTensor):
         if any(
             not p.is_replicate() and not (type(p) is Shard and p.dim < weights.ndim - 1) for p in weights.placements
         ):
-            raise UnsupportedRandomOperator.for_tensor(op, weights, "redistribute so that every rank holds whole rows")
+            raise UnsupportedRandomOperator.for_tensor(op, weights, "redistribute so that every rank holds full rows")
     elif draw.windows and weights.ndim == 1:
         raise UnsupportedRandomOperator.for_tensor(op, weights, "give it the batch as dim 0")
     _check_values(op, local_of(weights), num_samples, replacement)

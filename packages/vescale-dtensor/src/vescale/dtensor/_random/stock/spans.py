@@ -1,14 +1,14 @@
-"""Which flat ranges of a draw a rank needs, and where each goes: pure functions over integers.
+"""Cut a draw into spans: pure functions over integers.
 
-The elements of a tensor are numbered in the order in which its memory is drawn. A rank's boxes cut this line in
+The elements of a tensor are numbered in the order in which its memory is drawn. The boxes of a rank cut this line into
 **spans** of three kinds::
 
-    shape (6, 4), rows [2, 4)      0 . . . . . . 8 ======== 16 . . . . . . 24        . nothing of it is held: skip it
-    columns [1, 3)                 0 ############################### 24              # drawn in scratch, parts are kept
-                                                                                     = drawn where it is kept
+    shape (6, 4), rows [2, 4)      0 . . . . . . 8 ======== 16 . . . . . . 24        . not held: skip it
+    columns [1, 3)                 0 ############################### 24              # drawn in scratch, parts kept
+                                                                                     = drawn in the local tensor
 
-Cuts must lie on multiples of ``block`` elements, and the last span has at least ``block``: what `normal_` needs, which
-works in blocks (see ``_pieces``).
+Cuts lie on multiples of ``block`` elements, and the last span has at least ``block``, because `normal_` works in blocks
+(see ``draw``).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _with_gaps(found: list[Span], numel: int) -> list[Span]:
 
 
 def steps(shape: Sequence[int], span: Span, block: int, max_piece: int) -> Iterator[tuple[int, int]]:
-    """Cut a span into pieces of at most ``max_piece`` elements (a last one of up to ``block`` more), at whole rows
+    """Cut a span into pieces of at most ``max_piece`` elements (a last one of up to ``block`` more), at row boundaries
     where they fit, so that most pieces are rectangles.
 
     Example:
@@ -136,7 +136,7 @@ def steps(shape: Sequence[int], span: Span, block: int, max_piece: int) -> Itera
     if unit > max_piece:
         unit = block
     step = max(max_piece // unit, 1) * unit
-    # where the draw ends, what is left must fill a block: a remainder that does not goes with the piece before it
+    # at the end of the draw, a remainder smaller than a block is joined to the piece before it
     least = block if stop == math.prod(shape) else 1
     while stop - start > step:
         following = (start // step + 1) * step
