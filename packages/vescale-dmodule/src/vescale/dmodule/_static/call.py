@@ -43,7 +43,7 @@ class Call:
 
     Attributes:
         state: of the program.
-        depth: number of calls of the module inside of its own call.
+        depth: number of calls of the module in progress; more than one if the module calls itself.
         layouts: the recorded layouts of the call, also between calls.
         observer: takes boundary records during a dry run.
     """

@@ -57,7 +57,7 @@ from .call import Call, State
 from .direct_calls import direct_calls
 from .local_modules import local_rows, silent_axes
 from .local_parameters import LocalParameters, Twin, held_by
-from .parts import Parts
+from .parts import Parts, join
 from .patch import ModulePatch
 from .random_operators import OperatorHooks, QuietCall
 from .recording.compare import check_same, raise_together
@@ -194,55 +194,60 @@ class StaticProgram:
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Begin a call: open the program; record a call with a new signature first."""
-        call, where = self.call, self.parts.edge("enters")
-        if call.state in (State.OPEN, State.EAGER_ONCE) and not _torch.is_in_own_forward(module):
+        call = self.call
+        if (call.depth or call.is_open) and not _torch.is_in_own_forward(module):
             self._abandon()
-        if call.state is State.RECORDING:
-            watch = call.observer.watch_argument
-            return map_leaves(watch, args, where), map_leaves(watch, kwargs, where)
-        if call.state in (State.OPEN, State.EAGER_ONCE):  # the module calls itself
-            call.depth += 1
-        elif call.state is State.IDLE and not self._prepare(args, kwargs):
-            call.state = State.EAGER_ONCE
-            self._eager_once = hook_scope(module, self.parts.name, self.model.scope)
-            self.model.scope.enter(module, self.parts.name)  # too late for the hook of the module itself
-        else:
+        if call.state is State.IDLE and not self._prepare(args, kwargs):
+            self._enter_eager_once()
+        elif call.state in (State.IDLE, State.CHECKING):
             self._open()
+        call.depth += 1
+        if call.is_open and self.parts.name in self._drawing:
+            self._drawing[self.parts.name].enter(module, args)
         if call.state is State.EAGER_ONCE:
+            self.model.scope.enter(module, self.parts.name)
+        if call.state is State.EAGER_ONCE or call.depth > 1:  # values inside of the module are what its code needs
             return None
-        if (own := self._drawing.get(self.parts.name)) is not None:
-            own.enter(module, args)
-        args = map_leaves(call.localize, args, where)
-        return args, map_leaves(call.localize, kwargs, where) if kwargs else kwargs
+        edge = call.localize if call.is_open else call.observer.watch_argument
+        where = self.parts.edge("enters")
+        return map_leaves(edge, args, where), map_leaves(edge, kwargs, where) if kwargs else kwargs
 
     def leave(self, module: nn.Module, args: tuple, output: object) -> object:
         """End a call, which has raised if ``output`` is None; return what eager mode returns."""
-        call, where = self.call, self.parts.edge("returns")
-        if call.state is State.RECORDING:
-            return None if output is None else map_leaves(call.observer.watch, output, where)
-        if call.state is State.EAGER_ONCE:
+        call, state = self.call, self.call.state
+        if not call.depth:
+            return None  # it failed before it was opened
+        call.depth -= 1
+        if state is State.EAGER_ONCE:
             self._leave_eager_once()
             return None
-        if call.state is not State.OPEN:
-            return None  # it failed before it was opened
-        if (own := self._drawing.get(self.parts.name)) is not None:
-            own.leave(module, args, output)
-        if call.depth:
-            call.depth -= 1
+        if state is State.OPEN:
+            if self.parts.name in self._drawing:
+                self._drawing[self.parts.name].leave(module, args, output)
+            if not call.depth:
+                self._close()
+                self._quiet_call.end(self.parts.name, well=output is not None)
+        if output is None:
+            return None
+        if state is State.RECORDING:
+            edge = call.observer.watch
         else:
-            self._close()
-            self._quiet_call.end(self.parts.name, well=output is not None)
-        return None if output is None else map_leaves(call.globalize, output, where)
+            edge = call.globalize if call.is_root or not call.depth else call.noted
+        return map_leaves(edge, output, self.parts.edge("returns"))
+
+    def _enter_eager_once(self) -> None:
+        """Run one call in eager mode. Hooks of the module itself would be removed while torch iterates over them."""
+        self.call.state = State.EAGER_ONCE
+        for name, child in self.parts.module.named_children():
+            self._eager_once += hook_scope(child, join(self.parts.name, name), self.model.scope)
 
     def _leave_eager_once(self) -> None:
-        if self.call.depth:
-            self.call.depth -= 1
-            return
-        for handle in self._eager_once:
-            handle.remove()
-        self._eager_once = []
         self.model.scope.leave(self.parts.name)
-        self.call.state = State.IDLE
+        if not self.call.depth:
+            for handle in self._eager_once:
+                handle.remove()
+            self._eager_once.clear()
+            self.call.state = State.IDLE
 
     def _abandon(self) -> None:
         """Put the module back after a call that was interrupted; torch runs no hooks after a KeyboardInterrupt."""
@@ -338,7 +343,7 @@ class StaticProgram:
         finally:
             if call.is_open:  # interrupted
                 self._close()
-            call.state, call.observer, model.scope.attaches = State.IDLE, None, True
+            call.state, call.depth, call.observer, model.scope.attaches = State.IDLE, 0, None, True
             model.phase.convert = None
 
     def _adopt(self, recording: Recording) -> None:
