@@ -215,9 +215,10 @@ def test_an_exception_while_opening_leaves_the_module_as_it_was(monkeypatch):
     model = parallel()
     assert_trains(model)
     before = snapshot(model)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as patch:
         patch.setattr(_program.LocalParameters, "opened", lambda _parameters: 1 / 0)
-        model(batch())
+        with pytest.raises(ZeroDivisionError):
+            model(batch())
     assert snapshot(model) == before
     assert_trains(model)
 

@@ -11,8 +11,8 @@ A static program changes a module for the time of a call. Every change is one ro
     a compiled block       vars(entry)               "run"                   compiled function
     hooks in such a block  vars(module)              "_forward_hooks"        conversions without names
 
-Guarantee: :meth:`ModulePatch.restore` leaves every key as :meth:`ModulePatch.apply` found it, absent keys included, also
-if ``apply`` raised half way. Patches nest like brackets; one patch may be applied again while it is applied.
+Guarantee: :meth:`ModulePatch.restore` leaves every key as :meth:`ModulePatch.apply` found it, absent keys included,
+also if ``apply`` raised half way. Patches nest like brackets; one patch may be applied again while it is applied.
 
 Opening a program is the inner loop of static mode, so rows are kept as columns and no Python runs per row.
 """
