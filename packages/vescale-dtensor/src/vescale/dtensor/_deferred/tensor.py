@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -125,7 +125,7 @@ class DeferredTensor(Tensor):
         """Return the contents as nested lists (while the constructor runs)."""
         return self._contents("tolist()").tolist()
 
-    def numpy(self, *, force: bool = False):
+    def numpy(self, *, force: bool = False) -> Any:
         """Return a read-only array of the contents (while the constructor runs)."""
         array = self._contents("numpy()").numpy(force=force)
         array.flags.writeable = False  # a write would reach this copy alone, and be lost

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from .._torch import dispatch as _torch
 
-__all__ = ["complete_cache_keys"]
+__all__ = ["first_arguments"]
 
 # operator -> position of the first argument that must be in the key
 FIRST_ARGUMENT = {
@@ -22,7 +22,6 @@ FIRST_ARGUMENT = {
 }
 
 
-def complete_cache_keys() -> None:
-    """Put the missing arguments into the keys. Safe to call more than once."""
-    for name, position in FIRST_ARGUMENT.items():
-        _torch.set_first_cached_argument(_torch.overload(name), position)
+def first_arguments() -> dict[_torch.Op | None, int]:
+    """Return, by operator, the position of the first argument that must be in the key; None is one torch lacks."""
+    return {_torch.overload(name): position for name, position in FIRST_ARGUMENT.items()}

@@ -16,18 +16,30 @@ conversion itself that does, and it costs one new tensor of the operand's size, 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial
 
-from .._torch import dispatch as _torch
-
-__all__ = ["install_whole_summands"]
+__all__ = ["add_whole_once"]
 
 
-def install_whole_summands() -> None:
-    """Let one rank keep the whole of a replicated tensor that becomes partial."""
-    _torch.set_division_into_partials(_whole_on_first)
+def add_whole_once(stock: Callable) -> Callable:
+    """Return the conversion of a replicated tensor to a partial one that lets one rank keep all of it.
+
+    Concerns ``Partial("sum")`` alone, not placements derived from it.
+    """
+
+    @functools.wraps(stock)
+    def partition(self: Partial, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        if type(self) is Partial and self.reduce_op == "sum":
+            return _whole_on_first(tensor, mesh, mesh_dim)
+        return stock(self, tensor, mesh, mesh_dim)
+
+    return partition
 
 
 def _whole_on_first(tensor: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:

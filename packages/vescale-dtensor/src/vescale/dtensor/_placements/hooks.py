@@ -1,15 +1,7 @@
-"""What importing the package changes in torch for the sake of placements that torch lacks, and for nothing else.
+"""Replacements of torch's functions for placements that torch lacks. `vescale.dtensor._install` puts them in place.
 
-    DTensor.redistribute           ours where a placement is ragged or strided (interleaved), else torch's
-    redistribute_local_tensor      the same, where torch redistributes by itself (gradients, operands); several Partial
-                                   axes that become Replicate are reduced in one collective; meshes whose ranks do not
-                                   ascend are ours, too, as torch confuses the order of their shards
-    shapes that from_local guesses refused for ragged tensors, with the way out
-    backward of DTensor.to_local   ours for ragged tensors: torch refuses to compute their global strides
-    sharding of operators          our rules where an operand is ragged or interleaved and torch has no cached decision
-    DTensor.__boxes__ and others   which boxes a shard holds, for checkpoints
-
-Tensors in torch's own placements pass one check of types per redistribution and nothing per operator.
+Each takes the stock function and returns one that calls it for all tensors in torch's own placements. Such tensors pay
+one check of types per redistribution and nothing per operator.
 """
 
 from __future__ import annotations
@@ -17,35 +9,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import Partial
 
 from .._torch import placements as _torch
 from . import redistribute as _redistribute
-from . import rules as _rules
-from .checkpoint import PROTOCOL, boxes, global_shape
 from .collectives import in_group_order
 from .move import redistribute_shard, reduce_axes, reducible_together
 from .plan import Placements
 from .types import RaggedShard
 
-__all__ = ["install"]
+__all__ = ["for_own_placements", "has_ragged", "redistribute_method", "redistribute_shards", "refuse_to_guess"]
 
 
-def install() -> None:
-    """Teach torch's DTensor the placements of this package. Called once, on import; again, it changes nothing."""
-    if getattr(DTensor.redistribute, "knows_all_placements", False):
-        return
-    DTensor.redistribute = _method(DTensor.redistribute)
-    _torch.hook_redistribution(_shards)
-    _torch.hook_global_shape(_refuse_to_guess)
-    _torch.hook_to_local_backward(_is_ragged, _redistribute.shard_gradient)
-    _torch.hook_propagation(_rules.decide)
-    DTensor.__boxes__, DTensor.__global_shape__ = boxes, global_shape
-    for name, function in PROTOCOL.items():
-        setattr(DTensor, name, _for_own(getattr(DTensor, name), function))
+def for_own_placements(stock: Callable, function: Callable) -> Callable:
+    """Return a method of DTensor that is ``function`` for our placements and ``stock`` for torch's."""
 
-
-def _for_own(stock: Callable, function: Callable) -> Callable:
     @functools.wraps(stock)
     def chosen(self, *args):
         return (function if _redistribute.is_own(self.placements, self.device_mesh) else stock)(self, *args)
@@ -53,19 +31,29 @@ def _for_own(stock: Callable, function: Callable) -> Callable:
     return chosen
 
 
-def _refuse_to_guess(placements: Placements) -> None:
-    if _is_ragged(placements):
-        raise ValueError(
-            f"DTensor.from_local cannot tell the global shape from a shard placed {tuple(placements)}; pass shape= and "
-            "stride= of the global tensor"
-        )
+def refuse_to_guess(stock: Callable) -> Callable:
+    """Return the guess of a global shape from a local one, refused for ragged shards."""
+
+    @functools.wraps(stock)
+    def guess(local, mesh, placements):
+        if has_ragged(placements):
+            raise ValueError(
+                f"DTensor.from_local cannot derive the global shape from a shard placed {tuple(placements)}; pass "
+                "shape= and stride= of the global tensor"
+            )
+        return stock(local, mesh, placements)
+
+    return guess
 
 
-def _is_ragged(placements: Placements) -> bool:
+def has_ragged(placements: Placements) -> bool:
+    """Return whether a ragged placement is among some placements."""
     return any(isinstance(placement, RaggedShard) for placement in placements)
 
 
-def _method(stock: Callable) -> Callable:
+def redistribute_method(stock: Callable) -> Callable:
+    """Return `DTensor.redistribute` for all placements: ours where one is ragged or interleaved."""
+
     @functools.wraps(stock)
     def redistribute(self, device_mesh=None, placements=None, **options):
         mesh = self.device_mesh
@@ -74,11 +62,17 @@ def _method(stock: Callable) -> Callable:
             return _redistribute.redistribute(self, device_mesh, placements, **options)
         return stock(self, device_mesh, placements, **options)
 
-    redistribute.knows_all_placements = True
     return redistribute
 
 
-def _shards(stock: Callable) -> Callable:
+def redistribute_shards(stock: Callable) -> Callable:
+    """Return the redistribution of local tensors for all placements, meshes and numbers of Partial axes.
+
+    Torch calls it for gradients and operands, too. Ours differs from torch's in three cases: a placement is ragged or
+    interleaved; ranks of the mesh do not ascend (torch confuses the order of their shards); several Partial axes become
+    Replicate, which is one collective here.
+    """
+
     @functools.wraps(stock)
     def redistribute_local_tensor(local, current, target, **options):
         if local.is_conj() or local.is_neg():  # lazily, and on some ranks only where others hold nothing

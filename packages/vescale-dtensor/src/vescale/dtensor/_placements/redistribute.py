@@ -7,6 +7,7 @@ tensor had, with one exception: where those are Partial and the gradient is comp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -87,7 +88,13 @@ class Redistribute(torch.autograd.Function):
     """Forward and backward are both redistributions; the backward is differentiable again."""
 
     @staticmethod
-    def forward(ctx, tensor, placements, forward_dtype, backward_dtype):
+    def forward(
+        ctx: Any,
+        tensor: DTensor,
+        placements: tuple[Placement, ...],
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> DTensor:
         """Redistribute, in ``forward_dtype`` if one is given."""
         ctx.source, ctx.dtype, ctx.backward_dtype = tensor.placements, tensor.dtype, backward_dtype
         local = _torch.local_of(tensor)
@@ -98,7 +105,7 @@ class Redistribute(torch.autograd.Function):
         return _torch.wrap(shard, tensor.device_mesh, placements, like=tensor, requires_grad=tensor.requires_grad)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None, None]:
         """Bring the gradient back, in ``backward_dtype`` or else the dtype of the input."""
         target = _gradient_placements(gradient.placements, ctx.source)
         if gradient.dtype != (op_dtype := ctx.backward_dtype or ctx.dtype):

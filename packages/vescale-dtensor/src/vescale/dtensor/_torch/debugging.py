@@ -29,9 +29,7 @@ __all__ = [
     "is_visible_collective",
     "local_tensor",
     "mesh_in",
-    "replace_repr",
     "sequence_number",
-    "stock_repr",
     "tensors_in",
 ]
 
@@ -199,16 +197,3 @@ def backward_position() -> Backward | None:
     variable = getattr(node, "variable", None)
     number = None if variable is not None else node._sequence_nr()
     return Backward(node.name(), number, variable, tuple(node.metadata.get("traceback_", ())))
-
-
-# ------------------------------------------------------------------------------------------------- repr
-
-
-def stock_repr() -> Callable[[DTensor], str]:
-    """Return the function that prints a DTensor now."""
-    return DTensor.__repr__
-
-
-def replace_repr(function: Callable[[DTensor], str]) -> None:
-    """Make ``function`` the one that prints every DTensor."""
-    DTensor.__repr__ = function
