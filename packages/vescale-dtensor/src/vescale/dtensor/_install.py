@@ -21,16 +21,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ._exit import let_threads_finish
-from ._operators import fallback, forget_copies, operator_handlers, review
+from ._operators import fallback, first_arguments, forget_copies, operator_handlers, review
 from ._operators.attention import attention_handlers
-from ._operators.cache_keys import first_arguments
-from ._operators.composite import composite_handlers
-from ._operators.linear import add_whole_once
+from ._operators.decompose import composite_handlers
 from ._operators.loss import loss_handlers
 from ._operators.scalars import scalar_handlers
 from ._operators.vocabulary import vocab_handlers
 from ._placements.checkpoint import PROTOCOL, boxes, global_shape
 from ._placements.hooks import (
+    add_whole_once,
     for_own_placements,
     has_ragged,
     redistribute_method,
@@ -40,9 +39,8 @@ from ._placements.hooks import (
 from ._placements.redistribute import shard_gradient
 from ._placements.rules import decide
 from ._placements.types import InterleavedShard, RaggedShard
-from ._random.stock.factories import draw_as_one_device
-from ._random.stock.rules import handlers
-from ._random.streams import switchable
+from ._random.rules import handlers
+from ._random.stock.fills import draw_as_one_device
 from ._torch import patches
 from .debug._repr import repr_with_layout
 
@@ -78,7 +76,7 @@ def handler_families() -> dict[str, Table]:
     others = operator_handlers() | composite_handlers() | scalar_handlers()
     for special in (attention_handlers(), loss_handlers(), vocab_handlers()):
         others |= special
-    random = {op: switchable(handler) for op, handler in handlers().items() if op not in attention_handlers()}
+    random = {op: handler for op, handler in handlers().items() if op not in attention_handlers()}
     return {"random": random, "operators": {op: handler for op, handler in others.items() if op not in random}}
 
 
@@ -118,7 +116,7 @@ ROWS: tuple[Row, ...] = (
         patches.RulePatch(patches.PropagationRule(on_error=fallback, after=review), order=2),
     ),
     Row(
-        "whole summands",
+        "a bias added once",
         "operators",
         "stock adds bias / n on each of n ranks, which rounds; here one rank adds all of it",
         patches.division_into_partials(add_whole_once),

@@ -70,7 +70,7 @@ def deferred_init(ctor: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
 
 
 def is_deferred(module_or_tensor: nn.Module | Tensor) -> bool:
-    """Tell whether a tensor, or any tensor of a module, still waits for :func:`materialize`.
+    """Return whether a tensor, or any tensor of a module, still waits for :func:`materialize`.
 
     Example:
         >>> is_deferred(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""What deferred initialization knows about single ATen operators: tables and small predicates, nothing else.
+"""Properties of single ATen operators for deferred initialization: tables and small predicates, nothing else.
 
 Everything that is not in a table is treated as "reads all its tensor arguments, and needs them whole".
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .._random.stock.pieces import PIECEWISE_OPS
+from .._random.stock.draw import PIECEWISE_OPS
 from .._torch.recording import Op, operators
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The deferred tensor: a tensor without storage that knows its place on a tape.
+"""The deferred tensor: a tensor without storage that refers to a value on a tape.
 
 It reports the shape, strides, dtype, device and `requires_grad` that the eager tensor would have. While the
 constructor runs, a dispatch mode (`_mode`) sees every operator before this class does. After it, only aliases

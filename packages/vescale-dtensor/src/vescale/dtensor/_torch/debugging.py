@@ -50,7 +50,7 @@ Observer = Callable[[DTensorSpec, DTensorSpec], None]
 
 
 class Watch(ExplicitRedistributionContext):
-    """A context in which ``observer(source, target)`` hears of every implicit redistribution beforehand.
+    """A context in which ``observer(source, target)`` is called before every implicit redistribution.
 
     It takes its place among the contexts of torch, so the innermost of all of them decides. torch keeps those per
     Python thread; the backward pass of other devices runs in threads of the autograd engine, which inherit the
@@ -122,7 +122,7 @@ def cause_of(frame: FrameType) -> str:
 
 
 def is_visible_collective(op: object) -> bool:
-    """Tell whether ``op`` communicates: a functional collective, one of c10d's, or one of DTensor's own."""
+    """Return whether ``op`` communicates: a functional collective, one of c10d's, or one of DTensor's own."""
     if not isinstance(op, torch._ops.OpOverload):
         return False
     packet = op._schema.name.partition("::")

@@ -93,7 +93,7 @@ def argument_names(op: Op) -> tuple[str, ...]:
 
 @functools.cache
 def is_composite(op: Op) -> bool:
-    """Tell whether ``op`` is defined by other operators alone; only inference mode shows those to a dispatcher."""
+    """Return whether ``op`` is defined by other operators alone; only inference mode shows those to a dispatcher."""
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
     keys = torch._C.DispatchKey
     return has_kernel(keys.CompositeImplicitAutograd) and not any(map(has_kernel, (keys.CPU, keys.CUDA)))
@@ -101,20 +101,20 @@ def is_composite(op: Op) -> bool:
 
 @functools.cache
 def is_view(op: Op) -> bool:
-    """Tell whether the result of ``op`` shares the memory of its operand and nothing is written."""
+    """Return whether the result of ``op`` shares the memory of its operand and nothing is written."""
     return op._schema._is_view_op()
 
 
 @functools.cache
 def writes_first(op: Op) -> bool:
-    """Tell whether ``op`` writes to its first operand, and to no others."""
+    """Return whether ``op`` writes to its first operand, and to no others."""
     written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
     return bool(written) and written[0] and not any(written[1:]) and str(op._schema.arguments[0].type) == "Tensor"
 
 
 @functools.cache
 def is_random(op: Op) -> bool:
-    """Tell whether ``op`` consumes a generator, by itself or in the operators that define it."""
+    """Return whether ``op`` consumes a generator, by itself or in the operators that define it."""
     if op is torch.ops.aten._fused_sdp_choice.default:  # tagged, but it only says which attention kernel fits
         return False
     return torch.Tag.nondeterministic_seeded in op.tags
@@ -136,7 +136,7 @@ def decomposition(op: Op) -> Callable | None:
 
 
 def is_guessed(op: Op) -> bool:
-    """Tell whether stock DTensor takes the placements for ``op``, without a rule of its own, from its definition.
+    """Return whether stock DTensor takes the placements for ``op``, without a rule of its own, from its definition.
 
     It then runs the operator itself on the shards, as if whatever keeps the placements kept the values, too.
     """
@@ -162,7 +162,7 @@ def stock_dispatch(op: Op, args: tuple, kwargs: dict) -> object:
 
 
 def plain_operands_allowed() -> bool:
-    """Tell whether ``torch.distributed.tensor.experimental.implicit_replication`` is active."""
+    """Return whether ``torch.distributed.tensor.experimental.implicit_replication`` is active."""
     return DTensor._op_dispatcher._allow_implicit_replication
 
 
@@ -189,7 +189,7 @@ spec: Callable[[DTensor], Spec] = operator.attrgetter("_spec")
 
 
 def has_default_order(spec: Spec) -> bool:
-    """Tell whether mesh axes that shard one dim cut it from left to right, as placements alone say."""
+    """Return whether mesh axes that shard one dim cut it from left to right, as placements alone say."""
     order = getattr(spec, "shard_order", None)  # not in every version
     return order is None or tuple(order) == tuple(DTensorSpec.compute_default_shard_order(spec.placements))
 
@@ -205,7 +205,7 @@ def local_box(
 
 
 def is_strided_shard(placement: Placement) -> bool:
-    """Tell whether a placement interleaves its shards, so that a rank's part is not one rectangle."""
+    """Return whether a placement interleaves its shards, so that a rank's part is not one rectangle."""
     return isinstance(placement, _StridedShard)
 
 
@@ -274,5 +274,5 @@ def part_of(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Tell whether autograd is running the backward pass in this thread."""
+    """Return whether autograd is running the backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1

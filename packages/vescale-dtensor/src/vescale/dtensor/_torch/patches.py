@@ -237,7 +237,7 @@ class HandlerPatch:
 class LossParallelPatch:
     """Let torch's ``loss_parallel`` put back, when it ends, the handlers that it has replaced.
 
-    Stock removes the handlers of its operators at the end, whoever has put one there before.
+    Stock removes the handlers of its operators at the end, also those that were there before it.
     """
 
     place = "torch.distributed.tensor.parallel.loss: what loss_parallel calls at its start and end"

@@ -44,8 +44,8 @@ reduce_scatter: Callable = getattr(dist, "reduce_scatter_single", None) or dist.
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     """Return a new process group of ``ranks``, in their order, made by them alone, under this name.
 
-    Torch names such a group after the number of groups that the calling rank knows, which ranks may know different
-    numbers of: the members then wait for each other under different names, for ever.
+    Torch names such a group after the number of groups that exist on the calling rank. Ranks may have different numbers
+    of groups: the members then wait for each other under different names, for ever.
     """
     stock = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *_, **__: name
@@ -114,7 +114,7 @@ def backward_operator() -> str:
 
 
 def is_tracing() -> bool:
-    """Tell whether a compiler is tracing the program."""
+    """Return whether a compiler is tracing the program."""
     return _are_we_tracing()
 
 

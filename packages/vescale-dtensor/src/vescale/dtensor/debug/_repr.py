@@ -7,7 +7,7 @@ Stock torch prints this rank's shard as if it were the tensor. Two ways to look 
 - :func:`show` gathers the global values and must be called on all ranks.
 
 The first replaces ``DTensor.__repr__`` while this package is imported. It concerns DTensors only, and falls back to
-torch's text wherever it cannot tell.
+torch's text wherever it fails.
 """
 
 from __future__ import annotations

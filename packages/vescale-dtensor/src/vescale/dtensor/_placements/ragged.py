@@ -1,0 +1,35 @@
+"""The tensors among an operator's arguments, and the refusal of what ragged ones cannot do.
+
+Everything here is known on every rank alike: shapes, placements, meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .._containers import tensors_in
+from ..errors import UnsupportedPlacement
+from .types import RaggedShard
+
+__all__ = ["Op", "is_ragged", "ragged_operands", "refusal"]
+
+Op = torch._ops.OpOverload
+
+
+def is_ragged(tensor: object) -> bool:
+    """Return whether a value is a DTensor with a ragged placement."""
+    return isinstance(tensor, DTensor) and any(isinstance(placement, RaggedShard) for placement in tensor.placements)
+
+
+def ragged_operands(args: Sequence, kwargs: dict) -> list[DTensor]:
+    """Return the ragged tensors among the arguments of an operator."""
+    return [tensor for tensor in tensors_in((args, kwargs)) if is_ragged(tensor)]
+
+
+def refusal(op: Op, args: Sequence, kwargs: dict, reason: str) -> UnsupportedPlacement:
+    """Return the error that says why ``op`` cannot run on these operands, of which one is a DTensor."""
+    operands = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, DTensor)]
+    return UnsupportedPlacement.for_operator(op, operands, reason)
