@@ -1,4 +1,4 @@
-"""The only file of ``vescale.optim`` that touches private torch names, and the only one that knows torch versions.
+"""The only file of ``vescale.optim`` with private names of torch, and the only one that depends on torch versions.
 
 Everything here exists in torch 2.11 to 2.13 with the same meaning; what differs is bridged here and nowhere else.
 """
@@ -20,6 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "BOOKKEEPING",
     "GeneratorListener",
     "IncompatibleKeys",
     "UnmovableModule",
@@ -48,6 +49,7 @@ __all__ = [
     "num_holders",
     "on_backward_end",
     "on_compilation",
+    "optimizer_hooks",
     "own_parameters",
     "plain_functions",
     "reduce_scatter",
@@ -57,6 +59,7 @@ __all__ = [
     "unscale_",
     "unscale_operator",
     "version",
+    "with_metadata",
     "without_dims",
     "wrap_like",
     "zero_operators",
@@ -65,6 +68,10 @@ __all__ = [
 # torch 2.13 renames both collectives; the old names warn there and will go.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+#: Attributes of a tensor in which torch keeps its number of changes and its hooks.
+BOOKKEEPING = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -90,7 +97,7 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
 
 
 def has_strided_shard(tensor: DTensor) -> bool:
-    """Tell whether a placement interleaves shards, so that a rank's part is not one rectangle."""
+    """Return whether a placement interleaves shards, so that a rank's part is not one rectangle."""
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
 
 
@@ -118,7 +125,7 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 
 
 def is_deferred_storage(tensor: Tensor) -> bool:
-    """Tell whether a parameter has a shape but no values yet."""
+    """Return whether a parameter has a shape but no values yet."""
     return tensor.device.type == "meta" or local_tensor(tensor).device.type == "meta"
 
 
@@ -136,22 +143,22 @@ class GeneratorListener(TorchDispatchMode):
     """Call a function whenever an operator is given a generator.
 
     Args:
-        hear: The function.
+        on_generator: The function.
     """
 
-    def __init__(self, hear: Callable[[], None]):
+    def __init__(self, on_generator: Callable[[], None]):
         super().__init__()
-        self._hear = hear
+        self._on_generator = on_generator
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            self._hear()
+            self._on_generator()
         return func(*args, **kwargs)
 
 
 def is_captured(leaf: Tensor) -> bool:
-    """Tell whether the running backward is ``torch.autograd.grad``, which returns the gradient of ``leaf``."""
+    """Return whether the running backward is ``torch.autograd.grad``, which returns the gradient of ``leaf``."""
     with torch.enable_grad(), plain_functions():
         node = leaf.view_as(leaf).grad_fn.next_functions[0][0]
     try:
@@ -194,22 +201,22 @@ def num_holders(tensor: Tensor) -> int:
 
 
 def in_transform() -> bool:
-    """Tell whether a transform of ``torch.func``, such as ``grad`` or ``vmap``, is running."""
+    """Return whether a transform of ``torch.func``, such as ``grad`` or ``vmap``, is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether a module or a part of it has been given to ``torch.compile``."""
+    """Return whether a module or a part of it has been given to ``torch.compile``."""
     return has_compiled_calls(module) or any(map(is_compiler_wrapper, module.modules()))
 
 
 def is_compiler_wrapper(module: nn.Module) -> bool:
-    """Tell whether a module is what ``torch.compile`` has returned for another."""
+    """Return whether a module is what ``torch.compile`` has returned for another."""
     return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def has_compiled_calls(module: nn.Module) -> bool:
-    """Tell whether ``compile()`` of a module or of a part of it has been called."""
+    """Return whether ``compile()`` of a module or of a part of it has been called."""
     return any(part._compiled_call_impl is not None for part in module.modules())
 
 
@@ -256,6 +263,17 @@ def without_dims(placement: Placement, num_dims: int) -> Placement:
     return Shard(placement.dim - num_dims)
 
 
+def with_metadata(values: dict[str, object], like: dict[str, object]) -> dict[str, object]:
+    """Return ``values`` with the versions of modules that the state dict ``like`` has, if it has any."""
+    if not hasattr(like, "_metadata"):
+        return values
+
+    class _State(dict):
+        _metadata = like._metadata
+
+    return _State(values)
+
+
 def foreach_norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
     """Return each tensor's p-norm as a 0-dim tensor, computed in ``dtype``; all tensors on one device."""
     # The infinity norm of an empty tensor is undefined in torch; here it is 0, as for every other norm.
@@ -271,6 +289,13 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every tensor by the 0-dim tensor ``factor``, in place; all of one dtype and device."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the kinds of hooks that are registered with an optimizer."""
+    calls, times = ("step", "state_dict", "load_state_dict"), ("pre", "post")
+    tables = {f"{call} {time}-hooks": f"_optimizer_{call}_{time}_hooks" for call in calls for time in times}
+    return [kind for kind, table in tables.items() if getattr(optimizer, table, None)]
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., object]:
