@@ -24,7 +24,7 @@ Life cycle of a call::
             open: apply the patch, arguments -> local tensors
     forward the module's own code; boundaries run recorded conversions
     leave   restore the patch, results -> what eager mode returns
-    backward  local gradients -> DTensors; recomputed parts open the program again
+    backward: local gradients -> DTensors; recomputed parts open the program again
 
 Invariants:
 
@@ -34,8 +34,8 @@ Invariants:
 - The hooks of parts depend on ``Call``, not on the program.
 
 Where later work goes: identity by the order of calls replaces ``BoundaryRecord.key`` and ``RandomOperator.key``, which
-only ``recording.layouts``, ``Call.record`` and ``OperatorMode`` read. An operator that runs on DTensors as a whole is one
-more kind of ``RandomOperator`` in ``Recording.operators``. A data-parallel axis is one more axis of the mesh in
+only ``recording.layouts``, ``Call.record`` and ``OperatorMode`` read. An operator that runs on DTensors as a whole is
+one more kind of ``RandomOperator`` in ``Recording.operators``. A data-parallel axis is one more axis of the mesh in
 ``dry_run.record``. A pipeline stage owns a ``StaticProgram`` as ``Execution`` does, and calls ``enter`` and ``leave``.
 """
 
