@@ -33,8 +33,8 @@ KNOWN_CIRCLES = {
 
 # File, imported module: why it is imported only when the function runs.
 FUNCTION_IMPORTS = {
-    ("_draw.py", "matplotlib.figure"): "an extra brings matplotlib",
-    ("_draw.py", "matplotlib.patches"): "an extra brings matplotlib",
+    ("draw.py", "matplotlib.figure"): "an extra brings matplotlib",
+    ("draw.py", "matplotlib.patches"): "an extra brings matplotlib",
     ("training.py", "vescale"): "the plugin serves packages whose tests run without the umbrella",
     ("ddp.py", "_parameters"): "a circle that is still there",
 }
