@@ -5,6 +5,7 @@
 A test compares the committed files with what this script draws.
 """
 
+import itertools
 from pathlib import Path
 
 INK, MUTED, PAPER, LINE = "#1f2933", "#5f6c7b", "#ffffff", "#cbd2d9"
@@ -123,28 +124,137 @@ def layers(x: float, y: float) -> str:
     )
 
 
+def svg(width: int, height: int, *parts: str) -> str:
+    """Return a picture of some parts on white paper."""
+    size = f"viewBox='0 0 {width} {height}' width='{width}' height='{height}'"
+    paper = f"<rect width='{width}' height='{height}' fill='{PAPER}'/>"
+    return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' {size}>", paper, *parts, "</svg>", ""])
+
+
 def overview() -> str:
     """Return the picture of the README: program, packages, mesh."""
-    width, height = 1080, 350
-    size = f"viewBox='0 0 {width} {height}' width='{width}' height='{height}'"
-    return "\n".join(
-        [
-            f"<svg xmlns='http://www.w3.org/2000/svg' {size}>",
-            f"<rect width='{width}' height='{height}' fill='{PAPER}'/>",
-            program(24, 56),
-            text(140, 278, "runs on every rank, unchanged,", color=MUTED, anchor="middle"),
-            text(140, 297, "and gives the numbers of one device", color=MUTED, anchor="middle"),
-            arrow(262, 151, 292, 151, TINTS["base"]),
-            layers(304, 56),
-            arrow(742, 151, 772, 151, TINTS["base"]),
-            mesh(780, 56),
-            "</svg>",
-            "",
-        ]
+    return svg(
+        1080,
+        350,
+        program(24, 56),
+        text(140, 278, "runs on every rank, unchanged,", color=MUTED, anchor="middle"),
+        text(140, 297, "and gives the numbers of one device", color=MUTED, anchor="middle"),
+        arrow(262, 151, 292, 151, TINTS["base"]),
+        layers(304, 56),
+        arrow(742, 151, 772, 151, TINTS["base"]),
+        mesh(780, 56),
     )
 
 
-FIGURES = {"overview.svg": overview}
+def packages() -> str:
+    """Return which package imports which, and what the others see of each other through protocols."""
+    base, wide, low = TINTS["base"], 210, 56
+    columns = [24 + column * (wide + 22) for column in range(4)]
+    middle = [left + wide / 2 for left in columns]
+    names = (
+        ("vescale.plan", "what runs where, as data", "base"),
+        ("vescale.pipe", "stages and schedules", "pp"),
+        ("vescale.dmodule", "tensor, sequence, expert", "tp"),
+        ("vescale.optim", "DDP, ZeRO, optimizers", "dp"),
+    )
+    span = 4 * wide + 66
+    parts = [layer(24, 24, span, "vescale", ("one import, lazily: parallelize, generate_plan, save, load",), base)]
+    for left, (name, line, tint) in zip(columns, names, strict=True):
+        parts += [
+            arrow(left + wide / 2, 24 + low, left + wide / 2, 118, base),
+            layer(left, 120, wide, name, (line,), TINTS[tint]),
+        ]
+    two, half = columns[2], 2 * wide + 22
+    parts += [layer(two, 226, half, "vescale.dtensor", ("placements, operators, randomness, deferred init",), base)]
+    parts += [arrow(at, 172, at, 224, base) for at in middle[2:]]
+    parts += [
+        layer(24, 226, half, "vescale.ckpt", ("asks any value for its boxes; safetensors on disk",), TINTS["ckpt"])
+    ]
+    parts += [arrow(234 + 11, 24 + low, 234 + 11, 224, base)]
+    parts += [
+        layer(24, 302, span, "torch", ("imported by all: DTensor, DeviceMesh, autograd, torch.distributed",), INK),
+        text(
+            24,
+            380,
+            "An arrow is an import. Packages without an arrow between them meet through protocols.",
+            color=MUTED,
+        ),
+    ]
+    return svg(960, 396, *parts)
+
+
+STEP_COLUMNS = ("parallelize_module", "DDP", "forward", "backward", "optimizer.step")
+STEP_ROWS = (
+    (
+        "a parameter",
+        "tp",
+        (
+            ("becomes a DTensor:", "Shard(0) on tp"),
+            ("takes a slot in a flat", "bucket, and a receiver"),
+            ("its local parameter", "stands in the module"),
+            ("receive(local, placements)", "fills its slot"),
+            ("this rank updates its", "piece, then all-gathers"),
+        ),
+    ),
+    (
+        "a boundary",
+        "dp",
+        (
+            ("a regex of the plan", "names it"),
+            ("",),
+            ("a recorded conversion:", "all-gather over tp"),
+            ("its conjugate:", "reduce-scatter over tp"),
+            ("",),
+        ),
+    ),
+    (
+        "a bucket",
+        "pp",
+        (
+            ("",),
+            ("is planned: which rank", "owns which part"),
+            ("unsharded before use", "(ZeRO 3)"),
+            ("full: reduce-scatter over", "dp while backward goes on"),
+            ("reads of a bucket in", "flight wait (guard)"),
+        ),
+    ),
+    (
+        "a random operator",
+        "ckpt",
+        (
+            ("has a rule since import", "of vescale.dtensor"),
+            ("gets this rank's window", "of the global batch"),
+            ("draws the global values,", "keeps its own positions"),
+            ("recomputation draws from", "the saved state again"),
+            ("every rank's generator is", "where one device's is"),
+        ),
+    ),
+)
+
+
+def step() -> str:
+    """Return one training step: what happens to a parameter, a boundary, a bucket and a random operator."""
+    wide, high, gap, left, top = 186, 66, 30, 170, 64
+    parts = []
+    for column, title in enumerate(STEP_COLUMNS):
+        at = left + column * (wide + gap)
+        parts.append(text(at + wide / 2, 40, title, anchor="middle", more=f"font-weight='bold' {MONO}"))
+    for row, (title, tint, cells) in enumerate(STEP_ROWS):
+        y, color = top + row * (high + 18), TINTS[tint]
+        parts.append(text(left - 14, y + high / 2 + 5, title, anchor="end", color=color, more="font-weight='bold'"))
+        filled = [column for column, lines in enumerate(cells) if lines != ("",)]
+        for column in filled:
+            at = left + column * (wide + gap)
+            parts.append(box(at, y, wide, high, stroke=color))
+            for number, line in enumerate(cells[column]):
+                parts.append(text(at + wide / 2, y + 29 + 19 * number, line, size=12, anchor="middle"))
+        for before, after in itertools.pairwise(filled):
+            start, stop = left + before * (wide + gap) + wide, left + after * (wide + gap)
+            parts.append(arrow(start, y + high / 2, stop, y + high / 2, color))
+    return svg(left + 5 * wide + 4 * gap + 24, top + 4 * (high + 18) + 4, *parts)
+
+
+FIGURES = {"overview.svg": overview, "packages.svg": packages, "step.svg": step}
 
 
 def main() -> None:

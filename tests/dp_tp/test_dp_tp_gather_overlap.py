@@ -11,7 +11,7 @@ from vescale.dmodule import parallelize_module, set_mode
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim._gradients.bucket import FlatBucket
-from vescale.optim._parameters.awaited import AwaitedValues, Memory
+from vescale.optim._parameters.guard import AwaitedValues, Memory
 from vescale.optim._torch import local_tensor
 from vescale_testing import ask_again, begin_late, ranks
 

@@ -9,8 +9,6 @@ from torch import nn
 
 from vescale.dmodule import parallelize_module
 from vescale.dmodule._compile import blocks as _compile
-from vescale.dmodule._static import overlap as _overlap
-from vescale.dmodule._static.movement import conversions as _conversions
 from vescale.dtensor import DTensor, Partial, Replicate, Shard, debug, init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
 from vescale.optim._gradients import partials as _partials
@@ -131,18 +129,6 @@ def eager_compiler():
         _compile.BACKEND = before
 
 
-@contextlib.contextmanager
-def weights_later():
-    """Let small layers leave gradients of weights for later, too; yields what was left."""
-    left, call = [], _overlap._Gradients.__call__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_conversions, "MIN_REDUCED", 1)
-        patch.setattr(_overlap, "MIN_WEIGHT", 1)
-        patch.setattr(_overlap, "MIN_PRODUCTS", {"cpu": 1})
-        patch.setattr(_overlap._Gradients, "__call__", lambda task: left.append(task) or call(task))
-        yield left
-
-
 @ranks(4, timeout=240)
 def test_training_is_that_of_one_process():
     mesh, expected = grid(), one_process()
@@ -152,9 +138,6 @@ def test_training_is_that_of_one_process():
         assert distance(eager, expected) < 1e-10, zero
         assert distance(static, eager) == 0, zero
         assert distance(compiled, expected) < 1e-10, zero
-    with weights_later() as left:
-        assert distance(on_ranks(mesh, "static", zero=1), expected) < 1e-10
-    assert left
 
 
 @ranks(4, timeout=120)
@@ -165,12 +148,10 @@ def test_parameters_with_two_gradients_in_one_backward():
     for mode in ("eager", "static"):
         for zero in (0, 2):
             assert distance(on_ranks(mesh, mode, zero=zero, penalty=squares), expected) < 1e-10, (mode, zero)
-    with weights_later() as left, pytest.MonkeyPatch.context() as patch:
-        assert distance(on_ranks(mesh, "static", zero=1, penalty=squares), expected) < 1e-10
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Block, "forward", _read_twice)
         expected = one_process(penalty=squares)
         assert distance(on_ranks(mesh, "static", zero=1, penalty=squares), expected) < 1e-10
-    assert left
 
 
 def _read_twice(self, x, _skip=False):

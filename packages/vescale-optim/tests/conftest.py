@@ -10,7 +10,7 @@ from torch import nn
 
 from vescale.optim import DDP
 from vescale.optim._gradients.bucket import FlatBucket
-from vescale.optim._parameters.awaited import AwaitedValues
+from vescale.optim._parameters.guard import AwaitedValues
 from vescale_testing import TrainingRecord, ask_again, begin_late
 
 

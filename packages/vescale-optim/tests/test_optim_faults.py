@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim._gradients import reduction as _reduction
 from vescale.optim._gradients.bucket import FlatBucket, FlatSlot
-from vescale.optim._parameters.awaited import AwaitedValues
+from vescale.optim._parameters.guard import AwaitedValues
 from vescale.optim._parameters.unit_hooks import Unit
 from vescale_testing import assert_same_training, run_ranks
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, distribute_tensor
 from vescale.optim import DDP, DistributedOptimizer, Muon
-from vescale.optim._state import state_dict as _full_state
+from vescale.optim._state import full_state as _full_state
 from vescale_testing import ranks, run_ranks
 
 

@@ -223,7 +223,7 @@ def masks(chosen):
 
 
 def norms_count_replicas_twice():
-    pytest.MonkeyPatch().setattr("vescale.optim.clip._zero_axis", lambda _param, model: model._axes.all)
+    pytest.MonkeyPatch().setattr("vescale.optim.clip._zero_axis", lambda _param, model: model.data_axes.all)
 
 
 def each_replica_adds_norms_in_an_order_of_its_own():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import importlib
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,16 +21,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vescale.dtensor.extension import group_of_ranks
 
 __all__ = [
-    "ASYNC_TP_OPTIONS",
     "DIRECT_CALL",
     "Collectives",
     "accumulates",
     "accumulation_node",
     "alias",
     "arrive",
-    "async_tp_obstacle",
     "backward_number",
-    "deliver",
     "direct_apply",
     "flat_group",
     "for_each",
@@ -44,7 +40,6 @@ __all__ = [
     "is_compiler_error",
     "is_full_cache",
     "is_profiling",
-    "is_traced",
     "layout_of",
     "leaf_over",
     "leaf_states",
@@ -52,7 +47,6 @@ __all__ = [
     "module_hook_tables",
     "module_table",
     "no_function_modes",
-    "node_class",
     "on_backward_end",
     "ordinary_call",
     "plain_operands_replicated",
@@ -60,7 +54,6 @@ __all__ = [
     "run_backward",
     "runs_in_backward",
     "set_gradients",
-    "share_memory",
     "sum_later",
     "tensor_hooks",
     "tensor_tables",
@@ -222,24 +215,18 @@ class Collectives:
     A compiler sees the functional operators. Otherwise the process group itself is called, as ``torch.distributed``
     does after its checks of arguments, which take as long as the call. Complex tensors take the functional way too.
 
-    Arguments are contiguous; results are new, contiguous tensors. Of a reduction, ``meanwhile`` is what this rank does
-    after the launch and before it waits.
+    Arguments are contiguous; results are new, contiguous tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.name, self.size = group, group.group_name, group.size()
         self.gather_options, self.reduce_options = _c10d.AllgatherOptions(), {}
         self.scatter_options, self.exchange_options = {}, _c10d.AllToAllOptions()
-        self.later_reduce_options, self.later_scatter_options = {}, {}
         self.gather_options.asyncOp = self.exchange_options.asyncOp = False
         for name, op in _REDUCE_OPS.items():
             self.reduce_options[name], self.scatter_options[name] = dist.AllreduceOptions(), dist.ReduceScatterOptions()
             for options in (self.reduce_options[name], self.scatter_options[name]):
                 options.reduceOp, options.asyncOp = op, False
-            self.later_reduce_options[name], later = dist.AllreduceOptions(), dist.ReduceScatterOptions()
-            self.later_scatter_options[name] = later
-            for options in (self.later_reduce_options[name], later):
-                options.reduceOp, options.asyncOp = op, True
 
     def all_gather(self, local: Tensor) -> Tensor:
         """Return the tensors of all ranks, of one or more dims, one after the other along the first."""
@@ -247,31 +234,25 @@ class Collectives:
             came = torch.ops._c10d_functional.all_gather_into_tensor(local.resolve_conj(), self.size, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)
         out = local.new_empty((self.size * local.size(0), *local.shape[1:]))
-        work = self.group._allgather_base(out, local, self.gather_options)
-        if work is not None:  # some backends are done when they return
-            work.wait()
+        _wait(self.group._allgather_base(out, local, self.gather_options))
         return out
 
-    def all_reduce(self, local: Tensor, op: str, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def all_reduce(self, local: Tensor, op: str) -> Tensor:
         """Return the reduced tensor."""
         if _needs_operators(local):
             came = torch.ops._c10d_functional.all_reduce(local.resolve_conj(), op, self.name)
-            return _wait_tensor(came, meanwhile)
+            return torch.ops._c10d_functional.wait_tensor(came)
         out = local.clone(memory_format=torch.contiguous_format)
-        options = self.reduce_options if meanwhile is None else self.later_reduce_options
-        _arrive(self.group.allreduce([out], options[op]), meanwhile)
+        _wait(self.group.allreduce([out], self.reduce_options[op]))
         return out
 
-    def reduce_scatter(
-        self, parts: Tensor, op: str, shape: tuple[int, ...], meanwhile: Callable[[], None] | None = None
-    ) -> Tensor:
+    def reduce_scatter(self, parts: Tensor, op: str, shape: tuple[int, ...]) -> Tensor:
         """Return this rank's reduced part, of ``shape``; ``parts`` has those of all ranks one after the other."""
         if _needs_operators(parts):
             came = torch.ops._c10d_functional.reduce_scatter_tensor(parts.resolve_conj(), op, self.size, self.name)
-            return _wait_tensor(came, meanwhile).view(shape)
+            return torch.ops._c10d_functional.wait_tensor(came).view(shape)
         out = parts.new_empty(shape)
-        options = self.scatter_options if meanwhile is None else self.later_scatter_options
-        _arrive(self.group._reduce_scatter_base(out, parts, options[op]), meanwhile)
+        _wait(self.group._reduce_scatter_base(out, parts, self.scatter_options[op]))
         return out
 
     def all_to_all(self, parts: Tensor) -> Tensor:
@@ -281,29 +262,16 @@ class Collectives:
             came = torch.ops._c10d_functional.all_to_all_single(parts.resolve_conj(), splits, splits, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)
         out = torch.empty_like(parts)
-        _arrive(self.group.alltoall_base(out, parts, [], [], self.exchange_options))
+        _wait(self.group.alltoall_base(out, parts, [], [], self.exchange_options))
         return out
 
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-def _arrive(work: dist.Work | None, meanwhile: Callable[[], None] | None = None) -> None:
-    try:
-        if meanwhile is not None:
-            meanwhile()
-    finally:  # what a collective reads and writes must outlive it
-        if work is not None:  # some backends are done when they return
-            work.wait()
-
-
-def _wait_tensor(came: Tensor, meanwhile: Callable[[], None] | None) -> Tensor:
-    try:
-        if meanwhile is not None:
-            meanwhile()
-    finally:
-        came = torch.ops._c10d_functional.wait_tensor(came)
-    return came
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:  # some backends complete before they return
+        work.wait()
 
 
 def sum_later(group: dist.ProcessGroup) -> Callable[[Tensor], dist.Work | None]:
@@ -360,20 +328,8 @@ def accumulation_node(leaf: Tensor) -> object:
         return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
-def node_class(function: type[torch.autograd.Function]) -> type:
-    """Return the class of the nodes of a function in the graph of backward."""
-    return function._backward_cls
-
-
 runs_in_backward: Callable[[object], bool] = torch._C._will_engine_execute_node
 """Tell whether the running backward has executed a node that is no leaf's, or will."""
-
-
-def deliver(leaf: Tensor, gradient: Tensor) -> None:
-    """Give a leaf a gradient as a running backward does: add it to ``.grad``, call the post-accumulate hooks."""
-    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-    for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
-        hook(leaf)
 
 
 def arrive(leaf: Tensor, gradient: Tensor, add: Callable[[Tensor, Tensor], None]) -> None:
@@ -447,43 +403,6 @@ def is_full_cache(error: Exception) -> bool:
 def is_compiler_error(error: Exception) -> bool:
     """Tell whether an error comes from a compiler, which has not run anything yet, and not from what it compiled."""
     return any(cls.__name__ == "TorchDynamoException" for cls in type(error).__mro__)
-
-
-def is_traced() -> bool:
-    """Tell whether a compiler is looking, in any of its stages, or somebody else follows operators."""
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
-
-
-ASYNC_TP_OPTIONS = {"_micro_pipeline_tp": True}
-"""What lets ``torch.compile`` make one kernel of a matrix product and the collective before or after it."""
-
-
-def async_tp_obstacle(device_type: str) -> str | None:
-    """Return why torch cannot merge matrix products with collectives on these devices; None if it can."""
-    if device_type != "cuda":
-        return f"the mesh is on {device_type!r}, and torch offers it on 'cuda' alone"
-    if not (dist.is_available() and dist.is_nccl_available()):
-        return "this torch is built without NCCL"
-    if not hasattr(_inductor_config(), "_micro_pipeline_tp") or _symmetric_memory() is None:
-        return f"torch {torch.__version__} does not offer it"
-    return None
-
-
-def share_memory(group: dist.ProcessGroup) -> None:
-    """Let the kernels of ``torch.compile`` read and write the memory of the other ranks of a group."""
-    _symmetric_memory().enable_symm_mem_for_group(group.group_name)
-
-
-def _inductor_config() -> object:
-    return importlib.import_module("torch._inductor.config")
-
-
-def _symmetric_memory() -> object | None:
-    try:
-        module = importlib.import_module("torch.distributed._symmetric_memory")
-    except ImportError:
-        return None
-    return module if hasattr(module, "enable_symm_mem_for_group") else None
 
 
 def has_dispatch_mode() -> bool:

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterator
 
 from ._exit import wait_at_exit
-from ._fused_steps import fused_step_handlers
 from ._operators import fallback, forget_copies, operator_handlers, review
 from ._operators.attention import attention_handlers
 from ._operators.cache_keys import complete_cache_keys
@@ -37,7 +36,7 @@ INSTALLED: set[str] = set()
 @functools.cache
 def families() -> dict[str, Table]:
     """Return our handlers by family; no operator is in two of them."""
-    others = operator_handlers() | composite_handlers() | scalar_handlers() | fused_step_handlers()
+    others = operator_handlers() | composite_handlers() | scalar_handlers()
     for special in (attention_handlers(), loss_handlers(), vocab_handlers()):
         others |= special
     random = {op: switchable(handler) for op, handler in handlers().items() if op not in attention_handlers()}

@@ -155,7 +155,7 @@ def _classes(parameters: Sequence[Tensor], model: DDP | None) -> list[_Class]:
 def _zero_axis(param: Tensor, model: DDP | None) -> Axis | None:
     """Return the axis over which ZeRO shards the gradient, also where this rank has no gradient."""
     if model is not None:
-        return model._axes.shard if model.zero else None
+        return model.data_axes.shard if model.zero else None
     return param.grad.slot.bucket.axis if isinstance(param.grad, ShardedGradient) else None
 
 
@@ -169,7 +169,7 @@ def _shard_axes(param: Tensor) -> list[Axis]:
 def _data_axes(param: Tensor, model: DDP | None) -> DataAxes | None:
     """Return the axes of the model, or of the one that has sharded the gradient."""
     if model is not None:
-        return model._axes
+        return model.data_axes
     return param.grad.slot.bucket.axes if isinstance(param.grad, ShardedGradient) else None
 
 

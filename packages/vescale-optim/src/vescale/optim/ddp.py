@@ -61,7 +61,8 @@ from ._parameters.offload import check_offload
 from ._parameters.precast import Originals, check_param_dtype
 from ._parameters.zero3 import ShardedModule, materialize_in_shards
 from ._ranks.data_axes import DataAxes
-from ._state.ragged import sharded_parameters, spreads_of, whole_values
+from ._state.module_state import full_values, load_pieces, sharded_parameters, state_of_pieces, with_metadata
+from ._state.spread import spreads_of
 
 __all__ = ["DDP"]
 
@@ -225,7 +226,7 @@ class DDP(_torch.UnmovableModule):
 
         self.module = module
         self.mesh_axis = mesh_axis
-        self._axes = axes
+        self.data_axes = axes
         self.zero = zero
         self.reduction = reduction
         set_grad_dtype(trainable, rules)
@@ -319,7 +320,7 @@ class DDP(_torch.UnmovableModule):
             ...     losses = F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
             ...     (losses * scale).backward()  # the last one outside of no_sync()
         """
-        return global_mean_scale(count, self._axes.all)
+        return global_mean_scale(count, self.data_axes.all)
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -410,9 +411,7 @@ class DDP(_torch.UnmovableModule):
         """
         if self._sharded is None or self._sharded.is_unsharded or kwargs.get("keep_vars"):
             return self.module.state_dict(*args, **kwargs)
-        from ._parameters import zero3_state as _zero3_state  # it needs the pieces, which need DDP
-
-        return _zero3_state.state_of_pieces(self.module, self._sharded.parts, self.spreads, *args, **kwargs)
+        return state_of_pieces(self.module, self._sharded.parts, self.spreads, *args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the module's state dict, in place; with ``zero=3`` values of parameters may be pieces or whole.
@@ -425,16 +424,14 @@ class DDP(_torch.UnmovableModule):
         """
         if assign:
             raise ValueError("assign=True would replace the parameters that DDP manages; load in place (assign=False)")
-        from ._parameters import zero3_state as _zero3_state  # it needs the pieces, which need DDP
-
         if self._sharded is None or not self._sharded.frees:
             params = dict(self.module.named_parameters(remove_duplicate=False))
-            whole = _zero3_state.with_metadata(whole_values(state_dict, params, self.spreads), state_dict)
+            whole = with_metadata(full_values(state_dict, params, self.spreads), state_dict)
             return self.module.load_state_dict(whole, strict=strict)
         parts, spreads = self._sharded.parts, self.spreads
         self._sharded.wait_for_copies()
         try:
-            return _zero3_state.load_pieces(self.module, parts, spreads, state_dict, strict=strict)
+            return load_pieces(self.module, parts, spreads, state_dict, strict=strict)
         finally:
             self._sharded.values_changed()
 

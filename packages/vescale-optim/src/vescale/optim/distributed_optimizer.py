@@ -27,12 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from ._gradients.placeholder import align_gradients
 from ._ranks.axis import Axis
-from ._state.groups import build_optimizer, check_class, group_pieces
-from ._state.instances import Instance, take_apart
+from ._state.build import Instance, build_optimizer, check_class, cut_pieces, group_pieces, take_apart
+from ._state.full_state import NOT_SAVED, gather_whole, named_state, numbered_state
 from ._state.loss_scaling import PieceList, Unscaler
 from ._state.masters import MasterWeights
-from ._state.pieces import Piece, StatePiece, cut_pieces
-from ._state.state_dict import NOT_SAVED, gather_whole, named_state, numbered_state
+from ._state.pieces import Piece, StatePiece
 from ._state.state_dtype import KeptState, check_state_dtype
 from ._state.template import StateTemplate, elementwise_names, is_elementwise, probe_state
 from .clip import clip_grad_norm_, distribution_axes

@@ -35,7 +35,6 @@ from torch import nn
 from vescale.dtensor import extension
 
 from .. import _torch
-from .._static import async_tp as _async_tp
 from .._static.attributes import Swaps
 from .._static.draws import silenced
 from .._static.names import is_inside, join
@@ -90,7 +89,6 @@ class CompiledBlocks:
         return self._made[1]
 
     def _make(self, program: StaticProgram, state: tuple[int, int]) -> _CompiledSwaps:
-        _async_tp.check(program.model.mesh)
         swaps = _CompiledSwaps(lambda: self._make(program, state), self.refused)
         shared: dict[Hashable, Callable] = {}
         is_watched = extension.is_watched()
@@ -217,7 +215,7 @@ def _compiled(entry: _Entry) -> Callable:
 
     code = run.__code__.replace(co_name=f"{type(entry.block).__name__}_forward")
     alone = types.FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
-    options = OPTIONS | _async_tp.compiler_options() if BACKEND == "inductor" else None
+    options = OPTIONS if BACKEND == "inductor" else None
     return torch.compile(alone, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
 
 

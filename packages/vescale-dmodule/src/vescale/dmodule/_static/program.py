@@ -49,12 +49,10 @@ from .local_modules import local_forward, silent_axes
 from .local_parameters import LocalParameters, Twin, held_by
 from .movement.conversions import Conversion, compile_conversion
 from .names import describe, is_inside, join
-from .overlap import overlapping
 from .recording.compare import Run
 from .recording.learn import learn, watch_arguments
 from .recording.observe import Crossing, Observer
 from .recording.recorded import Findings, Recomputations
-from .shortcuts import Shortcuts
 
 __all__ = ["Model", "StaticProgram"]
 
@@ -125,7 +123,6 @@ class StaticProgram:
         self.swaps = Swaps()
         self.compiled = Swaps()
         self.direct: DirectCalls | None = None
-        self.shortcuts: Shortcuts | None = None
         self.seen: set[Hashable] = set()  # calls without gradients
         self.once: list[RemovableHandle] | None = None  # hooks of a call that runs in eager mode
         # the state of a rehearsal
@@ -339,9 +336,8 @@ class StaticProgram:
                 )
         elif not is_watched(self.model.phase.meter):
             if self.direct is None:
-                self.direct, self.shortcuts = DirectCalls(self), Shortcuts(self)
+                self.direct = DirectCalls(self)
             self.direct.put()
-            self.shortcuts.put()
 
     @property
     def may_compile(self) -> bool:
@@ -357,7 +353,6 @@ class StaticProgram:
             phase.convert, phase.local = None, False
             if self.direct is not None:
                 self.direct.take_back()
-                self.shortcuts.take_back()
             if self.is_compiled:
                 self.compiled.take_back()
             if self.swaps.places:
@@ -381,8 +376,6 @@ class StaticProgram:
         if before is not None and before.trained != self.parameters.trained:
             self.known.clear()
         self.swaps = Swaps.of(own, self.model.local_attributes, local_forward)
-        if not self.is_compiled:  # a compiler orders communication and computation itself
-            self.swaps = overlapping(self.swaps, own)
         self.tell_twins()
         self._recompile()
 

@@ -10,20 +10,37 @@ Guarantee: no operator on a deferred tensor runs on data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor, nn
 
-from .._torch.recording import dispatch_without_torch_function, make_wrapper
+from .._torch.recording import Op, dispatch_without_torch_function, make_wrapper
 from .ops import ALIAS, SAME_KIND
-
-if TYPE_CHECKING:
-    from .record import Recording
+from .tape import Tape
 from .tree import leaves
 
-__all__ = ["DeferredState", "DeferredTensor", "DeferredTensorError"]
+__all__ = ["DeferredState", "DeferredTensor", "DeferredTensorError", "TensorRecording"]
+
+
+class TensorRecording(Protocol):
+    """What a deferred tensor needs of its recording; `record.Recording` implements it.
+
+    Attributes:
+        tape: the recorded program.
+        read: while the constructor runs, computes the contents of a value on demand.
+    """
+
+    tape: Tape
+    read: Callable[[int], Tensor] | None
+
+    def record(self, func: Op, args: tuple, kwargs: dict) -> object:
+        """Append an operator to the tape and return its result."""
+
+    def constant(self, tensor: Tensor) -> DeferredTensor:
+        """Return a deferred copy of a tensor."""
 
 
 class DeferredTensorError(RuntimeError):
@@ -41,7 +58,7 @@ class DeferredState:
         result: layout and tensor that it was materialized to, so that ties survive separate calls of `materialize`.
     """
 
-    recording: Recording
+    recording: TensorRecording
     value: int
     name: str = ""
     result: tuple[object, Tensor] | None = None

@@ -150,8 +150,8 @@ class PieceMatrices:
 def _layouts(pieces: Iterable[Piece], model: DDP | None) -> list[MatrixLayout]:
     if model is None:
         return [layout_of(piece.fqn, piece.param) for piece in pieces]
-    copying = [model._axes.replicate] if model._axes.replicate.size > 1 else []
-    shard = model._axes.shard
+    copying = [model.data_axes.replicate] if model.data_axes.replicate.size > 1 else []
+    shard = model.data_axes.shard
     parts: dict[str, Part] = {}
     if model.zero and shard.size > 1:
         buckets = {slot.bucket.plan.index: slot.bucket.plan for slot in model.slots().values()}

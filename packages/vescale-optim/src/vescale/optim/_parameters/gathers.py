@@ -37,7 +37,7 @@ from torch import nn
 from .. import _torch
 from .._checks import executions_of
 from .._gradients.bucket import FlatBucket
-from .awaited import AwaitedValues
+from .guard import AwaitedValues
 
 __all__ = ["ParameterGathers"]
 

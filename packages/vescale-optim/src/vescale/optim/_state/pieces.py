@@ -24,10 +24,9 @@ from vescale.dtensor.extension import flat_range_boxes, local_views
 
 from .. import _torch
 from .._gradients.placeholder import ShardedGradient, local_gradient
-from ..ddp import DDP
-from .ragged import Spread
+from .spread import Spread
 
-__all__ = ["Piece", "StatePiece", "cut_pieces"]
+__all__ = ["Piece", "StatePiece"]
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Offsets in the global tensor, offsets in the local tensor, and sizes."""
@@ -95,63 +94,6 @@ class Piece:
 
     def __repr__(self) -> str:
         return f"Piece({self.fqn!r}, [{self.start}, {self.stop}) of {_torch.local_tensor(self.param).numel()})"
-
-
-def cut_pieces(model: nn.Module, *, master_dtype: torch.dtype | None = None, detached: bool = False) -> list[Piece]:
-    """Return one piece per trainable parameter of a module, or what this rank owns of those of a ``DDP``.
-
-    Args:
-        model: The module.
-        master_dtype: Dtype of the copies of parameters of fewer bits; None: no copies.
-        detached: Never let a piece's tensor be the parameter itself.
-
-    Raises:
-        ValueError: If a ``DDP`` is hidden inside the module, or its parameters are no longer those that it wrapped.
-    """
-    if not isinstance(model, DDP):
-        hidden = next((fqn for fqn, part in model.named_modules() if isinstance(part, DDP)), None)
-        if hidden is not None:
-            raise ValueError(f"the module holds a DDP at {hidden!r}; pass the DDP itself as model=")
-        named = [(fqn, p) for fqn, p in model.named_parameters() if p.requires_grad]
-        return [_whole(fqn, p, master_dtype, detached) for fqn, p in named]
-    slots = model.slots()
-    for fqn, param in model.named_parameters():
-        if param.requires_grad and (fqn not in slots or slots[fqn].param is not param):
-            raise ValueError(
-                f"{fqn!r} is not the parameter that DDP wrapped: it was replaced or unfrozen since. Change the module "
-                "first, then wrap it in DDP"
-            )
-    pieces = []
-    for fqn, slot in slots.items():
-        dtype = model.originals.master_dtype(slot.param, master_dtype)
-        if model.zero:
-            piece = _cut(fqn, slot.param, slot.value_part, *slot.part, dtype)
-        else:
-            piece = _whole(fqn, slot.param, dtype, detached)
-        piece.spread = model.spreads[piece.param]
-        pieces.append(piece)
-    return pieces
-
-
-def _whole(fqn: str, param: nn.Parameter, master_dtype: torch.dtype | None, detached: bool) -> Piece:
-    """Return a piece of all of a parameter; a DTensor is updated through its local tensor, which is much faster."""
-    local = _torch.local_tensor(param.detach())
-    itself = not (detached or isinstance(param, DTensor) or _is_narrow(param, master_dtype))
-    if itself and _torch.grad_dtype(param) == param.dtype:
-        return Piece(fqn, param, param, 0, local.numel())
-    return _cut(fqn, param, local, 0, local.numel(), master_dtype)
-
-
-def _cut(
-    fqn: str, param: nn.Parameter, value: Tensor, start: int, stop: int, master_dtype: torch.dtype | None
-) -> Piece:
-    if not _is_narrow(param, master_dtype):
-        return Piece(fqn, param, nn.Parameter(value), start, stop)
-    return Piece(fqn, param, nn.Parameter(value.to(master_dtype)), start, stop, value=value)
-
-
-def _is_narrow(param: Tensor, master_dtype: torch.dtype | None) -> bool:
-    return master_dtype is not None and param.dtype.itemsize < master_dtype.itemsize
 
 
 class StatePiece:

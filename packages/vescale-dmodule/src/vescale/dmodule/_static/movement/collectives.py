@@ -17,15 +17,11 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn import functional as F
 
 from ... import _torch
-from .. import async_tp as _async_tp
 from . import steps as _steps
 
-__all__ = ["Local", "Meanwhile", "chain", "run_step", "through_dtensor"]
+__all__ = ["Local", "chain", "run_step", "through_dtensor"]
 
 Local = Callable[[Tensor], Tensor]
-
-Meanwhile = Callable[[], None]
-"""What this rank does while a reduction is under way; the functions of reductions take it as a second argument."""
 
 
 def chain(functions: Sequence[Local]) -> Local | None:
@@ -46,21 +42,19 @@ def run_step(step: _steps.Step, mesh: DeviceMesh) -> Local:
 
     Makes the process group of several axes where there is none, so all ranks of it must call this together.
     """
-    process_group = _torch.flat_group(mesh, step.axes)
-    _async_tp.prepare(process_group, mesh)
-    group = _torch.Collectives(process_group)
+    group = _torch.Collectives(_torch.flat_group(mesh, step.axes))
     return _MAKERS[type(step)](step, group, mesh.get_local_rank(step.axes[0]), mesh)
 
 
 def _reduce(step: _steps.Reduce, group: _torch.Collectives, _index: int, mesh: DeviceMesh) -> Local:
     if len(step.ops) == 1:
         op = step.ops[0]
-        return lambda tensor, meanwhile=None: group.all_reduce(tensor.resolve_neg(), op, meanwhile)
+        return lambda tensor: group.all_reduce(tensor.resolve_neg(), op)
     divisor = math.prod(mesh.size(axis) for axis, op in zip(step.axes, step.ops, strict=True) if op == "avg")
     op = "sum" if divisor > 1 else step.ops[0]
 
-    def reduce(tensor: Tensor, meanwhile: Meanwhile | None = None) -> Tensor:
-        result = group.all_reduce(tensor.resolve_neg(), op, meanwhile)
+    def reduce(tensor: Tensor) -> Tensor:
+        result = group.all_reduce(tensor.resolve_neg(), op)
         return result if divisor == 1 else result.div_(divisor)
 
     return reduce
@@ -68,11 +62,11 @@ def _reduce(step: _steps.Reduce, group: _torch.Collectives, _index: int, mesh: D
 
 def _reduce_scatter(step: _steps.ReduceScatter, group: _torch.Collectives, index: int, _mesh: DeviceMesh) -> Local:
     dim, op, num = step.dim, step.op, group.size
-    front = _Front(step.local, dim, num, in_chunks=_async_tp.is_on())
+    front = _Front(step.local, dim, num)
     shape, length = front.part, _steps.chunk(step.local[dim], num, index)[1]
 
-    def reduce_scatter(tensor: Tensor, meanwhile: Meanwhile | None = None) -> Tensor:
-        shard = group.reduce_scatter(front.bring(tensor.resolve_neg()), op, shape, meanwhile)
+    def reduce_scatter(tensor: Tensor) -> Tensor:
+        shard = group.reduce_scatter(front.bring(tensor.resolve_neg()), op, shape)
         return shard if shape[dim] == length else shard.narrow(dim, 0, length)
 
     return reduce_scatter
@@ -80,7 +74,7 @@ def _reduce_scatter(step: _steps.ReduceScatter, group: _torch.Collectives, index
 
 def _gather(step: _steps.Gather, group: _torch.Collectives, _index: int, _mesh: DeviceMesh) -> Local:
     dim, size = step.dim, step.size
-    back = _Back(step.local, dim, size, group.size, in_chunks=_async_tp.is_on())
+    back = _Back(step.local, dim, size, group.size)
 
     def gather(tensor: Tensor) -> Tensor:
         whole = back.bring(group.all_gather(back.padded(tensor.resolve_neg())))
@@ -135,14 +129,13 @@ class _Front:
         shape: of the tensor.
         dim: the dim.
         num: number of ranks.
-        in_chunks: whether a compiler sees chunks that are joined, see ``_async_tp``.
 
     Attributes:
         part: shape of a part, as large as the largest shard.
     """
 
-    def __init__(self, shape: tuple[int, ...], dim: int, num: int, *, in_chunks: bool = False):
-        self.num, self.in_chunks = num, in_chunks and dim > 0
+    def __init__(self, shape: tuple[int, ...], dim: int, num: int):
+        self.num = num
         full = -(-shape[dim] // num)
         self.dim, self.size, self.first = dim, full * num, math.prod(shape[:dim]) == 1
         self.part = (*shape[:dim], full, *shape[dim + 1 :])
@@ -153,8 +146,6 @@ class _Front:
 
     def bring(self, tensor: Tensor) -> Tensor:
         tensor = _pad(tensor, self.dim, self.size) if self.padded else tensor
-        if self.in_chunks and _torch.is_traced():
-            return torch.cat(tensor.chunk(self.num, self.dim))
         if self.first:
             return tensor.contiguous().view(self.flat)
         return tensor.reshape(self.cut).permute(self.order).reshape(self.flat).contiguous()
@@ -168,15 +159,13 @@ class _Back:
         dim: the dim.
         size: of the joined tensor along it.
         num: number of ranks.
-        in_chunks: whether a compiler sees chunks that are joined, see ``_async_tp``.
 
     Attributes:
         shape: of the parts one after the other, with a first dim that counts the ranks.
         whole: shape of the joined tensor, padding included.
     """
 
-    def __init__(self, shape: tuple[int, ...], dim: int, size: int, num: int, *, in_chunks: bool = False):
-        self.in_chunks = in_chunks and dim > 0
+    def __init__(self, shape: tuple[int, ...], dim: int, size: int, num: int):
         self.dim, self.full = dim, -(-size // num)
         part = (*shape[:dim], self.full, *shape[dim + 1 :])
         self.whole = (*shape[:dim], self.full * num, *shape[dim + 1 :])
@@ -188,8 +177,6 @@ class _Back:
         return (_pad(tensor, self.dim, self.full) if self.pads else tensor).contiguous()
 
     def bring(self, came: Tensor) -> Tensor:
-        if self.in_chunks and _torch.is_traced():
-            return torch.cat(came.chunk(self.shape[0]), self.dim)
         if self.first:
             return came.view(self.whole)
         return came.view(self.shape).permute(self.order).reshape(self.whole).contiguous()

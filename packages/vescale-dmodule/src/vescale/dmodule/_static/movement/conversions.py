@@ -9,19 +9,12 @@ be. From that, :func:`compile_conversion` makes a function once; a call runs col
 The backward stops at the target, as a boundary does in eager mode, where the value was Partial or has not moved;
 otherwise it goes to the source in one movement. (The gradient of a Partial value is the same on all ranks.)
 
-A backward that is one large reduction lets this rank work while it is under way: a node of the graph that hands its
-gradient to the boundary may leave :class:`Later` work there (see ``_overlap``). The boundary launches its collective,
-runs what was left, and then waits.
-
 Guarantee: values and gradients are those of eager mode, bit for bit, in the same strides.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,13 +24,9 @@ from torch.distributed.tensor import Placement
 from ... import _torch
 from .collectives import Local, chain, run_step, through_dtensor
 from .interleaved import View, view_of
-from .steps import Reduce, ReduceScatter, Step, plan_steps, without_partials
+from .steps import Step, plan_steps, without_partials
 
-__all__ = ["Conversion", "Later", "boundary_before", "compile_conversion", "identity"]
-
-# Elements on a rank below which a reduction takes less time than hiding work behind it costs. It is a number of the
-# whole mesh: ranks that decided differently would launch collectives in different orders.
-MIN_REDUCED = 1 << 18
+__all__ = ["Conversion", "compile_conversion", "identity"]
 
 
 @dataclass(frozen=True)
@@ -99,15 +88,12 @@ def compile_conversion(conversion: Conversion, mesh: DeviceMesh) -> Local:
         return identity
     if conversion.gradient is None:
         backward = _refuse(conversion)
-    num_reduced = _num_reduced(conversion, mesh)
-    backward_of = _Reduction(backward, num_reduced) if num_reduced >= MIN_REDUCED else backward
-    record = _convert_and_work if num_reduced >= MIN_REDUCED else _convert
 
     def convert(tensor: Tensor) -> Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
             if torch.compiler.is_compiling():
                 return _Convert.apply(tensor, forward, backward)
-            return record(tensor, forward, backward_of)
+            return _convert(tensor, forward, backward)
         return tensor if forward is None else forward(tensor)
 
     convert.conversion = conversion
@@ -146,23 +132,6 @@ def _plan(
     return view, plan_steps(view.shape(tuple(shape)), tuple(mesh.shape), tuple(mesh.get_coordinate()), *layouts)
 
 
-def _num_reduced(conversion: Conversion, mesh: DeviceMesh) -> int:
-    """Return how many elements a rank reduces in the backward if that is one collective, else 0; alike on all ranks."""
-    if mesh.get_coordinate() is None or conversion.gradient is None:
-        return 0
-    plans = [_plan(conversion.shape, old, new, mesh) for old, new in conversion.backward if old != new]
-    if any(steps is None or view != View() for view, steps in plans):
-        return 0
-    if [type(step) in (Reduce, ReduceScatter) for _, steps in plans for step in steps] != [True]:
-        return 0
-    num_parts = math.prod(mesh.size(axis) for axis, p in enumerate(conversion.gradient) if not _is_whole(p))
-    return math.prod(conversion.shape) // num_parts
-
-
-def _is_whole(placement: Placement) -> bool:
-    return placement.is_replicate() or placement.is_partial()
-
-
 def _ascending(mesh: DeviceMesh) -> bool:
     """Tell whether ranks ascend along every axis, so that their order in its process group is that of coordinates."""
     return all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
@@ -194,77 +163,6 @@ class _Convert(torch.autograd.Function):
 
 
 _convert = _torch.direct_apply(_Convert)
-
-
-# ------------------------------------------------------------------------------------------------- work meanwhile
-
-
-@dataclass
-class Later:
-    """What is left to do while a reduction is under way.
-
-    Attributes:
-        number: of the backward pass, in torch's count. What a pass that failed has left is not done by another.
-        tasks: in the order in which they were left.
-    """
-
-    number: int
-    tasks: list[Callable[[], None]] = field(default_factory=list)
-
-    def run(self) -> None:
-        """Do everything."""
-        for task in self.tasks:
-            task()
-
-
-class _Reduction(NamedTuple):
-    """A backward that is one reduction.
-
-    Attributes:
-        run: the collective; what is done meanwhile is its second argument.
-        num_elements: that a rank brings.
-    """
-
-    run: Callable[..., Tensor]
-    num_elements: int
-
-
-class _ConvertAndWork(torch.autograd.Function):
-    """As :class:`_Convert`, for a backward that is one reduction.
-
-    Its node has the :class:`Later` work as ``later``, and the size of the reduction as ``num_elements``.
-    """
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, forward: Local | None, backward: _Reduction) -> Tensor:
-        (ctx.convert, ctx.num_elements), ctx.later = backward, None
-        return tensor.view_as(tensor) if forward is None else forward(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _refuse_second_derivative()
-        later, ctx.later = ctx.later, None
-        if later is None or later.number != _torch.backward_number():
-            return ctx.convert(gradient), None, None
-        return ctx.convert(gradient, later.run), None, None
-
-
-_convert_and_work = _torch.direct_apply(_ConvertAndWork)
-_NODE = _torch.node_class(_ConvertAndWork)
-_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
-
-
-def boundary_before(tensor: Tensor) -> object | None:
-    """Return the node of the boundary that made a tensor, through views, if its backward is a large reduction.
-
-    What is left as ``later`` at that node, by nodes that make its gradient, is done in the same backward pass.
-    """
-    node = tensor.grad_fn
-    while type(node) is not _NODE:
-        if node is None or node.name() not in _VIEWS:
-            return None
-        node = node.next_functions[0][0]
-    return node
 
 
 def _refuse_second_derivative() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +29,7 @@ from .. import _torch
 from .._buckets.local_shapes import is_even
 from .._buckets.plan import Bucket, Slot
 
-__all__ = ["Spread", "sharded_parameters", "spreads_of", "whole_values"]
+__all__ = ["Spread", "spreads_of"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Spread:
         if not isinstance(param, DTensor):
             return self.mesh, tuple(placements)
         by_name = dict(zip(self.mesh.mesh_dim_names or (), placements, strict=False))
-        return self._joined(param, by_name)
+        return self.joined(param, by_name)
 
     def _ragged(self, param: Tensor, held: tuple[int, ...]) -> RaggedShard:
         if not is_even(param):
@@ -80,7 +80,7 @@ class Spread:
         unit = math.gcd(*held)
         return RaggedShard(tuple(range(max(param.ndim, 1))), tuple(count // unit for count in held))
 
-    def _joined(self, param: DTensor, placements: Mapping[str, Placement]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    def joined(self, param: DTensor, placements: Mapping[str, Placement]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Return the mesh of both, and placements: the parameter's on its axes, others by name of the axis."""
         joined = _torch.joined_mesh(self.mesh, param.device_mesh)
         if joined is None:
@@ -148,57 +148,3 @@ def spreads_of(
     """
     places = {slot.fqn: (bucket, slot) for bucket in buckets for slot in bucket.slots}
     return {param: Spread(fqn, mesh, places.get(fqn)) for fqn, param in params.items()}
-
-
-def whole_values(
-    state_dict: Mapping[str, object], params: Mapping[str, Tensor], spreads: Mapping[Tensor, Spread]
-) -> dict[str, object]:
-    """Return a state dict in which DTensors over the data-parallel mesh are what a plain module loads; ranks gather.
-
-    Args:
-        state_dict: Names and values.
-        params: The module's parameters, by all of their names.
-        spreads: What `spreads_of` has returned.
-    """
-    values = dict(state_dict)
-    for name, value in state_dict.items():
-        param = params.get(name)
-        spread = spreads.get(param) if param is not None else None
-        if spread is not None and isinstance(value, DTensor):
-            values[name] = _whole(value, param, spread)
-    return values
-
-
-def _whole(value: DTensor, param: Tensor, spread: Spread) -> Tensor:
-    if not isinstance(param, DTensor):
-        return value.full_tensor()
-    if value.device_mesh == param.device_mesh or value.shape != param.shape:
-        return value
-    mesh, placements = spread._joined(param, {})
-    if value.device_mesh != mesh:
-        return value
-    return _torch.wrap_like(_torch.local_tensor(value.redistribute(placements=placements)), param)
-
-
-def sharded_parameters(
-    params: Mapping[str, nn.Parameter],
-    parts: Mapping[nn.Parameter, Tensor],
-    spreads: Mapping[nn.Parameter, Spread],
-    *,
-    whole: bool,
-) -> dict[str, DTensor]:
-    """Return what this rank owns of each parameter as a DTensor, by name.
-
-    Args:
-        params: All parameters, by name.
-        parts: Their flat parts; others are whole on every rank.
-        spreads: What `spreads_of` has returned.
-        whole: The parameters themselves are whole on every rank, too: one without dims is shown so.
-    """
-    found = {}
-    for fqn, param in params.items():
-        part, spread = parts.get(param), spreads[param]
-        if part is None or (whole and param.ndim == 0):
-            part, spread = _torch.local_tensor(param), replace(spread, place=None)
-        found[fqn] = spread.to_dtensor(part, param)
-    return found

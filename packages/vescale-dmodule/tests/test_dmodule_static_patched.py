@@ -1,6 +1,6 @@
-"""What static mode does in short ways is what others see.
+"""What a static program patches into a module while it runs is invisible to the module and to its users.
 
-Gradients handed on at the end of a pass, boundaries without hooks, attributes that are found at once.
+Gradients delivered at the end of a pass, boundaries called without hooks, parameters and children replaced by users.
 """
 
 import pytest
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 @ranks(2)
-def test_short_ways_are_not_seen(in_all_modes):
+def test_the_patch_is_not_seen(in_all_modes):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
     def step(model, x=X):
@@ -145,12 +145,11 @@ class Looking(Layer):
         super().__init__()
         self.act, self.extra, self.hiding, self.hidden = nn.Tanh(), nn.ReLU(), Hiding(), nn.ReLU()
         self.register_module("empty", None)
-        self.found, self.fails, self.changes = [], False, False
+        self.fails, self.changes = False, False
 
     def forward(self, x):
         assert self.hidden is None
         assert self.empty is None
-        self.found.append(["weight" in vars(self.up), "act" in vars(self), "gain" in vars(self.hiding)])
         if self.fails:
             raise ZeroDivisionError
         if self.changes:
@@ -159,12 +158,12 @@ class Looking(Layer):
 
 
 @ranks(2)
-def test_attributes_are_found_at_once(in_all_modes):
+def test_replaced_children_and_failures(in_all_modes):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
     def step(model):
         model(X).square().sum().backward()
-        assert not {"weight", "act", "_compiled_call_impl"} & {key for part in model.modules() for key in vars(part)}
+        assert not {"weight", "_compiled_call_impl"} & {key for part in model.modules() for key in vars(part)}
 
     def replace_a_child(model):
         step(model)
@@ -195,7 +194,4 @@ def test_attributes_are_found_at_once(in_all_modes):
         return {}
 
     for program in (replace_a_child, delete_a_child, replace_in_forward, fail):
-        model = in_all_modes(Looking, PLAN, mesh, program, modes=("eager", "static"))
-        after = [True, True, False] if program is not delete_a_child else [False, False, False]
-        assert model.found[-1] == after, (program, model.found)
-        assert [True, True, False] in model.found or program is delete_a_child
+        in_all_modes(Looking, PLAN, mesh, program, modes=("eager", "static"))

@@ -1,4 +1,4 @@
-"""Weight gradients are computed while the gradient of the layers' input is being reduced, and nothing else changes."""
+"""Gradients of static mode are those of eager mode, bit for bit, in every way a layer can be used."""
 
 import contextlib
 import functools
@@ -6,40 +6,15 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-from vescale.dmodule import NotLocalFriendlyError, _torch, no_sync, parallelize_module
+from vescale.dmodule import no_sync
 from vescale.dmodule._execution.modes import execution_of
-from vescale.dmodule._static import overlap as _overlap
-from vescale.dmodule._static.movement import conversions as _conversions
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale_testing import gather_full, ranks
 
 R, S0, S1 = {"tp": Replicate()}, {"tp": Shard(0)}, {"tp": Shard(1)}
 WIDTH, INNER, BATCH, LENGTH = 8, 12, 2, 6
-ROWS, NEVER = BATCH * LENGTH, 1 << 60
-
-
-@contextlib.contextmanager
-def overlap(least=1, products=1):
-    """Let layers and reductions of `least` elements take part, and gradients of `products`; those left for later."""
-    before = _conversions.MIN_REDUCED, _overlap.MIN_WEIGHT, _overlap.MIN_PRODUCTS
-    done, call = [], _overlap._Gradients.__call__
-
-    def counted(task):
-        done.append(task.weight.shape)
-        call(task)
-
-    _conversions.MIN_REDUCED = _overlap.MIN_WEIGHT = least
-    _overlap.MIN_PRODUCTS = {"cpu": products}
-    _overlap._Gradients.__call__ = counted
-    try:
-        yield done
-    finally:
-        _conversions.MIN_REDUCED, _overlap.MIN_WEIGHT, _overlap.MIN_PRODUCTS = before
-        _overlap._Gradients.__call__ = call
 
 
 class Gated(nn.Module):
@@ -104,66 +79,6 @@ def train(model, passes=2):
     return {f"loss {step}": loss.detach() for step, loss in enumerate(losses)}
 
 
-# ------------------------------------------------------------------------------------------------- order
-
-
-def timeline(model):
-    """Launches and ends of collectives and the weight gradients of `gate` and `up`, in order, of one backward."""
-
-    class Watched:
-        def __init__(self, work):
-            self.work = work
-
-        def wait(self):
-            with record_function("wait"):
-                self.work.wait()
-
-    def arrive(work, meanwhile=None):
-        with record_function("launched"):
-            pass
-        original(Watched(work), meanwhile)
-
-    loss = model(inputs()).square().sum()
-    original, _torch._arrive = _torch._arrive, arrive
-    try:
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-            loss.backward()
-    finally:
-        _torch._arrive = original
-    shapes = [[INNER // 2, ROWS], [ROWS, WIDTH]]
-    found = []
-    for event in sorted(profiled.events(), key=lambda event: event.time_range.start):
-        if event.name in ("launched", "wait"):
-            found.append(event.name)
-        elif event.name == "aten::mm" and event.device_type == DeviceType.CPU and event.input_shapes == shapes:
-            found.append("weight gradient")
-    return found
-
-
-@ranks(2)
-def test_weight_gradients_between_launch_and_wait():
-    mesh = mesh_of_two()
-    for sequence_parallel in (False, True):
-        found = {}
-        for least in (1, NEVER):
-            torch.manual_seed(0)
-            with overlap(least):
-                model = parallelize_module(Stack(), mesh, plan_for(sequence_parallel), mode="static")
-                train(model)
-                found[least] = timeline(model)
-        block = ["launched", "weight gradient", "weight gradient", "wait"]
-        other = ["weight gradient", "weight gradient", "launched", "wait"]
-        # sums of gradients and boundaries whose backward gathers
-        around = [event for event in found[1] if event != "weight gradient"]
-        assert around == [event for event in found[NEVER] if event != "weight gradient"]
-        assert (num_of(block, found[1]), num_of(other, found[1])) == (2, 0), found
-        assert (num_of(block, found[NEVER]), num_of(other, found[NEVER])) == (0, 2), found
-
-
-def num_of(part, events):
-    return sum(events[i : i + len(part)] == part for i in range(len(events)))
-
-
 # ------------------------------------------------------------------------------------------------- values
 
 
@@ -190,7 +105,7 @@ class Single(Stack):
 
 
 class Failing(Stack):
-    """The first block's backward fails after its layers have left their gradients, if the model is armed."""
+    """The first block's backward fails after its layers' backward, if the model is armed."""
 
     armed = False
 
@@ -335,7 +250,7 @@ def forward_of_its_own(model):
 
 
 def hooked(model):
-    """Somebody else's hook sees one whole gradient per pass."""
+    """A user's hook sees one full gradient per pass."""
     seen = []
     parameter = model.blocks[0].up.weight
     handle = parameter.register_post_accumulate_grad_hook(lambda p: seen.append(gather_full(p.grad).clone()))
@@ -345,58 +260,36 @@ def hooked(model):
     return found | {"seen": torch.stack(seen)}
 
 
-# class of the model, of its blocks, what is done, and how many weight gradients are left for later, of 4 in a pass and
-# in each rehearsal
+# class of the model, class of its blocks, program
 CASES = {
-    "plain": (Stack, Gated, train, 12),
-    "views": (Stack, Flat, train, 12),
-    "recomputed": (Recomputed, Gated, train, 12),
-    "recomputed in backward": (RecomputedInBackward, Gated, train, 12),
-    "twice": (Stack, Gated, twice, 16),
-    "no_sync": (Stack, Gated, left_unsynchronised, 12),
-    "frozen": (Stack, Gated, frozen, 3),
-    "frozen biases": (Stack, Gated, frozen_biases, 12),
-    "of the input": (Stack, Gated, of_the_input, 12),
-    "another reader": (Stack, Reader, train, 12),
-    "failed": (Failing, Gated, fail_once, 18),
-    "forward of its own": (Stack, Gated, forward_of_its_own, 15),
-    "hooked": (Stack, Gated, hooked, 10),
-    "autocast": (Single, Gated, under_autocast, 0),
-    "without a gradient": (Stack, Cut, train, 6),
-    "shared": (Shared, Gated, train, 0),
-    "tied": (Tied, None, train, 0),
-    "own forwards": (Stack, OwnLayers, train, 0),
+    "plain": (Stack, Gated, train),
+    "views": (Stack, Flat, train),
+    "recomputed": (Recomputed, Gated, train),
+    "recomputed in backward": (RecomputedInBackward, Gated, train),
+    "twice": (Stack, Gated, twice),
+    "no_sync": (Stack, Gated, left_unsynchronised),
+    "frozen": (Stack, Gated, frozen),
+    "frozen biases": (Stack, Gated, frozen_biases),
+    "of the input": (Stack, Gated, of_the_input),
+    "another reader": (Stack, Reader, train),
+    "failed": (Failing, Gated, fail_once),
+    "forward of its own": (Stack, Gated, forward_of_its_own),
+    "hooked": (Stack, Gated, hooked),
+    "autocast": (Single, Gated, under_autocast),
+    "without a gradient": (Stack, Cut, train),
+    "shared": (Shared, Gated, train),
+    "tied": (Tied, None, train),
+    "own forwards": (Stack, OwnLayers, train),
 }
 
 
 @ranks(2)
 def test_gradients(in_all_modes):
     mesh = mesh_of_two()
-    for name, (model, block, use, num_left) in CASES.items():
+    for name, (model, block, use) in CASES.items():
         make = model if block is None else functools.partial(model, block)
         for sequence_parallel in (False, True) if name == "plain" else (True,):
-            with overlap() as left:
-                # what another reader gives comes to .grad alone, so three summands are added in another order
-                exact, bound = block is not Reader, 0.1 if model is Single else 1e-12
-                in_all_modes(make, plan_for(sequence_parallel), mesh, use, bound=bound, bitwise=exact)
-            assert len(left) == num_left, (name, len(left))
-    products = ROWS * WIDTH * INNER // 2
-    for least, limit, num_left in ((NEVER, 1, 0), (1, products + 1, 0), (WIDTH * INNER // 2, products, 12)):
-        with overlap(least, limit) as left:
-            in_all_modes(Stack, plan_for(True), mesh, train)
-        assert len(left) == num_left
-
-
-@ranks(2)
-def test_a_wrong_gradient_is_seen():
-    """The comparison with the rehearsal goes through what is left for later."""
-    mesh, right = mesh_of_two(), _overlap._of_weight
-    _overlap._of_weight = lambda gradient, rows: right(gradient, rows) * 1.01
-    try:
-        with overlap(), pytest.raises(NotLocalFriendlyError, match=r"the gradient of parameter 'blocks.0.gate.weight'"):
-            train(parallelize_module(Stack(), mesh, plan_for(False), mode="static"))
-    finally:
-        _overlap._of_weight = right
+            in_all_modes(make, plan_for(sequence_parallel), mesh, use, bound=0.1 if model is Single else 1e-12)
 
 
 @ranks(4)
@@ -412,6 +305,4 @@ def test_two_axes(in_all_modes):
             execution_of(model).sync.bucket_bytes = 1
         return train(model, 3)
 
-    with overlap() as left:
-        in_all_modes(Stack, plan, mesh, in_small_buckets)
-    assert left
+    in_all_modes(Stack, plan, mesh, in_small_buckets)
