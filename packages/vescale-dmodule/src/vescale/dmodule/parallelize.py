@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import is_deferred, materialize
 
-from ._boundary.convert import install_inputs, install_outputs
+from ._boundary.hooks import install_inputs, install_outputs
 from ._boundary.local_region import install_local
 from ._execution.modes import ATTRIBUTE, MODES, Execution
 from ._experts import install_experts

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch
 
-__all__ = ["unwrapped", "wrapped"]
+__all__ = ["depend_on", "local_shards", "unwrapped", "wrapped"]
 
 Placements = tuple[Placement, ...]
 
@@ -108,3 +108,82 @@ def _whole_stride(local_stride: Sequence[int], shape: torch.Size) -> tuple[int, 
     for dim in sorted(range(len(shape)), key=lambda dim: (local_stride[dim], -dim)):
         stride[dim], size = size, size * max(shape[dim], 1)
     return tuple(stride)
+
+
+# ------------------------------------------------------------------------------------------------- parameters
+
+
+def local_shards(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Placements | None],
+    silent: Sequence[bool] | None = None,
+) -> list[Tensor]:
+    """Return this rank's shards of parameters; where one has a gradient, those that nothing used have zeros.
+
+    Args:
+        parameters: DTensors, or local shards already; the gradient of each comes back as the one or the other.
+        gradients: placements of the gradients of those that are DTensors.
+        silent: which of them show negative zeros instead (``x + -0.0`` is ``x`` for every ``x``); the gradient is that
+            of the values nevertheless. For what is added once over the axes that cut inner dims: its gradient is that
+            of the output, equal on all of them.
+    """
+    silent = silent or [False] * len(parameters)
+    shown = [_shown(*pair) for pair in zip(parameters, silent, strict=True)]
+    trained = [i for i, p in enumerate(parameters) if p.requires_grad] if torch.is_grad_enabled() else []
+    if trained:
+        chosen = [parameters[i] for i in trained]
+        outputs = _LocalShards.apply([shown[i] for i in trained], [gradients[i] for i in trained], *chosen)
+        for i, output in zip(trained, outputs, strict=True):
+            shown[i] = output
+    return shown
+
+
+def _shown(parameter: Tensor, silent: bool) -> Tensor:
+    local = _torch.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+    return torch.full_like(local, -0.0) if silent else local
+
+
+class _LocalShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shown: list[Tensor], gradients: list[Placements | None], *parameters: Tensor) -> tuple:
+        pairs = zip(parameters, gradients, strict=True)
+        ctx.layouts = [
+            (p.device_mesh, placements, p.shape, p.stride()) if isinstance(p, DTensor) else None
+            for p, placements in pairs
+        ]
+        return tuple(local.view_as(local) for local in shown)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(_whole(*pair) for pair in zip(grads, ctx.layouts, strict=True))
+
+
+def _whole(grad: Tensor, layout: tuple | None) -> Tensor:
+    if layout is None:
+        return grad
+    mesh, placements, shape, stride = layout
+    return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+# ------------------------------------------------------------------------------------------------- dependence
+
+
+def depend_on(output: Tensor, *operands: Tensor) -> Tensor:
+    """Return ``output`` so that it depends on all ``operands``, with no gradient.
+
+    A rank whose experts got no token does not use them. Without this, the backward of its inputs would not run there,
+    while the other ranks wait in its communication; and its parameters would have no gradient, where on one device the
+    tensor of all experts has one that is zero for these, and the optimizer updates them.
+    """
+    return _DependOn.apply(output, *operands)
+
+
+class _DependOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output: Tensor, *operands: Tensor) -> Tensor:
+        ctx.num_operands = len(operands)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (grad, *[None] * ctx.num_operands)

@@ -30,12 +30,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from vescale.dtensor import random
 
 from .. import _torch
-from .._experts import join, local_shards
+from .._plan.inputs import InputPlan
 from .._plan.placements import is_placements, normalize
 from .._static.attributes import Swaps
 from ..errors import PlanError
-from .convert import InputPlan, Phase, install_inputs, map_tensors, place
-from .edges import unwrapped, wrapped
+from .convert import place
+from .edges import depend_on, local_shards, unwrapped, wrapped
+from .hooks import Phase, install_inputs
+from .values import map_tensors
 
 __all__ = ["LocalRegion", "install_local"]
 
@@ -112,7 +114,7 @@ class LocalRegion:
         undo.close()
         if output is None:
             return None
-        output = map_tensors(lambda t: join(t, *operands) if t.is_floating_point() else t, output)
+        output = map_tensors(lambda t: depend_on(t, *operands) if t.is_floating_point() else t, output)
         if self.phase.local:
             return output
         return place(output, self.output, self.mesh, self.where, lambda t, p, _where: self._wrap(t, p, whole))

@@ -7,17 +7,24 @@ tensors (key-value caches) are changed in place, because the caller keeps using 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import is_not
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .convert import fields_of, rebuild_fields, rebuild_sequence
-
-__all__ = ["copied", "describe_value", "map_leaves"]
+__all__ = [
+    "copied",
+    "describe_value",
+    "fields_of",
+    "map_leaves",
+    "map_tensors",
+    "rebuild_fields",
+    "rebuild_sequence",
+]
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 CLOSED = (type, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, torch.Generator)
@@ -82,3 +89,42 @@ def copied(value: object) -> object:
     if fields is not None:
         return rebuild_fields(value, {name: copied(item) for name, item in fields.items()})
     return copy.deepcopy(value) if _attributes(value) and not isinstance(value, CLOSED) else value
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: object) -> object:
+    """Return ``value`` with ``fn`` applied to its tensors, in tuples, lists, dicts and dataclasses of any depth.
+
+    Containers without a changed tensor stay the same objects; objects of other classes are left alone.
+
+    Example:
+        >>> map_tensors(lambda t: t + 1, {"x": (torch.zeros(2), "y")})
+        {'x': (tensor([1., 1.]), 'y')}
+    """
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, tuple | list):
+        mapped = [map_tensors(fn, item) for item in value]
+        changed = any(new is not old for new, old in zip(mapped, value, strict=True))
+        return rebuild_sequence(value, mapped) if changed else value
+    new_fields = {name: map_tensors(fn, field) for name, field in (fields_of(value) or {}).items()}
+    changed_fields = {name: new for name, new in new_fields.items() if new is not fields_of(value)[name]}
+    return rebuild_fields(value, changed_fields) if changed_fields else value
+
+
+def fields_of(value: object) -> Mapping | None:
+    """Return the named parts of a dataclass or a dict; a class that is both (Hugging Face's outputs) is a dataclass."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return value if isinstance(value, Mapping) else None
+
+
+def rebuild_fields(value: object, changed: Mapping) -> object:
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **changed)
+    new = copy.copy(value)
+    new.update(changed)
+    return new
+
+
+def rebuild_sequence(value: Sequence, items: list) -> Sequence:
+    return type(value)(items) if type(value) in (tuple, list) else type(value)(*items)  # a named tuple takes them apart

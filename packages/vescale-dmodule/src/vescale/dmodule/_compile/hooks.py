@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .._boundary.convert import InputBoundary, OutputBoundary, fields_of, rebuild_fields, rebuild_sequence
+from .._boundary.hooks import InputBoundary, OutputBoundary
+from .._boundary.values import fields_of, rebuild_fields, rebuild_sequence
 from .._execution.module_hooks import OwnHook
 from .._plan.placements import Repeat, is_placements
 from .._static.movement.conversions import identity

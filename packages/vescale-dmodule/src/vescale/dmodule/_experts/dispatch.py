@@ -15,7 +15,7 @@ batch, if ranks hold consecutive parts of it), so gradients of weights add up in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,9 +23,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Group, all_to_all
+from .operators import Group, add_rows, all_to_all, take_rows
 
-__all__ = ["AllToAll", "Exchange", "Route", "TokenDispatcher", "exchange_counts", "plan_exchange", "route"]
+__all__ = [
+    "AllToAll",
+    "Exchange",
+    "Route",
+    "TokenDispatcher",
+    "exchange_counts",
+    "plan_exchange",
+    "route",
+    "send_to_experts",
+]
 
 
 # ------------------------------------------------------------------------------------------------- planning
@@ -154,3 +163,56 @@ class AllToAll:
     def combine(self, rows: Tensor, exchange: Exchange) -> Tensor:
         """See :class:`TokenDispatcher`."""
         return all_to_all(rows, send=exchange.receive, receive=exchange.send, group=exchange.group)
+
+
+# ------------------------------------------------------------------------------------------------- there and back
+
+
+def send_to_experts(
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    table: Tensor,
+    dispatcher: TokenDispatcher,
+    *,
+    group: Group,
+    num_local: int,
+) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Send tokens to the ranks of their experts.
+
+    Args:
+        hidden: (..., hidden), tokens of this rank.
+        index: (..., k) int64, experts of each token.
+        weights: (..., k), of these experts.
+        table: (num_experts + 1, copies) int64, of :func:`lane_table`.
+        dispatcher: how rows travel.
+        group: ranks of the exchange, None for this rank alone.
+        num_local: experts per rank.
+
+    Returns:
+        rows (R, hidden), their local experts (R, 1), their weights (R, 1), and the function that sends the experts'
+        output (R, hidden) back and adds it up to (..., hidden).
+    """
+    shape, top_k, copies = hidden.shape, index.shape[-1], table.shape[1]
+    index, by_expert = index.reshape(-1, top_k).sort(dim=-1, stable=True)
+    weights = weights.reshape(-1, top_k).gather(-1, by_expert).reshape(-1)
+    num_group = group.size() if group is not None else 1
+    way = route(index, table, group_size=num_group, num_local=num_local)
+    exchange = exchange_counts(way.counts, group)
+    order = way.order[: exchange.num_sent]
+    rows = take_rows(hidden.reshape(-1, shape[-1]), order, top_k * copies)
+    rows = dispatcher.dispatch(rows, exchange)
+    row_weights = dispatcher.dispatch(take_rows(weights, order, copies), exchange)
+
+    def back(out: Tensor) -> Tensor:
+        out = add_rows(dispatcher.combine(out, exchange), order, len(index), top_k * copies)
+        return out.reshape(*shape[:-1], out.shape[-1])
+
+    return rows, _experts_of_rows(exchange, index.device)[:, None], row_weights[:, None], back
+
+
+def _experts_of_rows(exchange: Exchange, device: torch.device) -> Tensor:
+    """Return the local expert of each received row, (num_received,) int64."""
+    counts = torch.tensor(exchange.experts, dtype=torch.int64, device=device)
+    experts = torch.arange(counts.shape[1], device=device).repeat(len(counts))
+    return experts.repeat_interleave(counts.reshape(-1), output_size=exchange.num_received)

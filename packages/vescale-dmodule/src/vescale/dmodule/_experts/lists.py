@@ -28,14 +28,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from vescale.dtensor import random
 
 from .. import _torch
-from .._boundary.convert import map_tensors
+from .._boundary.edges import depend_on
+from .._boundary.values import map_tensors
 from ..errors import PlanError
 from .axes import axes_of
-from .collectives import join
+from .local import from_local, gradient_placements, show_parameters, to_local
 from .plan import ExpertLayout
 from .region import RANDOM
-from .state import gradient_placements, show_parameters
-from .wrap import from_local, to_local
 
 __all__ = ["install_list", "listed_gradients"]
 
@@ -136,7 +135,7 @@ class _OneExpert:
         rows = len(call.hidden) if self.here else min(1, len(call.hidden))
         if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != rows:
             raise PlanError(f"expert {self.key!r} of a list must return one tensor with as many rows as it got")
-        output = join(output, *call.operands)
+        output = depend_on(output, *call.operands)
         output = _FromOwner.apply(output, len(call.hidden), self.here, self.source, self.group)
         if not isinstance(call.hidden, DTensor):
             return output

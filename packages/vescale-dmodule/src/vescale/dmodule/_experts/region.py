@@ -36,16 +36,16 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 from vescale.dtensor import random
 
 from .. import _torch
+from .._boundary.edges import depend_on
 from ..errors import PlanError
 from .allocate import Allocation, initial_allocation
 from .axes import Axes, axes_of, lane_table
-from .collectives import Group, add_rows, join, share, sum_ranks, take_rows
-from .dispatch import AllToAll, Exchange, exchange_counts, route
+from .dispatch import AllToAll, send_to_experts
+from .local import expert_of, from_local, gradient_placements, layout_of_tokens, show_local, to_local
+from .operators import Group, share, sum_ranks
 from .plan import ExpertLayout
-from .state import expert_of, gradient_placements, show_local
-from .wrap import from_local, layout_of_tokens, to_local
 
-__all__ = ["ExpertRegion", "experts_region"]
+__all__ = ["ExpertRegion", "experts_region", "install_region"]
 
 REGION = "_vescale_experts"
 ALLOCATION = "_vescale_allocation"
@@ -203,7 +203,7 @@ class ExpertRegion:
         def finish(output: Tensor, *seen: Tensor) -> Tensor:
             if back is None:
                 return wrap(sum_ranks(output, summed, *seen))
-            return wrap(sum_ranks(back(join(output, *seen)), summed))
+            return wrap(sum_ranks(back(depend_on(output, *seen)), summed))
 
         return _Call(undo, (operands[0], operands[2]), parameters, finish), tuple(operands)
 
@@ -259,25 +259,9 @@ class ExpertRegion:
 
     def _exchanged(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:
         """Send tokens to their experts; the output's way back is the last value."""
-        shape, top_k, group = hidden.shape, index.shape[-1], self.group(axes.group)
-        table = self._table(module, axes, index.device)
+        group, table = self.group(axes.group), self._table(module, axes, index.device)
         dispatcher = AllToAll() if group is None else self.layout.dispatcher
-        copies = table.shape[1]
-        index, by_expert = index.reshape(-1, top_k).sort(dim=-1, stable=True)
-        weights = weights.reshape(-1, top_k).gather(-1, by_expert).reshape(-1)
-        num_group = group.size() if group is not None else 1
-        way = route(index, table, group_size=num_group, num_local=self.num_local)
-        exchange = exchange_counts(way.counts, group)
-        order = way.order[: exchange.num_sent]
-        rows = take_rows(hidden.reshape(-1, shape[-1]), order, top_k * copies)
-        rows = dispatcher.dispatch(rows, exchange)
-        row_weights = dispatcher.dispatch(take_rows(weights, order, copies), exchange)
-
-        def back(out: Tensor) -> Tensor:
-            out = add_rows(dispatcher.combine(out, exchange), order, len(index), top_k * copies)
-            return out.reshape(*shape[:-1], out.shape[-1])
-
-        return rows, _experts_of_rows(exchange, index.device)[:, None], row_weights[:, None], back
+        return send_to_experts(hidden, index, weights, table, dispatcher, group=group, num_local=self.num_local)
 
     def _table(self, module: nn.Module, axes: Axes, device: torch.device) -> Tensor:
         """Return the lanes of each expert, (num_experts + 1, copies) int64."""
@@ -330,13 +314,6 @@ def _same(value: Tensor) -> Tensor:
     return value
 
 
-def _experts_of_rows(exchange: Exchange, device: torch.device) -> Tensor:
-    """Return the local expert of each received row, (num_received,) int64."""
-    counts = torch.tensor(exchange.experts, dtype=torch.int64, device=device)
-    experts = torch.arange(counts.shape[1], device=device).repeat(len(counts))
-    return experts.repeat_interleave(counts.reshape(-1), output_size=exchange.num_received)
-
-
 def _check(hidden: Tensor, index: Tensor, weights: Tensor, kind: str) -> None:
     """Refuse operands that do not belong together.
 
@@ -351,3 +328,45 @@ def _check(hidden: Tensor, index: Tensor, weights: Tensor, kind: str) -> None:
         )
     if index.is_floating_point():
         raise PlanError(f"{kind} was called with indices of {index.dtype}; expected integers")
+
+
+# ------------------------------------------------------------------------------------------------- installation
+
+
+def install_region(module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh) -> ExpertRegion:
+    """Run ``module``, whose parameters are DTensors in ``layout.parameters``, on this rank's experts."""
+    region = ExpertRegion(layout, mesh, inspect.signature(module.forward))
+    vars(module)[REGION] = region
+    if layout.kind == "modules":
+        for name, expert in module.named_children():
+            expert.register_forward_pre_hook(_Noted(region, name))
+    module.register_forward_pre_hook(region.enter, with_kwargs=True)
+    module.register_forward_hook(region.leave, always_call=True)
+    module.register_state_dict_pre_hook(_refuse_moved)
+    module.register_load_state_dict_pre_hook(_refuse_moved)
+    return region
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """Forward pre-hook of an expert that is a submodule."""
+
+    region: ExpertRegion
+    name: str
+
+    def __call__(self, _expert: nn.Module, _args: tuple) -> None:
+        self.region.note_call(self.name)
+
+
+def _refuse_moved(module: nn.Module, *_: object) -> None:
+    """Refuse to read or write the parameters by expert while experts are not in order.
+
+    Raises:
+        RuntimeError: with the way out.
+    """
+    layout = vars(module)[REGION].layout
+    if allocation_of(module, layout) != initial_allocation(layout.num_experts):
+        raise RuntimeError(
+            f"the experts of this {type(module).__name__} were moved by rebalance_experts, so its tensors are not in "
+            "the order of one device; call restore_experts(model, optimizer) before state_dict() and load_state_dict()"
+        )

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from .._boundary.convert import InputPlan, plan_inputs
 from .._experts import ExpertLayout, plan_experts
 from ..errors import PlanError
 from .attributes import Attributes, attribute_names, attribute_values, show_value, tails
+from .inputs import InputPlan, plan_inputs
 from .parameters import check_ties
 from .placements import MeshAxes, check_entry, check_shards, normalize, on_shape
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from .. import _torch
-from .._boundary.convert import InputBoundary, OutputBoundary
+from .._boundary.hooks import InputBoundary, OutputBoundary
 
 if TYPE_CHECKING:
     from .program import StaticProgram

@@ -30,8 +30,8 @@ from torch.utils.hooks import RemovableHandle
 from vescale.dtensor import extension
 
 from .. import _torch
-from .._boundary.convert import Phase
 from .._boundary.edges import unwrapped, wrapped
+from .._boundary.hooks import Phase
 from .._boundary.values import describe_value, map_leaves
 from .._compile.blocks import CompiledBlocks
 from .._execution.eager import EagerScope, hook_scope

@@ -1,29 +1,75 @@
-"""What an experts module sees while its forward runs on local tensors: its own experts and nothing else.
+"""The local tensors of an experts' region: its operands, and its experts.
 
-Parameters become local tensors, ``num_experts`` the number of local experts, and experts that are submodules of other
-ranks are not there. Everything is put back when the forward ends, however it ends. Nothing is copied: a local tensor
-shares the memory of the parameter.
+Operands are unwrapped to this rank's tokens and the output is wrapped again, differentiably. While the forward runs,
+parameters are local tensors, ``num_experts`` is the number of local experts, and experts that are submodules of other
+ranks are not there. Everything is put back when the forward ends, also by an exception. Nothing is copied: a local
+tensor shares the memory of the parameter.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .. import _torch
-from .axes import Axes
+from .._boundary.convert import as_dtensor
+from .._boundary.edges import local_shards, unwrapped, wrapped
+from .axes import Axes, is_cut
 from .plan import ExpertLayout
 
-__all__ = ["expert_of", "gradient_placements", "local_shards", "show_local", "show_parameters"]
+__all__ = [
+    "expert_of",
+    "from_local",
+    "gradient_placements",
+    "layout_of_tokens",
+    "show_local",
+    "show_parameters",
+    "to_local",
+]
 
-# Hugging Face's grouped kernels leave rows of absent experts uninitialised and mask them only under this flag.
+# Hugging Face's grouped kernels leave rows of absent experts uninitialized and mask them only under this flag.
 EXPERT_PARALLEL_FLAG = "_is_expert_parallel"
 
 Placements = tuple[Placement, ...]
+
+
+# ------------------------------------------------------------------------------------------------- operands
+
+
+def layout_of_tokens(hidden: Tensor, mesh: DeviceMesh) -> Placements:
+    """Return how the tokens of ``hidden``, (..., hidden), lie: as they are, but replicated where only that makes sense.
+
+    That is, where the hidden dim is sharded or values are partial sums; there :func:`to_local` communicates. A plain
+    tensor is equal on all ranks.
+    """
+    if not isinstance(hidden, DTensor):
+        return (Replicate(),) * mesh.ndim
+    last = hidden.ndim - 1
+    return tuple(p if is_cut(p) and getattr(p, "dim", last) < last else Replicate() for p in hidden.placements)
+
+
+def to_local(value: Tensor, tokens: Placements, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's part of ``value`` in the layout ``tokens``. Its gradient comes in that layout."""
+    tensor = value if isinstance(value, DTensor) else as_dtensor(value, mesh)
+    if tuple(tensor.placements) != tokens:
+        tensor = tensor.redistribute(placements=tokens)
+    return unwrapped(tensor, tokens)
+
+
+def from_local(
+    hidden: Tensor, placements: Placements, grad_placements: Placements, mesh: DeviceMesh
+) -> Callable[[Tensor], DTensor]:
+    """Return a function that makes a DTensor of an output, whose tokens are those of ``hidden``."""
+
+    def whole(output: Tensor) -> DTensor:
+        shape = (*hidden.shape[:-1], output.shape[-1])
+        return wrapped(output, mesh, placements, shape=shape, gradient=grad_placements)
+
+    return whole
 
 
 def gradient_placements(layout: ExpertLayout, axes: Axes) -> dict[str, Placements]:
@@ -42,7 +88,7 @@ def expert_of(leaf: str) -> str:
     return leaf.partition(".")[0]
 
 
-# ------------------------------------------------------------------------------------------------- showing
+# ------------------------------------------------------------------------------------------------- experts
 
 
 def show_local(
@@ -131,58 +177,3 @@ def _show(module: nn.Module, name: str, value: object, undo: contextlib.ExitStac
     if name in vars(module):
         undo.callback(vars(module).__setitem__, name, vars(module)[name])
         vars(module)[name] = value
-
-
-# ------------------------------------------------------------------------------------------------- shards
-
-
-def local_shards(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Placements | None],
-    silent: Sequence[bool] | None = None,
-) -> list[Tensor]:
-    """Return this rank's shards of parameters; where one has a gradient, those that nothing used have zeros.
-
-    Args:
-        parameters: DTensors, or local shards already; the gradient of each comes back as the one or the other.
-        gradients: placements of the gradients of those that are DTensors.
-        silent: which of them show negative zeros instead (``x + -0.0`` is ``x`` for every ``x``); the gradient is that
-            of the values nevertheless. For what is added once over the axes that cut inner dims: its gradient is that
-            of the output, equal on all of them.
-    """
-    silent = silent or [False] * len(parameters)
-    shown = [_shown(*pair) for pair in zip(parameters, silent, strict=True)]
-    trained = [i for i, p in enumerate(parameters) if p.requires_grad] if torch.is_grad_enabled() else []
-    if trained:
-        chosen = [parameters[i] for i in trained]
-        outputs = _LocalShards.apply([shown[i] for i in trained], [gradients[i] for i in trained], *chosen)
-        for i, output in zip(trained, outputs, strict=True):
-            shown[i] = output
-    return shown
-
-
-def _shown(parameter: Tensor, silent: bool) -> Tensor:
-    local = _torch.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
-    return torch.full_like(local, -0.0) if silent else local
-
-
-class _LocalShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, shown: list[Tensor], gradients: list[Placements | None], *parameters: Tensor) -> tuple:
-        pairs = zip(parameters, gradients, strict=True)
-        ctx.layouts = [
-            (p.device_mesh, placements, p.shape, p.stride()) if isinstance(p, DTensor) else None
-            for p, placements in pairs
-        ]
-        return tuple(local.view_as(local) for local in shown)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(_whole(*pair) for pair in zip(grads, ctx.layouts, strict=True))
-
-
-def _whole(grad: Tensor, layout: tuple | None) -> Tensor:
-    if layout is None:
-        return grad
-    mesh, placements, shape, stride = layout
-    return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
