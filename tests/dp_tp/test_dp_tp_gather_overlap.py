@@ -11,7 +11,8 @@ from vescale.dmodule import parallelize_module, set_mode
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim._gradients.bucket import FlatBucket
-from vescale.optim._parameters.guard import AwaitedValues, Memory
+from vescale.optim._parameters.gathers import BucketGather
+from vescale.optim._parameters.guard import Guard
 from vescale.optim._torch import local_tensor
 from vescale_testing import ask_again, begin_late, ranks
 
@@ -25,7 +26,7 @@ PLAN = {
 @pytest.fixture(autouse=True)
 def settled_sharing(monkeypatch):
     """A thread of gloo that holds the memory of the last gather a moment longer does not count."""
-    ask_again(monkeypatch, AwaitedValues, "is_shared")
+    ask_again(monkeypatch, BucketGather, "is_shared")
 
 
 class Block(nn.Module):
@@ -84,7 +85,7 @@ def step(model, optimizer, x):
 
 
 def waiting(model):
-    return [fqn for fqn, param in model.named_parameters() if type(param).__name__.startswith("Awaited")]
+    return [fqn for fqn, param in model.named_parameters() if type(param).__name__.startswith("InFlight")]
 
 
 # ------------------------------------------------------------------------------------------------- same values
@@ -169,7 +170,7 @@ def outputs_after_a_late_gather(mesh, monkeypatch, module, *, prepare=lambda _mo
     with monkeypatch.context() as patch:
         begin_late(patch, FlatBucket, "gather_values")
         # Outside of an optimizer's step its tensors over a bucket would count as those of strangers.
-        patch.setattr(AwaitedValues, "is_shared", lambda _values, _num_views: False)
+        patch.setattr(BucketGather, "is_shared", lambda _values, _num_views: False)
         for slot in model.slots().values():
             slot.value_part.fill_(0.5)
         model.gather_parameters()
@@ -191,17 +192,18 @@ def test_local_tensors_wait_for_their_values(monkeypatch):
     for module, settings in ((blocks(), {}), (tied_blocks(), tied)):
         out, expected = outputs_after_a_late_gather(mesh, monkeypatch, module, **settings)
         assert torch.equal(out, expected)
-    monkeypatch.setattr(AwaitedValues, "share", lambda *_: None)  # without a guard they show what was there before
+    monkeypatch.setattr(Guard, "add_leaf", lambda *_, **__: None)  # without a guard they show what was there before
     out, expected = outputs_after_a_late_gather(mesh, monkeypatch, blocks())
     assert not torch.equal(out, expected)
 
 
 @ranks(4, timeout=120)
-def test_local_tensors_follow_a_parameter_to_other_memory(monkeypatch):
+def test_local_tensors_follow_a_parameter_to_other_memory():
     mesh = data_and_tensor_parallel()
     for frees in (False, True):  # with True no address is compared: they stay where they were
-        monkeypatch.setattr(Memory, "frees", frees)
         model, optimizer = wrapped(mesh, blocks())
+        for param in model.parameters():
+            param._vescale_memory.frees = frees
         set_mode(model.module, "static")
         step(model, optimizer, batch(mesh))
         before = model(batch(mesh))

@@ -9,7 +9,7 @@ from torch._dynamo.exc import TorchRuntimeError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from vescale.dtensor._layout.mesh import rank_set, ranks_of
+from vescale.dtensor._layout.groups import rank_set, ranks_of
 from vescale.dtensor._placements import collectives as _collectives
 from vescale.dtensor._placements import hooks as _hooks
 from vescale_testing import ranks

@@ -15,8 +15,9 @@ from vescale.dtensor._random.cuda_replay import selftest as _selftest
 from vescale.dtensor._random.cuda_replay.backend import CUDA
 from vescale.dtensor._random.cuda_replay.draws import dropout_part
 from vescale.dtensor._random.cuda_replay.geometry import dropout_rounds, nullary_word, vector_size
-from vescale.dtensor._random.cuda_replay.philox import philox_words, uniform_of
+from vescale.dtensor._random.cuda_replay.replay import uniform_of
 from vescale.dtensor._random.cuda_replay.rules import values_per_block
+from vescale.dtensor._random.philox.cipher import words_of_subsequences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -136,7 +137,7 @@ def test_the_words_of_a_fill(device):
     element = torch.arange(numel, device=device)
     call, subsequence = element // grid.most_threads, element % grid.most_threads
     for block in range(3):
-        words = torch.stack(philox_words(3, subsequence, 4 + block))
+        words = torch.stack(words_of_subsequences(3, subsequence, 4 + block))
         mine = call // 4 == block
         drawn = uniform_of(words.gather(0, (call % 4).unsqueeze(0))[0])
         drawn = torch.where(drawn == 1, 0, drawn)

@@ -6,9 +6,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vescale.dtensor import Shard, deferred_init, init_device_mesh, materialize
-from vescale.dtensor._deferred.tree import leaves
 from vescale.dtensor._random.stock.pieces import MAX_PIECE
 from vescale.dtensor._torch.recording import TorchDispatchMode
+from vescale.dtensor.extension import leaves
 from vescale_testing import ranks
 
 PIECE = 4 * MAX_PIECE  # bytes of one piece of float32

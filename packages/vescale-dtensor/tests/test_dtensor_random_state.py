@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from vescale.dtensor import Shard, disabled, init_device_mesh, random
 from vescale.dtensor._random import streams as _streams
@@ -112,24 +111,8 @@ def test_generators_of_accelerators(monkeypatch):
         random.set_state(state)
 
 
-def test_counts_of_modules_are_saved():
-    net = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5))
-    random.key_by_module(net)
-    x = torch.ones(64)
-    with random.stream("philox"):
-        net(x)
-        state = pickle.loads(pickle.dumps(random.get_state()))
-        expected = net(x), net(x)
-    assert len(state["philox.modules"]) == 2
-    with random.stream("philox", seed=5):
-        assert not torch.equal(net(x), expected[0])
-        random.set_state(state)
-        assert torch.equal(net(x), expected[0])
-        assert torch.equal(net(x), expected[1])
-
-
 @ranks(2)
-def test_inside_contexts_and_modules():
+def test_inside_contexts():
     """What a state does not hold, the program's contexts, stays in force."""
     dp = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     x = torch.ones(6)
@@ -155,9 +138,7 @@ WRONG = {
     r"torch.cpu is a torch.uint8 tensor of shape \(5056,\), got torch.uint8 of shape \(3,\)": {
         "torch.cpu": torch.zeros(3, dtype=torch.uint8)
     },
-    r"philox.modules is a torch.int64 tensor of shape \(1, 2\), got torch.float32": {
-        "philox.modules": torch.zeros(1, 2)
-    },
+    "with unknown entries philox.modules": {"philox.modules": torch.zeros(1, 2)},
     "seed -1 or counter": {"philox.seed": -1},
     "a random state of 2 cuda devices; this process sees": {"torch.cuda": torch.zeros(2, 16, dtype=torch.uint8)},
     r"torch.cuda is a uint8 tensor of shape \(devices, bytes\)": {"torch.cuda": 3},
@@ -210,9 +191,9 @@ def test_seeds_of_64_bits(seed):
     with random.stream("philox", seed=seed % 2**64):
         assert torch.equal(draws(), first)
     for wrong in (2**64, -(2**63) - 1):
-        with pytest.raises(ValueError, match="a seed is a 64-bit integer, got"), random.stream("philox", seed=wrong):
+        with pytest.raises(ValueError, match="expected a seed of 64 bits"), random.stream("philox", seed=wrong):
             pass
-        with pytest.raises(ValueError, match="a seed is a 64-bit integer, got"):
+        with pytest.raises(ValueError, match="expected a seed of 64 bits"):
             random.manual_seed(wrong)
 
 
@@ -311,11 +292,9 @@ def test_shards_inside_disabled_are_stock(shard):
 
 
 def test_states_of_torch_inside_the_stream():
-    """`torch.get_rng_state` holds the position, in this process; of another it says what to use instead."""
-    net = nn.Dropout(0.5)
-    random.key_by_module(net, prefix="some")
+    """`torch.get_rng_state` holds the position; batch windows mean something in the same process only."""
     with random.stream("philox", seed=0):
-        net(torch.ones(3))
+        draws()
         state = torch.get_rng_state()
         expected = draws()
         torch.set_rng_state(state)
@@ -323,14 +302,13 @@ def test_states_of_torch_inside_the_stream():
         with torch.random.fork_rng():
             draws()
         assert not torch.equal(draws(), expected)
+        with random.micro_batches(2) as micro_batch, micro_batch(0):
+            inside = torch.get_rng_state()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_state, "_process", _state._process ^ 1)
+            patch.setattr(_state._process, "id", _state._process.id ^ 1)
             torch.set_rng_state(state)
+            assert torch.equal(draws(), expected)
+            torch.set_rng_state(inside)
             with pytest.raises(ValueError, match=r"saved in another process by torch\.get_rng_state"):
                 draws()
         torch.set_rng_state(state)
-    with random.stream("philox", seed=0), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_state, "_process", _state._process ^ 1)
-        first = draws()  # no module has drawn: the position means the same everywhere
-    with random.stream("philox", seed=0):
-        assert torch.equal(draws(), first)

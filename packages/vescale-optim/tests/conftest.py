@@ -10,7 +10,7 @@ from torch import nn
 
 from vescale.optim import DDP
 from vescale.optim._gradients.bucket import FlatBucket
-from vescale.optim._parameters.guard import AwaitedValues
+from vescale.optim._parameters.gathers import BucketGather
 from vescale_testing import TrainingRecord, ask_again, begin_late
 
 
@@ -99,8 +99,8 @@ def accumulating_problem():
 
 @pytest.fixture(autouse=True)
 def settled_sharing(monkeypatch):
-    """See whoever shares memory, but no thread of gloo that holds that of the last gather a moment longer."""
-    ask_again(monkeypatch, AwaitedValues, "is_shared")
+    """Ignore the thread of gloo that holds the memory of the last gather a moment longer."""
+    ask_again(monkeypatch, BucketGather, "is_shared")
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def late_gathers():
     def install(patch):
         begin_late(patch, FlatBucket, "gather_values")
         # Outside of an optimizer's step its tensors over a bucket would count as those of strangers.
-        patch.setattr(AwaitedValues, "is_shared", lambda _values, _num_views: False)
+        patch.setattr(BucketGather, "is_shared", lambda _values, _num_views: False)
 
     return install
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim._gradients import reduction as _reduction
 from vescale.optim._gradients.bucket import FlatBucket, FlatSlot
-from vescale.optim._parameters.guard import AwaitedValues
+from vescale.optim._parameters.guard import Guard
 from vescale.optim._parameters.unit_hooks import Unit
 from vescale_testing import assert_same_training, run_ranks
 
@@ -118,7 +118,7 @@ def test_a_missing_wait_is_seen(problem, late_gathers):
 
     def late_and_not_awaited(patch, module):
         late(patch, module)
-        patch.setattr(AwaitedValues, "guard", lambda _values: None)
+        patch.setattr(Guard, "close", lambda _guard: None)
 
     ways = [way for way in WAYS if way[0] in (1, 2)]
     assert seen(problem, late, ways=ways) == {}

@@ -37,7 +37,7 @@ def train(model, optimizer, called=None):
 
 def waiting(model):
     """Return the layers whose values are on their way."""
-    names = [fqn for fqn, param in model.named_parameters() if type(param).__name__.startswith("Awaited")]
+    names = [fqn for fqn, param in model.named_parameters() if type(param).__name__.startswith("InFlight")]
     return sorted({int(fqn.split(".")[-2]) for fqn in names})
 
 
@@ -62,7 +62,7 @@ def test_modules_that_are_not_of_torch_wait_before_their_forward(late_gathers):
     model, out = first_outputs_after_a_gather(layers(Extension))
     assert waiting(model) == [0, 1]  # not for those of others
     assert (out == 1).all()
-    pytest.MonkeyPatch().setattr(_gathers._Await, "__call__", lambda *_: None)
+    pytest.MonkeyPatch().setattr(_gathers._Wait, "__call__", lambda *_: None)
     model, out = first_outputs_after_a_gather(layers(Extension))
     assert waiting(model) == [0, 1, 2]
     assert not (out == 1).all()

@@ -41,7 +41,7 @@ def train(model, optimizer):
 
 def waiting(model):
     """Return the names of the parameters whose values are on their way."""
-    return [fqn for fqn, param in model.named_parameters() if type(param).__name__.startswith("Awaited")]
+    return [fqn for fqn, param in model.named_parameters() if type(param).__name__.startswith("InFlight")]
 
 
 def start_gather(model, value):

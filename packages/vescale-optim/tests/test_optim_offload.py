@@ -84,7 +84,7 @@ def train(
     optimizer = DistributedOptimizer(optimizer_class, model=model, lr=0.05, **(optimizer_settings or {}))
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1, enabled=scale is not None)
     seen = []
-    part = {"coord": model._axes.all.coord, "size": model._axes.all.size}
+    part = {"coord": model.data_axes.all.coord, "size": model.data_axes.all.size}
     for step in range(3):
         for micro in range(micros):
             with contextlib.nullcontext() if sync or micro == micros - 1 else model.no_sync():

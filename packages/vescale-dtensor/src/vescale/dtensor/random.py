@@ -16,7 +16,6 @@ work per rank on CPU        O(elements of the global tensor)           O(element
 on another kind of device   other values                               same values; ``normal_`` and other functions
                                                                        of real numbers up to the last bit
 micro-batching              same values inside `micro_batches`         same
-pipeline stages             other values                               same with `key_by_module`
 activation checkpointing    same masks                                 same masks
 ==========================  =========================================  =============================================
 """
@@ -27,14 +26,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._random import state as _random_state
 from ._random import streams as _streams
 from ._random.batch import MicroBatches, RandomMode, window
 from ._random.global_position import BatchWindow
-from ._random.philox.module_keys import ModuleKeys
 from ._torch import dispatch as _torch
 from .errors import UnsupportedRandomOperator
 
@@ -43,7 +41,6 @@ __all__ = [
     "forbidden",
     "fork",
     "get_state",
-    "key_by_module",
     "local_batch",
     "manual_seed",
     "micro_batches",
@@ -144,30 +141,6 @@ def manual_seed(seed: int) -> None:
     _random_state.manual_seed(seed)
 
 
-def key_by_module(model: nn.Module, *, prefix: str = "") -> ModuleKeys:
-    """Number the draws of the stream "philox" per module.
-
-    A draw is numbered by the innermost module that runs and by how many draws that module has made, so masks depend
-    neither on the order in which modules run nor on which of them are on this rank: pipeline stages draw what the
-    undivided model draws. One device must key its model alike. Draws outside of the model are numbered as before.
-
-    Args:
-        model: its modules get forward hooks. On a pipeline stage, modules must have the names of the whole model.
-        prefix: put before the names, for a part of a model or a second model.
-
-    Returns:
-        A handle; ``handle.remove()`` takes the hooks off.
-
-    Raises:
-        RuntimeError: in a draw, when more than 612 modules draw.
-
-    Example:
-        >>> handle = key_by_module(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
-        >>> handle.remove()
-    """
-    return ModuleKeys(model, prefix)
-
-
 # ------------------------------------------------------------------------------------------------- states
 
 
@@ -199,7 +172,7 @@ def get_state() -> dict[str, Any]:
     """Return all that a program needs to resume its random numbers: a flat dict of tensors and integers.
 
     It holds torch's CPU generator, the generators of the accelerators in use, and seed and counters of the stream
-    "philox", whichever stream is in force. Batch windows and the module that runs are not part of it.
+    "philox", whichever stream is in force. Batch windows are not part of it.
 
     Example:
         >>> import torch

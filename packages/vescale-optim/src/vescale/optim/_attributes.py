@@ -7,10 +7,9 @@ parameter._vescale_memory             a `Memory`: hears of tensors over the memo
 
 from __future__ import annotations
 
-__all__ = ["MEMORY", "TAKER", "ParameterAttribute"]
+__all__ = ["TAKER", "ParameterAttribute"]
 
 TAKER = "_vescale_takes_gradients"
-MEMORY = "_vescale_memory"
 
 
 class ParameterAttribute:

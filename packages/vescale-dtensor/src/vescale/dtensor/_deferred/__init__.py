@@ -2,14 +2,13 @@
 
 Files, each using only those before it::
 
-    _tree         leaves of arguments
-    _torch        private names of torch                    _shards       which storages live as shards, and how
-    _ops          tables of operators                       _replay       run a tape
-    _tape         the recorded program                      _demand       contents while recording
-    _generators   their states, recorded and replayed       _mode         what becomes of each operator of a constructor
-    _tensor       the tensor without storage                _slots        where a module keeps its tensors
-    _record       one operator onto the tape                _materialize  what is wanted where, checks, results
-    _liveness     which calls matter                        _api          the public functions
+    ops          tables of operators                       replay       run a tape
+    tape         the recorded program                      demand       contents while recording
+    generators   their states, recorded and replayed       mode         what becomes of each operator of a constructor
+    tensor       the tensor without storage                slots        where a module keeps its tensors
+    record       one operator onto the tape                materialize  what is wanted where, checks, results
+    liveness     which calls matter                        api          the public functions
+    shards       which storages live as shards, and how
 """
 
 from .api import deferred_init, is_deferred, materialize

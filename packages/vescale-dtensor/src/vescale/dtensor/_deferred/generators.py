@@ -30,8 +30,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .._containers import leaves
 from .tape import SetState, Tape
-from .tree import leaves
 
 __all__ = ["GeneratorLog", "generator_of"]
 

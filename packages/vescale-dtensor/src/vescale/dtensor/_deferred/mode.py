@@ -17,12 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._containers import leaves, map_leaves
 from .._torch.recording import Op, TorchDispatchMode, foreign_memory, is_random, written_arguments
 from .demand import Reader
 from .ops import ALIAS, GEOMETRY_FACTORIES, SAME_KIND
 from .record import Recording
 from .tensor import DeferredTensor, DeferredTensorError
-from .tree import leaves, substitute
 
 __all__ = ["Recorder"]
 
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
 
     def _now(self, func: Op, args: tuple, kwargs: dict) -> object:
         """Run an operator whose result cannot be described without data."""
-        real_args, real_kwargs = substitute((args, kwargs), DeferredTensor, lambda t: self.read(t.deferred.value))
+        real_args, real_kwargs = map_leaves(lambda t: self.read(t.deferred.value), (args, kwargs), DeferredTensor)
         with torch.no_grad():
             result = func(*real_args, **real_kwargs)
-        return substitute(result, Tensor, self.recording.constant)
+        return map_leaves(self.recording.constant, result, Tensor)

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from .._containers import leaves, map_leaves
 from .._torch.recording import Op, foreign_memory, is_random, storage_key, takes_device, written_arguments
 from .generators import GeneratorLog, generator_of
 from .ops import GEOMETRY_FACTORIES, OVERWRITES, REFUSED
 from .tape import Call, Ref, Tape
 from .tensor import DeferredState, DeferredTensor
-from .tree import leaves, substitute
 
 __all__ = ["Recording"]
 
@@ -60,7 +60,7 @@ class Recording:
     def _append(self, func: Op, args: tuple, kwargs: dict) -> object:
         written = _written(func, args, kwargs)
         changes_geometry = torch.Tag.inplace_view in func.tags
-        meta_args, meta_kwargs = substitute((args, kwargs), Tensor, lambda t: self._to_meta(func, t, changes_geometry))
+        meta_args, meta_kwargs = map_leaves(lambda t: self._to_meta(func, t, changes_geometry), (args, kwargs), Tensor)
         meta_result = func(*meta_args, **_on_meta(func, meta_args, meta_kwargs))
         _check_layout(func, leaves(meta_result))
         if not changes_geometry:
@@ -86,7 +86,7 @@ class Recording:
             written[0].become(results[0])
             return written[0]
         in_order = iter(results)
-        return substitute(meta_result, object, lambda _: next(in_order))
+        return map_leaves(lambda _: next(in_order), meta_result)
 
     def _meta(self, tensor: DeferredTensor) -> Tensor:
         return self.tape.values[tensor.deferred.value].meta
@@ -119,7 +119,7 @@ def _make_call(
     inputs = [leaf.deferred.value for leaf in leaves((looked_at, kwargs)) if isinstance(leaf, DeferredTensor)]
     reads = () if is_view or func in GEOMETRY_FACTORIES else tuple(inputs)
     writes = () if is_view else tuple(tensor.deferred.value for tensor in written)
-    args, kwargs = substitute((args, kwargs), DeferredTensor, lambda tensor: Ref(tensor.deferred.value))
+    args, kwargs = map_leaves(lambda tensor: Ref(tensor.deferred.value), (args, kwargs), DeferredTensor)
     return Call(func, args, kwargs, reads, writes, outputs, is_view, draws, torch.get_default_dtype())
 
 
@@ -158,7 +158,7 @@ def _snapshot_real(func: Op, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Copy real tensors whose contents the call uses: the program may change them before the replay."""
     if func in GEOMETRY_FACTORIES:
         return args, kwargs
-    return substitute((args, kwargs), Tensor, lambda t: t if isinstance(t, DeferredTensor) else t.detach().clone())
+    return map_leaves(lambda t: t if isinstance(t, DeferredTensor) else t.detach().clone(), (args, kwargs), Tensor)
 
 
 def _on_meta(func: Op, args: tuple, kwargs: dict) -> dict:

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from .._containers import leaves, map_leaves
 from .._random.stock.pieces import Scratch
 from .generators import GeneratorLog
 from .liveness import last_uses, skippable_draw
 from .ops import FILLS, GEOMETRY_FACTORIES, fill_number
 from .shards import Region, draw_into, fill_range
 from .tape import Call, Ref, SetState, Tape
-from .tree import leaves, substitute
 
 __all__ = ["Replay", "stream_entries", "unskippable_draws"]
 
@@ -118,7 +118,7 @@ class Replay:
         if call.op in GEOMETRY_FACTORIES:
             self.value(call.outputs[0]).fill_(fill_number(call.op, call.args, call.kwargs))
             return
-        args, kwargs = substitute((call.args, call.kwargs), Ref, lambda ref: self.value(ref.value))
+        args, kwargs = map_leaves(lambda ref: self.value(ref.value), (call.args, call.kwargs), Ref)
         if torch.Tag.inplace_view in call.op.tags:
             args = (args[0].detach(), *args[1:])
         with _default_dtype(call.default_dtype):
@@ -159,7 +159,7 @@ class Replay:
                 return self.shard(storage) if storage in self.regions else self.value(argument.value)
             return region.cut(argument.reshape(region.shape)) if argument.dim() else argument
 
-        args, kwargs = substitute((call.args, call.kwargs), (Ref, Tensor), local)
+        args, kwargs = map_leaves(local, (call.args, call.kwargs), (Ref, Tensor))
         with _default_dtype(call.default_dtype):
             result = call.op(*args, **kwargs)
         for value in call.outputs.values():

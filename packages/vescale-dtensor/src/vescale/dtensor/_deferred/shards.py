@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .._containers import leaves
 from .._layout.boxes import Box, flat_offset, index_from, overlaps
 from .._layout.shards import Piece
 from .._random import streams as _streams
@@ -32,7 +33,6 @@ from .._random.stock.pieces import Scratch, draw_pieces
 from .liveness import Draw, skippable_draw
 from .ops import EXACT_POINTWISE, FILLS, GEOMETRY_FACTORIES, scale_of_second
 from .tape import Call, Tape, Value
-from .tree import leaves
 
 __all__ = ["Region", "draw_into", "fill_range", "plan_shards"]
 

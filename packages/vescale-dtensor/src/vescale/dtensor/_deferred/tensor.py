@@ -17,10 +17,10 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from .._containers import leaves
 from .._torch.recording import Op, dispatch_without_torch_function, make_wrapper
 from .ops import ALIAS, SAME_KIND
 from .tape import Tape
-from .tree import leaves
 
 __all__ = ["DeferredState", "DeferredTensor", "DeferredTensorError", "TensorRecording"]
 

@@ -16,20 +16,20 @@ shapes of the results.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from .._containers import map_leaves
 from .._placements.rules import refuse_ragged
 from .._torch import dispatch as _torch
 from ..errors import UnsupportedOperator
 from .operands import check_operands, dtensors, mesh_of, written_arguments
 from .views import remember_copy
 
-__all__ = ["gather", "gather_axes", "gather_in_layout", "map_tensors", "whole_placements"]
+__all__ = ["gather", "gather_axes", "gather_in_layout", "whole_placements"]
 
 
 def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
@@ -56,7 +56,7 @@ def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
             whole[id(tensor)] = gathered.clone() if is_own and id(tensor) in written else gathered
         return whole[id(tensor)]
 
-    results = op(*map_tensors(bring, args), **map_tensors(bring, kwargs))
+    results = op(*map_leaves(bring, args, Tensor), **map_leaves(bring, kwargs, Tensor))
     returned: dict[int, DTensor] = {}
     for tensor in written_arguments(op, args, kwargs):
         if isinstance(tensor, DTensor):
@@ -69,7 +69,7 @@ def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
 
     if _torch.is_view(op) and _was_cut(args[0]):
         remember_copy(args[0], [Replicate()] * mesh.ndim, whole[id(args[0])])
-    return map_tensors(give, results)
+    return map_leaves(give, results, Tensor)
 
 
 def _outside(op: _torch.Op, mesh: DeviceMesh, args: tuple, kwargs: dict) -> object:
@@ -83,7 +83,7 @@ def _outside(op: _torch.Op, mesh: DeviceMesh, args: tuple, kwargs: dict) -> obje
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     try:
-        results = op(*map_tensors(shape_of, args), **map_tensors(shape_of, kwargs))
+        results = op(*map_leaves(shape_of, args, Tensor), **map_leaves(shape_of, kwargs, Tensor))
     except NotImplementedError as error:
         reason = "this rank is not in its mesh, and the result's shape depends on the values: call it inside only"
         raise UnsupportedOperator.for_operands(op, tuple(dtensors(args, kwargs)), reason) from error
@@ -91,7 +91,11 @@ def _outside(op: _torch.Op, mesh: DeviceMesh, args: tuple, kwargs: dict) -> obje
     if given:
         return given[0] if isinstance(results, Tensor) else tuple(given)
     nothing = functools.partial(torch.empty, 0, device=mesh.device_type)
-    return map_tensors(lambda meta: _wrap(op, nothing(dtype=meta.dtype), mesh, args, kwargs, like=meta), results)
+
+    def empty_like(meta: Tensor) -> DTensor:
+        return _wrap(op, nothing(dtype=meta.dtype), mesh, args, kwargs, like=meta)
+
+    return map_leaves(empty_like, results, Tensor)
 
 
 def gather_in_layout(op: _torch.Op, args: tuple, kwargs: dict) -> object:
@@ -105,7 +109,7 @@ def gather_in_layout(op: _torch.Op, args: tuple, kwargs: dict) -> object:
             whole = memory.copy_(whole)
         return _torch.wrap(whole, tensor.device_mesh, everywhere, tensor)
 
-    laid_out = _torch.tree_map_only(DTensor, lay_out, (args, kwargs))
+    laid_out = map_leaves(lay_out, (args, kwargs), DTensor)
     result = gather(op, *laid_out)
     if _torch.is_view(op) and _was_cut(args[0]):
         remember_copy(args[0], laid_out[0][0].placements, _torch.local_tensor(laid_out[0][0]))
@@ -121,11 +125,6 @@ def gather_axes(op: _torch.Op, tensor: DTensor, axes: tuple[int, ...]) -> DTenso
 def whole_placements(tensor: DTensor, axes: tuple[int, ...]) -> tuple[Placement, ...]:
     """Return the placements of ``tensor``, replicated along some mesh axes."""
     return tuple(Replicate() if axis in axes else p for axis, p in enumerate(_torch.placements_of(tensor)))
-
-
-def map_tensors(function: Callable[[Tensor], object], tree: object) -> object:
-    """Apply ``function`` to every tensor in a tree."""
-    return _torch.tree_map_only(Tensor, function, tree)
 
 
 def _write_back(op: _torch.Op, tensor: DTensor, whole: Tensor) -> None:

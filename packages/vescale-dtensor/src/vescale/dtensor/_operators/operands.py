@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from .._containers import tensors_in
 from .._torch import dispatch as _torch
 from ..errors import UnsupportedOperator
 
@@ -21,7 +22,7 @@ __all__ = ["check_operands", "dtensors", "empty_axes", "mesh_of", "uneven_axes",
 
 def dtensors(args: tuple, kwargs: dict) -> Iterator[DTensor]:
     """Yield the DTensors among the arguments, those in lists too, in order."""
-    yield from (leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor))
+    yield from (tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, DTensor))
 
 
 def mesh_of(op: _torch.Op, args: tuple, kwargs: dict) -> DeviceMesh:
@@ -49,16 +50,16 @@ def check_operands(op: _torch.Op, args: tuple, kwargs: dict) -> None:
     """
     if _torch.plain_operands_allowed() or _torch.in_backward():
         return
-    for leaf in _torch.tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.numel() != 1:
-            raise UnsupportedOperator.for_mixed(op, leaf)
+    for tensor in tensors_in((args, kwargs)):
+        if not isinstance(tensor, DTensor) and tensor.numel() != 1:
+            raise UnsupportedOperator.for_mixed(op, tensor)
 
 
 def written_arguments(op: _torch.Op, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     """Yield the tensors that ``op`` writes to (``self`` of in-place operators, ``out``, running statistics)."""
     for position, name in _written(op):
         argument = args[position] if position < len(args) else kwargs.get(name)
-        yield from (leaf for leaf in _torch.tree_leaves(argument) if isinstance(leaf, Tensor))
+        yield from tensors_in(argument)
 
 
 @functools.cache

@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from .._containers import map_leaves
 from .._torch import dispatch as _torch
-from .gather import map_tensors
 from .operands import mesh_of
 
 __all__ = ["accept_plain"]
@@ -27,4 +27,4 @@ def accept_plain(op: _torch.Op, args: tuple, kwargs: dict) -> object:
             return tensor
         return _torch.wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor)
 
-    return _torch.stock_dispatch(op, map_tensors(bring, args), map_tensors(bring, kwargs))
+    return _torch.stock_dispatch(op, map_leaves(bring, args, Tensor), map_leaves(bring, kwargs, Tensor))

@@ -42,10 +42,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from .._containers import leaves, map_leaves
 from .._layout.shards import local_shape
 from .._placements.rules import refuse_ragged
 from .._torch import dispatch as _torch
-from .gather import gather, gather_axes, map_tensors, whole_placements
+from .gather import gather, gather_axes, whole_placements
 from .operands import dtensors, empty_axes, uneven_axes, written_arguments
 from .slices import zeros_around
 from .views import remember_copy
@@ -190,7 +191,7 @@ def _changes_wrongly(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.
     if decision.needed is None:
         return False
     written = {id(tensor) for tensor in written_arguments(op, args, kwargs)}
-    for given, needed in zip(_torch.tree_leaves(args), _torch.tree_leaves(decision.needed), strict=False):
+    for given, needed in zip(leaves(args), leaves(decision.needed), strict=False):
         if not isinstance(given, DTensor) or not hasattr(needed, "placements"):
             continue
         pairs = [(p, q) for p, q in zip(_torch.placements_of(given), needed.placements, strict=True) if p != q]
@@ -245,7 +246,7 @@ def _of_whole(op: _torch.Op, args: tuple, kwargs: dict) -> object:
             return tensor
         return gather_axes(op, tensor, tuple(i for i, p in enumerate(_torch.placements_of(tensor)) if p.is_partial()))
 
-    return op(*map_tensors(bring, args), **kwargs)
+    return op(*map_leaves(bring, args, Tensor), **kwargs)
 
 
 def _like_whole(op: _torch.Op, args: tuple, kwargs: dict) -> DTensor:
@@ -271,4 +272,4 @@ def whole_where_empty(op: _torch.Op, args: tuple, kwargs: dict) -> object:
         axes = empty_axes(tensor) if isinstance(tensor, DTensor) else ()
         return gather_axes(op, tensor, axes) if axes else tensor
 
-    return _torch.stock_dispatch(op, map_tensors(bring, args), map_tensors(bring, kwargs))
+    return _torch.stock_dispatch(op, map_leaves(bring, args, Tensor), map_leaves(bring, kwargs, Tensor))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._layout.mesh import ranks_of
+from .._layout.groups import group_of_ranks, ranks_of
 from .._torch import placements as _torch
 from .plan import peers
 
@@ -28,14 +28,12 @@ __all__ = [
     "exchange",
     "gather",
     "group_of",
-    "group_of_ranks",
     "in_group_order",
     "reduce_scatter",
 ]
 
 # by the world, too: another one may be initialised after this one has ended
 _groups: dict[tuple[object, DeviceMesh, tuple[int, ...]], Group] = {}
-_process_groups: dict[tuple[object, tuple[int, ...], str], dist.ProcessGroup] = {}
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -104,38 +102,6 @@ def group_of(mesh: DeviceMesh, axes: Sequence[int]) -> Group:
         process_group = mesh.get_group(axes[0]) if len(axes) == 1 else group_of_ranks(members)
         _groups[key] = Group(process_group, members)
     return _groups[key]
-
-
-def group_of_ranks(ranks: Sequence[int], *, keep_order: bool = False, purpose: str = "") -> dist.ProcessGroup:
-    """Return the process group of some ranks, which is made when it is first asked for.
-
-    Only its members take part in making it, whatever other groups they know; all of them must ask for it. It is one
-    object per set of ranks (order and purpose), for the life of the default process group.
-
-    Args:
-        ranks: global ranks, this one among them, in any order.
-        keep_order: whether they have that order in the group, too; else they ascend.
-        purpose: a group of its own for whoever gives the same name, for collectives that have no order among others'.
-
-    Raises:
-        ValueError: a rank is listed twice, or this one is not listed.
-
-    Example:
-        >>> group = group_of_ranks([0, 2, 3])                    # doctest: +SKIP
-        >>> dist.all_reduce(norm, group=group)                   # doctest: +SKIP
-    """
-    members = tuple(ranks) if keep_order else tuple(sorted(ranks))
-    if len(set(members)) < len(members) or dist.get_rank() not in members:
-        raise ValueError(
-            f"group_of_ranks({list(ranks)}) on rank {dist.get_rank()}: each rank once, and only the ranks of the group "
-            "ask for it"
-        )
-    if members == tuple(range(dist.get_world_size())) and not purpose:
-        return dist.group.WORLD
-    key = (dist.group.WORLD, members, purpose)
-    if key not in _process_groups:
-        _process_groups[key] = _torch.new_group(members, f"vescale.dtensor:{members}{purpose}")
-    return _process_groups[key]
 
 
 def gather(group: Group, local: Tensor, sizes: Sequence[int], out: Tensor) -> list[Tensor]:

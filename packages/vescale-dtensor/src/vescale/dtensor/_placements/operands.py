@@ -5,29 +5,18 @@ Everything here is known on every rank alike: shapes, placements, meshes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._containers import tensors_in
 from .errors import UnsupportedPlacement
 from .types import RaggedShard
 
-__all__ = ["Op", "is_ragged", "ragged_operands", "refusal", "tensors_in"]
+__all__ = ["Op", "is_ragged", "ragged_operands", "refusal"]
 
 Op = torch._ops.OpOverload
-
-
-def tensors_in(tree: object) -> Iterator[Tensor]:
-    """Yield the tensors among arguments, those in lists too, in order."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        yield from tensors_in(list(tree.values()))
 
 
 def is_ragged(tensor: object) -> bool:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._containers import tensors_in
 from .._torch import placements as _torch
 from .move import move
-from .operands import Op, ragged_operands, refusal, tensors_in
+from .operands import Op, ragged_operands, refusal
 from .plan import crossed_axes
 
 __all__ = ["is_pointwise", "run_pointwise", "runs_on_shards"]

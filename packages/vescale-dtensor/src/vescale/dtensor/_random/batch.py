@@ -15,6 +15,7 @@ from contextvars import ContextVar
 import torch
 from torch.distributed.tensor import DTensor
 
+from .._containers import tensors_in
 from .._operators.attention import is_fused_without_dropout
 from .._torch import dispatch as _torch
 from . import streams as _streams
@@ -50,7 +51,7 @@ class RandomMode(_torch.TorchDispatchMode):
             return func(*args, **kwargs)
         if is_fused_without_dropout(func, args, kwargs):
             return func(*args, **kwargs)
-        if any(isinstance(leaf, DTensor) for leaf in _torch.tree_leaves((args, kwargs))):
+        if any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs))):
             return func(*args, **kwargs)  # they reach the same rules by their own dispatch
         return self.handler(func, args, kwargs)
 
@@ -193,7 +194,7 @@ class MicroBatches:
 
     def _resume(self, state: _streams.Snapshot, outside: _streams.Snapshot) -> None:
         state.restore()
-        if _streams.current() == _streams.PHILOX:  # the windows and the module around this call, not those of then
+        if _streams.current() == _streams.PHILOX:  # with the windows around this call
             torch.set_rng_state(_state.write(_state.read(state.generator), outside.generator))
 
     def finish(self) -> None:
@@ -203,4 +204,4 @@ class MicroBatches:
         self._states[max(self._states)].restore()
         if self._start.active == _streams.PHILOX:
             positions = [_state.read(state.generator) for state in self._states.values()]
-            torch.set_rng_state(_state.write(_state.furthest(positions), self._start.generator))
+            torch.set_rng_state(_state.write(max(positions), self._start.generator))  # the one furthest on

@@ -8,12 +8,11 @@ key                 value                                       what
 ``version``         int                                         1
 ``torch.cpu``       uint8, ``(5056,)``                          torch's CPU generator (the stream "torch")
 ``torch.cuda``      uint8, ``(devices, 16)``; if in use         torch's generators of the accelerators (``cuda``, …)
-``philox.seed``     int                                         the stream "philox": its seed,
-``philox.counter``  int                                         the number of its next draw,
-``philox.modules``  int64, ``(n, 2)``                           and of each module's: (module, number)
+``philox.seed``     int                                         the stream "philox": its seed
+``philox.counter``  int                                         and the number of its next draw
 ==================  ==========================================  ========================================================
 
-Batch windows and the module that runs are no part of it: they belong to the program, not to the generators.
+Batch windows are no part of it: they belong to the program, not to the generators.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from .philox import state as _state
 __all__ = ["fork", "get_state", "manual_seed", "set_state"]
 
 VERSION = 1
-CPU, SEED, COUNTER, MODULES = "torch.cpu", "philox.seed", "philox.counter", "philox.modules"
-REQUIRED = {"version": int, CPU: Tensor, SEED: int, COUNTER: int, MODULES: Tensor}
+CPU, SEED, COUNTER = "torch.cpu", "philox.seed", "philox.counter"
+REQUIRED = {"version": int, CPU: Tensor, SEED: int, COUNTER: int}
 
 
 def manual_seed(seed: int) -> None:
@@ -61,15 +60,13 @@ def get_state() -> dict[str, Any]:
         **devices,
         SEED: position.seed,
         COUNTER: position.counter,
-        MODULES: torch.tensor(sorted(position.modules.items()), dtype=torch.int64).reshape(-1, 2),
     }
 
 
 def set_state(state: dict[str, Any]) -> None:
     """See :func:`vescale.dtensor.random.set_state`."""
     _check(state)
-    modules = dict(state[MODULES].tolist())
-    position = _state.Position(state[SEED], state[COUNTER], modules)
+    position = _state.Position(state[SEED], state[COUNTER])
     if _streams.current() == _streams.PHILOX:
         _streams.park(_streams.TORCH, state[CPU].clone())
         torch.set_rng_state(_state.write(position, torch.get_rng_state()))
@@ -114,7 +111,6 @@ def _check(state: dict[str, Any]) -> None:
     if unknown := sorted(map(str, state.keys() - REQUIRED.keys() - {f"torch.{kind}" for kind in devices})):
         raise ValueError(f"a random state with unknown entries {', '.join(unknown)}")
     _check_tensor(CPU, state[CPU], torch.uint8, torch.get_rng_state().shape)
-    _check_tensor(MODULES, state[MODULES], torch.int64, (len(state[MODULES]), 2))
     if not 0 <= state[SEED] < 2**64 or not 0 <= state[COUNTER] < 2**63:
         raise ValueError(f"random state: seed {state[SEED]} or counter {state[COUNTER]} is out of range")
     for kind in devices:

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .. import _containers
 
 __all__ = [
     "Backward",
@@ -160,7 +161,7 @@ def tensors_in(
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return list(_containers.tensors_in(value))
 
 
 # ------------------------------------------------------------------------------------------------- autograd

@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     return_and_correct_aliasing,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import UnsupportedOperator
 
@@ -72,8 +71,6 @@ __all__ = [
     "spec_like",
     "stock_dispatch",
     "stock_handlers",
-    "tree_leaves",
-    "tree_map_only",
     "with_local",
     "wrap",
     "writes_first",

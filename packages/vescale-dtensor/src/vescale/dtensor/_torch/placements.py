@@ -15,7 +15,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.utils._pytree import tree_leaves
+
+from .._containers import leaves
 
 __all__ = [
     "DTensorSpec",
@@ -150,7 +151,7 @@ def sharding(schema: OpSchema, placements: Sequence[Placement], *, in_place: boo
     if in_place:
         return OutputSharding(schema.args_schema[0])
     meta = DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta(schema)
-    spec = next(arg for arg in tree_leaves((schema.args_schema, schema.kwargs_schema)) if isinstance(arg, DTensorSpec))
+    spec = next(arg for arg in leaves((schema.args_schema, schema.kwargs_schema)) if isinstance(arg, DTensorSpec))
     return OutputSharding(DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta))
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from .._layout.boxes import Box
-from .._layout.mesh import ranks_of
+from .._layout.groups import ranks_of
 from .._layout.shards import pieces
 
 __all__ = ["Holding", "box_text", "boxes_text", "holdings"]

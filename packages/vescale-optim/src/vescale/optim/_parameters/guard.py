@@ -1,241 +1,302 @@
-"""Parameters whose new values are on their way: whoever reads one waits for them first.
+"""One guard for parameters that must not be read now: their all-gather is in flight, or they are sharded.
 
-    launch     all-gather of a bucket starts; its parameters get another class     Parameter -> AwaitedParameter
-    first use  any function of torch that is given one of them waits               AwaitedParameter -> Parameter
-    later      they are what they were, and cost nothing
+A guard swaps the class of parameters. The guarded class answers questions about metadata at once, and calls the guard
+before everything else: operators, ``.data``, ``.detach()``, ``.copy_()``, collectives, copies, pickling. A write counts
+as a read. What the guard does then is its ``on_read``:
 
-The other class answers questions about shape, dtype, device, gradient and hooks at once; everything else (operators,
-``.data``, ``.detach()``, ``.copy_()``, collectives, pickling, ``to_local()`` of a DTensor, ...) waits for the bucket,
-and then does what it would have done. So a write waits as a read does. Of a DTensor, the local tensor is guarded, too.
+    Wait      ZeRO 1, 2: an all-gather fills the parameter      wait for it, open the guard, and run the function
+    Refuse    ZeRO 3: the memory of the parameter is freed      raise an error with the name of the parameter
 
-Note: what does not ask torch's functions
-    Memory that was shared before the gather (``w = param.detach()``, a state dict that somebody kept) is read without
-    us. Such a tensor holds the buffer's storage, so that it can be seen from the number of its holders: then there is
-    nothing to overlap, and the gather is awaited at once. Functions of C++ extensions take parameters as they are; see
-    `ParameterGathers` for modules that may call some.
+    Guard.close()      Parameter -> InFlightParameter or ShardedParameter      DTensor -> InFlightDTensor ...
+    Guard.open()       back to the class of before: an open guard costs nothing
 
-Note: tensors that stand for a parameter
-    Static mode of `vescale.dmodule` computes with leaves over the memory of DTensors. It tells us of each by an
-    attribute of the parameter (`Memory`), and as long as somebody holds such a leaf it changes its class with the
-    parameter, and is no stranger among the holders.
+Of a DTensor the local tensor is guarded as well. Static mode of `vescale.dmodule` computes with leaves over the memory
+of DTensors. It registers each leaf through an attribute of the parameter (`Memory`), and the guard swaps the class of a
+leaf with that of its parameter for as long as the leaf exists.
 
-Note: accelerators
-    Waiting makes the stream wait that reads first. If that is not the stream in which the gather was launched, the host
-    waits as well: then all streams may read.
+Note: reads that a guard cannot see
+    A tensor that shared the memory before the guard closed (``w = param.detach()``) has its own class. C++ extensions
+    that are no operators of torch, and ``torch.tensor(param)``, take a tensor without a look at its class.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from .._attributes import MEMORY, ParameterAttribute
-from .._gradients.bucket import FlatBucket
-from .._ranks.axis import Pending
 
-__all__ = ["AwaitedValues", "Memory"]
+__all__ = ["MEMORY", "PASSING_ATTRIBUTES", "PASSING_FUNCTIONS", "Guard", "Memory", "Refuse", "Wait"]
+
+#: Attribute of a parameter by which other packages register tensors over its memory.
+MEMORY = "_vescale_memory"
 
 # fmt: off
-#: What a parameter answers without its values: attributes, and functions that read none.
-_ATTRIBUTES = frozenset(
+#: What a guarded parameter answers at once. Neither a value nor an address of the memory is in the answers.
+PASSING_ATTRIBUTES = frozenset(
     (
-        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "grad_dtype",
-        "_version", "_backward_hooks", "_post_accumulate_grad_hooks", "is_cpu", "is_cuda", "is_meta", "is_sparse",
+        "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "requires_grad",
+        "is_leaf", "grad", "grad_fn", "grad_dtype", "retains_grad", "output_nr", "_version", "_backward_hooks",
+        "_post_accumulate_grad_hooks", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_sparse",
+        "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_vulkan", "is_ipu", "is_xla", "is_ort",
+        "is_mtia", "is_maia",
     )
 )
-_FUNCTIONS = frozenset(
+PASSING_FUNCTIONS = frozenset(
     (
-        "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_contiguous", "register_hook",
-        "register_post_accumulate_grad_hook", "__hash__", "__len__",
+        "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device",
+        "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "is_distributed",
+        "is_shared", "is_same_size", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",
+        "__hash__", "__len__", "grad", "backward", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
+        "randn_like", "new_empty", "new_zeros", "new_ones", "new_full",
     )
 )
 # fmt: on
 
+_ACCESSORS = ("__get__", "__set__", "__delete__")
 
-class _Awaited:
-    """Mixed into the class of a parameter while its values are on their way; each bucket has classes of its own."""
 
-    _vescale_values: Callable[[], AwaitedValues | None]
+@dataclass(frozen=True)
+class Wait:
+    """Let a read wait until the values are there.
+
+    Attributes:
+        finish: Waits for the values and opens the guard.
+    """
+
+    finish: Callable[[], None]
+    prefix = "InFlight"
+
+    def __call__(self, _function: str, _tensor: Tensor, _name: str) -> None:
+        """Wait for the values."""
+        self.finish()
+
+    def describe(self, tensor: Tensor, _name: str) -> str:
+        """Return the ``repr`` of a guarded tensor: that of its values."""
+        self.finish()
+        return repr(tensor)
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Let a read raise: this rank has only a part of the values.
+
+    Attributes:
+        rank: This rank.
+    """
+
+    rank: int
+    prefix = "Sharded"
+
+    def __call__(self, function: str, tensor: Tensor, name: str) -> None:
+        """Raise RuntimeError: ``function`` reads the parameter ``name``."""
+        raise RuntimeError(
+            f"{function!r} reads or writes the parameter {name!r}, which has no values here: expected a use while its "
+            f"unit runs, got one at another time, when rank {self.rank} holds only a part of its shape "
+            f"{tuple(tensor.shape)} (DDP with zero=3). Use `with model.unsharded(): ...` on all ranks, the DDP's "
+            "state_dict() and load_state_dict(), or let the parameter belong to the unit that uses it (units=...)"
+        )
+
+    def describe(self, tensor: Tensor, name: str) -> str:
+        """Return the ``repr`` of a guarded tensor: its metadata."""
+        return f"Sharded({name!r}, shape={tuple(tensor.shape)}, dtype={tensor.dtype})"
+
+
+class _Guarded:
+    """Mixed into the class of a tensor while its guard is closed. Each guard has classes of its own."""
+
+    _vescale_guard: Guard
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = getattr(func, "__name__", "")
-        owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if name in _FUNCTIONS or (name in ("__get__", "__set__", "__delete__") and owner in _ATTRIBUTES):
+        kwargs = kwargs or {}
+        function = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if function in _ACCESSORS else None
+        passes = function in PASSING_FUNCTIONS if attribute is None else attribute in PASSING_ATTRIBUTES
+        if passes:
             with _torch.plain_functions():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
         for kind in types:
-            if issubclass(kind, _Awaited):
-                kind._await()
-        return func(*args, **(kwargs or {}))
+            if issubclass(kind, _Guarded):
+                kind._vescale_guard.read(function if attribute is None else attribute, [args, kwargs])
+        return func(*args, **kwargs)
 
-    @classmethod
-    def _await(cls) -> None:
-        values = cls._vescale_values()
-        if values is None:
-            raise RuntimeError("this parameter has no values: their gather failed, and its DDP has been deleted since")
-        values.finish()
-
-    def __repr__(self, **kwargs: object) -> str:
-        self._await()
-        return self.__repr__(**kwargs)
+    def __repr__(self, **_kwargs: object) -> str:
+        guard = self._vescale_guard
+        return guard.on_read.describe(self, guard.name_of(self))
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        self._await()
+        self._vescale_guard.read("pickle", self)
         return self.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict) -> Any:
-        self._await()
+        self._vescale_guard.read("deepcopy", self)
         return self.__deepcopy__(memo)
 
 
-class _AwaitedDTensor(_Awaited):
+class _GuardedDTensor(_Guarded):
     """The methods of a DTensor that torch does not dispatch on."""
 
     def to_local(self, *args: Any, **kwargs: Any) -> Any:
-        self._await()
+        self._vescale_guard.read("to_local", self)
         return self.to_local(*args, **kwargs)
 
     def full_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        self._await()
+        self._vescale_guard.read("full_tensor", self)
         return self.full_tensor(*args, **kwargs)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        self._await()
+        self._vescale_guard.read("redistribute", self)
         return self.redistribute(*args, **kwargs)
 
 
-class Memory(ParameterAttribute):
-    """How others say that they have a tensor over the memory of a parameter."""
-
-    #: Whether memory is freed and refilled, so that its address says nothing: no, it stays.
-    frees = False
-
-    def __init__(self, values: AwaitedValues):
-        self._values = weakref.ref(values)
-
-    def share(self, _parameter: Tensor, tensor: nn.Parameter, *, is_view: bool) -> None:
-        """Guard a leaf that stands for a parameter of the bucket, too, as long as somebody holds it.
-
-        Args:
-            tensor: The leaf.
-            is_view: Whether it lies over the memory of the parameter, for a DTensor that of the local tensor; if not,
-                there is nothing to wait for.
-        """
-        values = self._values()
-        if is_view and values is not None:
-            values.share(tensor)
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in the arguments of a function: in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
 
 
-class AwaitedValues:
-    """The values of one bucket's parameters (ZeRO 1, 2), and who may read them when.
+@dataclass(frozen=True)
+class _Entry:
+    """A guarded tensor: a parameter or its local tensor."""
 
-    Args:
-        bucket: The bucket, with parameters in its ``values``.
+    name: str
+    tensor: Tensor
+    shown: type
+    guarded: type
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that another package computes with in place of a parameter.
+
+    Attributes:
+        tensor: The leaf.
+        name: Name of the parameter.
+        is_view: Whether it shares the memory of the parameter.
     """
 
-    def __init__(self, bucket: FlatBucket):
-        self.bucket = bucket
-        self._pending: Pending | None = None
-        self._stream: torch.Stream | None = None
-        self._failure: str | None = None
-        self._lock = threading.Lock()
-        self._guards: list[tuple[Tensor, type, type]] = []
-        self._shared: list[weakref.ref[Tensor]] = []
+    tensor: weakref.ref[nn.Parameter]
+    name: str
+    is_view: bool
+
+
+class Guard:
+    """The guard of the parameters of one bucket; open at first.
+
+    Args:
+        parameters: By name. Their memory may move; the objects stay.
+        on_read: What a read does while the guard is closed.
+
+    Attributes:
+        is_closed: Whether reads go to ``on_read``.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], on_read: Wait | Refuse):
+        self.on_read = on_read
+        self.is_closed = False
         self._classes: dict[type, type] = {}
-        for slot in bucket.slots:
-            for tensor in dict.fromkeys((slot.param, _torch.local_tensor(slot.param))):
-                self._guards.append((tensor, type(tensor), self._class_like(type(tensor))))
+        self._leaves: list[Leaf] = []
+        self._entries = [
+            _Entry(name, tensor, type(tensor), self._class_like(type(tensor)))
+            for name, param in parameters.items()
+            for tensor in dict.fromkeys((param, _torch.local_tensor(param)))
+        ]
 
     def _class_like(self, shown: type) -> type:
         if shown not in self._classes:
-            mixin = _AwaitedDTensor if issubclass(shown, DTensor) else _Awaited
-            more = {"__slots__": (), "_vescale_values": weakref.ref(self)}
-            self._classes[shown] = type(f"Awaited{shown.__name__}", (mixin, shown), more)
+            mixin = _GuardedDTensor if issubclass(shown, DTensor) else _Guarded
+            name = f"{self.on_read.prefix}{shown.__name__}"
+            self._classes[shown] = type(name, (mixin, shown), {"__slots__": (), "_vescale_guard": self})
         return self._classes[shown]
 
-    def invite_sharers(self) -> None:
-        """Let those who make local tensors of the DTensors among the parameters say so, see `Memory`."""
-        for slot in self.bucket.slots:
-            if isinstance(slot.param, DTensor):
-                setattr(slot.param, MEMORY, Memory(self))
+    def close(self) -> None:
+        """Send reads to ``on_read`` from now on."""
+        self.is_closed = True
+        for entry in self._entries:
+            entry.tensor.__class__ = entry.guarded
+        for leaf in self.leaves():
+            leaf.__class__ = self._class_like(nn.Parameter)
 
-    def share(self, tensor: nn.Parameter) -> None:
-        """Guard a leaf over the memory of a parameter, too, as long as somebody holds it."""
-        with self._lock:
-            self._shared = [reference for reference in self._shared if reference() is not None]
-            self._shared.append(weakref.ref(tensor))
-            if self._pending is not None:
-                tensor.__class__ = self._class_like(nn.Parameter)
+    def open(self) -> None:
+        """Let everything be read again."""
+        self.is_closed = False
+        for entry in self._entries:
+            entry.tensor.__class__ = entry.shown
+        for leaf in self.leaves():
+            leaf.__class__ = nn.Parameter
 
-    def _sharers(self) -> list[Tensor]:
-        """Return what `share` was given and is still there."""
-        return [tensor for reference in self._shared if (tensor := reference()) is not None]
-
-    @property
-    def is_on_its_way(self) -> bool:
-        """Whether there is something to wait for."""
-        return self._pending is not None
-
-    def is_shared(self, num_views: int) -> bool:
-        """Tell whether a tensor of which nothing is known here shares memory with the parameters.
+    def read(self, function: str, arguments: object) -> None:
+        """Do what a read does while the guard is closed.
 
         Args:
-            num_views: How many tensors the optimizer has over the buffer.
+            function: Name of the function that reads.
+            arguments: What it was called with.
         """
-        own = 1 + 2 * len(self.bucket.slots) + num_views  # the buffer; of each slot its parameter and its part
-        return _torch.num_holders(self.bucket.values) != own + len(self._sharers())
+        if self.is_closed:
+            tensor = next((t for t in _tensors_in(arguments) if self.name_of(t)), self._entries[0].tensor)
+            self.on_read(function, tensor, self.name_of(tensor))
 
-    def launch(self) -> None:
-        """Start the gather; from now on whoever reads a parameter waits."""
-        self._pending = self.bucket.gather_values()
-        if self._pending is None:
-            return
-        if self.bucket.axis.device_type != "cpu":
-            self._stream = torch.accelerator.current_stream(self.bucket.values.device)
-        self.guard()
+    def add_leaf(self, leaf: nn.Parameter, name: str, *, is_view: bool) -> None:
+        """Guard a leaf as the parameter ``name``, for as long as it exists."""
+        self._leaves = [each for each in self._leaves if each.tensor() is not None]
+        self._leaves.append(Leaf(weakref.ref(leaf), name, is_view))
+        if self.is_closed:
+            leaf.__class__ = self._class_like(nn.Parameter)
 
-    def guard(self) -> None:
-        """Give the parameters, and what stands for them, the class that waits."""
-        for tensor, _, awaited in self._guards:
-            tensor.__class__ = awaited
-        for tensor in self._sharers():
-            tensor.__class__ = self._class_like(nn.Parameter)
+    def leaves(self) -> list[nn.Parameter]:
+        """Return the leaves that exist."""
+        return [tensor for leaf in self._leaves if (tensor := leaf.tensor()) is not None]
 
-    def finish(self) -> None:
-        """Wait until the values are there, and let them be used.
+    def views_of(self, name: str) -> list[nn.Parameter]:
+        """Return the leaves that share the memory of the parameter ``name``."""
+        found = [leaf.tensor() for leaf in self._leaves if leaf.is_view and leaf.name == name]
+        return [tensor for tensor in found if tensor is not None]
 
-        Raises:
-            RuntimeError: If the gather failed, here or on another rank; again in every later call.
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the name of the parameter that a tensor is or stands for; empty for a tensor that is not guarded."""
+        names = [entry.name for entry in self._entries if entry.tensor is tensor]
+        names += [leaf.name for leaf in self._leaves if leaf.tensor() is tensor]
+        return names[0] if names else ""
+
+
+class Memory:
+    """The value of the attribute ``_vescale_memory`` of a parameter: registers leaves that stand for it.
+
+    A copy of the parameter, also through pickle, has None there: no DDP manages it.
+
+    Attributes:
+        frees: Whether the memory is freed and refilled, so that its address identifies nothing.
+    """
+
+    def __init__(self, guard: Guard, *, frees: bool):
+        self.frees = frees
+        self._guard = guard
+
+    def share(self, parameter: Tensor, tensor: nn.Parameter, *, is_view: bool) -> None:
+        """Guard a leaf that stands for a parameter of the bucket, for as long as the leaf exists.
+
+        Args:
+            parameter: One of the bucket.
+            tensor: The leaf.
+            is_view: Whether it shares the memory of the parameter, for a DTensor that of the local tensor.
         """
-        if self._pending is None:
-            return
-        with self._lock:
-            if self._failure is not None:
-                raise RuntimeError(self._failure)
-            if self._pending is None:  # another thread has waited
-                return
-            try:
-                self._pending.wait()
-            except RuntimeError as error:
-                self._failure = str(error)
-                raise
-            self._let_all_streams_read()
-            for tensor, shown, _ in self._guards:
-                tensor.__class__ = shown
-            for tensor in self._sharers():
-                tensor.__class__ = nn.Parameter
-            self._pending = None
+        if is_view or self.frees:
+            self._guard.add_leaf(tensor, self._guard.name_of(parameter), is_view=is_view)
 
-    def _let_all_streams_read(self) -> None:
-        if self._stream is not None:
-            here = torch.accelerator.current_stream(self.bucket.values.device)
-            if here != self._stream:
-                here.synchronize()
+    def __reduce__(self) -> tuple:
+        return _no_memory, ()
+
+
+def _no_memory() -> None:
+    return None

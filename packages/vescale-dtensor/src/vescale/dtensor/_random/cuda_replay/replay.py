@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..._layout.boxes import Box, flat_offset
+from ..philox.cipher import words_of_subsequences
 from .backend import PhiloxGenerator
 from .geometry import Word, bernoulli_word, vector_size
-from .philox import philox_words, uniform_of
 from .windows import Copy, Launch
 
 __all__ = ["UnexpectedAdvance", "reads_as", "run_bernoulli", "run_dropout", "run_fill"]
@@ -136,10 +136,20 @@ def run_bernoulli(
     cast = torch.float64 if out.dtype == torch.float64 else torch.float32
     for part, element in _positions(shape, box, chunk, out.device):
         word = bernoulli_word(element)
-        drawn = uniform_of(_select(philox_words(seed, word.subsequence, block + word.block), word))
+        drawn = uniform_of(_select(words_of_subsequences(seed, word.subsequence, block + word.block), word))
         probability = p[part].to(cast)
         torch.ops.aten._assert_async.default(((probability >= 0) & (probability <= 1)).all())
         out[part].copy_(drawn <= probability)
+
+
+def uniform_of(word: Tensor) -> Tensor:
+    """Return the float32 in (0, 1] that cuRAND makes of a word: the middle of its interval of length 2^-32.
+
+    Example:
+        >>> uniform_of(torch.tensor([0, 2**31, 2**32 - 1])).tolist()
+        [1.1641532182693481e-10, 0.5, 1.0]
+    """
+    return word.to(torch.float32).mul_(2.0**-32).add_(2.0**-33)
 
 
 def _select(words: Sequence[Tensor], word: Word) -> Tensor:

@@ -9,6 +9,5 @@
 ``_fills``     rules for operators whose elements are independent of each other
 ``_choices``   rules for ``randperm`` and ``multinomial``
 ``_rules``     the table of all rules
-``_modules``   draws numbered per module
 ============== =======================================================================================
 """

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._layout.boxes import Box
-from ..._layout.mesh import rank_set
+from ..._layout.groups import rank_set
 from ..._layout.shards import local_views
 from ..._torch import dispatch as _torch
 from ...errors import UnsupportedRandomOperator

@@ -1,11 +1,19 @@
-"""Philox4x32-10, the cipher behind the counter-based stream.
+"""Philox4x32-10: the cipher of the stream "philox" and of every CUDA generator.
 
-It turns a 128-bit counter into four 32-bit words (one **block**) under a 64-bit seed, in ten rounds of two wide
-multiplications, so any block can be computed without those before it. A `Key` is a seed and the counter of its first
-block; ``fold_in`` makes new keys from a key and an integer, one block each. These are the conventions of
-``torch.func._random``: the upper half of the counter is zero, and word 0 is the low word of the counter's output.
+The cipher maps a 128-bit counter to four 32-bit words (one **block**) under a 64-bit seed::
 
-Words are integers modulo 2**32, so CPU (numpy) and other devices (torch) compute the same ones.
+    counter  (c0, c1, c2, c3)       key  (seed low, seed high)       ten rounds of
+
+    c0, c1, c2, c3  =  high(M1 * c2) ^ c1 ^ k0,  low(M1 * c2),  high(M0 * c0) ^ c3 ^ k1,  low(M0 * c0)
+    k0, k1          =  k0 + W0,  k1 + W1
+
+A block does not depend on the blocks before it. Two conventions for the counter are in use:
+
+* The stream "philox" follows ``torch.func._random``. A `Key` is a seed and the counter of its first block; the upper
+  half of the counter is zero. ``fold_in`` derives a key from a key and an integer by one block.
+* CUDA generators (`words_of_subsequences`) hold the block number in the lower half and the thread in the upper half.
+
+Three implementations give the same words: Python integers for a few blocks, numpy on the CPU, torch on other devices.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), sections 3.3 and 5.
 """
@@ -18,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCKS_AT_A_TIME", "WORDS", "Key", "blocks", "encrypt", "fold_in"]
+__all__ = ["BLOCKS_AT_A_TIME", "WORDS", "Key", "blocks", "encrypt", "fold_in", "words_of_subsequences"]
 
 WORDS = 4
 """Words of a block."""
@@ -139,22 +147,47 @@ def _encrypt_numpy(counters: np.ndarray, seed: int, words: np.ndarray) -> None:
 # ------------------------------------------------------------------------------------------------- other devices
 
 
+def words_of_subsequences(seed: int, subsequence: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four words that a CUDA generator gives each thread in one block.
+
+    Args:
+        seed: seed of the generator, modulo 2**64.
+        subsequence: int64 tensor of thread numbers, not negative.
+        block: number of the block: the offset of the generator divided by 4.
+
+    Returns:
+        Four int64 tensors of the shape of ``subsequence``, with values in [0, 2**32).
+
+    Example:
+        >>> words = words_of_subsequences(0, torch.zeros(1, dtype=torch.int64), 0)
+        >>> [hex(int(word)) for word in words]
+        ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    low = torch.full_like(subsequence, block & MASK_32)
+    high = torch.full_like(low, block >> 32 & MASK_32)
+    return _encrypt_torch((low, high, subsequence & MASK_32, subsequence >> 32), seed)
+
+
 def _blocks_torch(key: Key, first: Tensor, count: int) -> Tensor:
     counters = first[:, None] + torch.arange(count, device=first.device)
     counters = (counters + _signed(key.offset)).reshape(-1)  # int64 wraps around like uint64
-    return torch.stack(_encrypt_torch(counters, key.seed), dim=-1).to(torch.int32).view(torch.uint32)
+    zeros = torch.zeros_like(counters)
+    words = _encrypt_torch((counters & MASK_32, (counters >> 32) & MASK_32, zeros, zeros), key.seed)
+    return torch.stack(words, dim=-1).to(torch.int32).view(torch.uint32)
 
 
-def _encrypt_torch(counters: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the words of the blocks of 64-bit ``counters``, as int64 of which the low 32 bits count."""
-    x0, x1 = counters & MASK_32, (counters >> 32) & MASK_32
-    x2, x3 = torch.zeros_like(x0), torch.zeros_like(x0)
+def _encrypt_torch(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the words of blocks; words and counters are int64 tensors with values in [0, 2**32)."""
+    x0, x1, x2, x3 = counter
     for k0, k1 in _round_keys(seed):
-        p, q = x0 * MULTIPLIERS[0], x2 * MULTIPLIERS[1]
-        # >> keeps the sign, and the product may look negative: mask what is left of the upper word
-        x0, x2 = ((q >> 32) & MASK_32) ^ x1 ^ k0, ((p >> 32) & MASK_32) ^ x3 ^ k1
+        p, q = x0 * MULTIPLIERS[0], x2 * MULTIPLIERS[1]  # modulo 2**64, which keeps both halves
+        x0, x2 = _upper(q).bitwise_xor_(x1).bitwise_xor_(k0), _upper(p).bitwise_xor_(x3).bitwise_xor_(k1)
         x1, x3 = q & MASK_32, p & MASK_32
     return x0, x1, x2, x3
+
+
+def _upper(product: Tensor) -> Tensor:
+    return (product >> 32).bitwise_and_(MASK_32)  # >> keeps the sign, and the product may look negative
 
 
 def _signed(value: int) -> int:

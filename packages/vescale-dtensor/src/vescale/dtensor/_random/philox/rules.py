@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..._containers import tensors_in
 from ..._layout.boxes import Box
 from ..._operators.attention import is_fused_without_dropout, refuse_dropout
 from ..._operators.composite import decompose
@@ -67,7 +68,7 @@ def handle(op: _torch.Op, args: tuple, kwargs: dict) -> object:
         return _torch.stock_dispatch(op, args, kwargs)
     if "dropout_p" in _torch.argument_names(op):
         refuse_dropout(op, args, kwargs)
-    tensor = next((leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+    tensor = next(tensors_in((args, kwargs)), None)
     raise UnsupportedRandomOperator.for_tensor(
         op, tensor, 'it has no rule in the stream "philox"; draw it inside random.stream("torch")'
     )
@@ -117,8 +118,8 @@ def _draw(rule: Rule, op: _torch.Op, args: tuple, kwargs: dict) -> object:
 
 
 def _as_stock(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-    leaves = _torch.tree_leaves((args, kwargs))
-    by_rule = _random_rules.WINDOWS.get() or any(isinstance(leaf, DTensor) for leaf in leaves)
+    is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
+    by_rule = _random_rules.WINDOWS.get() or is_sharded
     with _stock():
         return _random_rules.handle(op, args, kwargs) if by_rule else op(*args, **kwargs)
 

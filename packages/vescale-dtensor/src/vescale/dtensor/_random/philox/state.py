@@ -1,25 +1,22 @@
-"""Where the counter-based stream keeps its position: inside the state of torch's CPU generator.
+"""Where the stream "philox" keeps its position: inside the state of torch's CPU generator.
 
-While the stream is active nothing draws from the Mersenne Twister of torch's default CPU generator, so the 624 words of
-its state are free. They hold the seed of the stream, the number of the next draw, and what surrounds it::
+While this stream is in force, nothing draws from the Mersenne Twister of torch's default CPU generator, so the 624
+words of its state are free. They hold the seed, the number of the next draw, and the batch windows::
 
-    word      0, 1    mark that says so              8, 9     batch windows in force (id, 0: none)
-              2, 3    seed                           10       process that numbers windows and modules
-              4, 5    number of the next draw        11       0
-              6, 7    module that runs (0: none)     12 ...   numbers of the next draws of modules
+    word      0, 1    mark of this layout            6, 7     batch windows in force (id, 0: none)
+              2, 3    seed                           8        id of the process that numbered the windows
+              4, 5    number of the next draw        9 ...    words of a generator freshly seeded
 
-Counts of modules are combined (exclusive or) with the words of a generator freshly seeded, and the words that are not
-used are its, so what might draw from the generator in spite of all does not get zeros.
+Code that saves and restores the generator thereby saves and restores the position. Activation checkpointing, reentrant
+or not, restores the generator before it repeats a part of the model, in any order and on any thread; so do
+`torch.random.fork_rng` and `torch.set_rng_state`. A counter elsewhere would have advanced since the forward pass, and
+the recomputation would draw another mask. The batch windows are stored for the same reason: a recomputation may run
+after `random.local_batch` was left. The free words are not zero, so that code that draws from the generator against the
+rules still gets random numbers.
 
-Whatever saves and restores the generator then saves and restores the position, without knowing of it: activation
-checkpointing above all, reentrant or not, which restores the generator before it runs a part of a model again, in
-whichever order and thread backward asks for it; `torch.random.fork_rng`; `torch.get_rng_state` and its counterpart. A
-counter anywhere else would have advanced in the meantime, and the recomputation would draw another mask. The batch
-windows travel along for the same reason: recomputation happens when `random.local_batch` may have been left.
-
-`torch.manual_seed` writes a state without the mark. It is read as a stream of that seed that has drawn nothing. Any
-other state without the mark (of the stock stream, midway) is read as a stream seeded by a digest of it: never a
-repetition.
+`torch.manual_seed` writes a state without the mark, which is read as a stream of that seed that has drawn nothing. Any
+other state without the mark belongs to the stock stream in mid-course. It is read as a stream seeded by its digest, so
+that no numbers repeat.
 """
 
 from __future__ import annotations
@@ -28,74 +25,43 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..._torch.generator import NUM_WORDS, is_fresh, seed_of, seeded_state, words_of
+from ..._torch.generator import is_fresh, seed_of, seeded_state, words_of
 from ..global_position import BatchWindow
 from .cipher import Key, fold_in
 
-__all__ = [
-    "Position",
-    "current_windows",
-    "furthest",
-    "is_marked",
-    "module_id",
-    "read",
-    "started",
-    "swap_module",
-    "swap_windows",
-    "take_key",
-    "write",
-]
+__all__ = ["Position", "current_windows", "is_marked", "read", "started", "swap_windows", "take_key", "write"]
 
 MARK = 0x5EED_C0DE_9E37_79B9
-MODULE_KEYS = 2**63
-"""Added to a module's number where it makes a key, so that it is not the number of a draw."""
 
-_MARK, _SEED, _COUNTER, _MODULE, _WINDOWS = (slice(at, at + 2) for at in range(0, 10, 2))
-_PROCESS = 10
-_SLOTS = 12
-_MAX_MODULES = NUM_WORDS - _SLOTS
-
-# Numbers that fit into a state for windows and modules; they mean something in this process (and its forks) only.
-_process = int.from_bytes(os.urandom(4), "little")
-_lock = threading.Lock()
-_slots: dict[int, int] = {}
-_windows: dict[int, tuple[BatchWindow, ...]] = {0: ()}
+_MARK, _SEED, _COUNTER, _WINDOWS = (slice(at, at + 2) for at in range(0, 8, 2))
+_PROCESS = 8
+_FREE = 9
 
 
-@dataclass
-class Position:
-    """The stream's position, as plain numbers.
+class _Process:
+    """What a 64-bit id inside a generator state stands for; it means something in this process and its forks only."""
 
-    Attributes:
-        seed: 64-bit seed.
-        counter: number of the next draw outside of modules.
-        modules: number of the next draw of each module that has drawn, by `module_id`.
-    """
+    def __init__(self) -> None:
+        self.id = int.from_bytes(os.urandom(4), "little")
+        self.lock = threading.Lock()  # backward passes draw in threads of their own
+        self.windows: dict[int, tuple[BatchWindow, ...]] = {0: ()}
+
+
+# Process-wide, because torch's default generator, whose state refers to it, is process-wide.
+_process = _Process()
+
+
+class Position(NamedTuple):
+    """The position of the stream: its 64-bit seed and the number of the next draw."""
 
     seed: int
     counter: int = 0
-    modules: dict[int, int] = field(default_factory=dict)
-
-
-def furthest(positions: Sequence[Position]) -> Position:
-    """Return the position after all draws of programs that started from one position and drew independently."""
-    modules: dict[int, int] = {}
-    for position in positions:
-        for module, count in position.modules.items():
-            modules[module] = max(count, modules.get(module, 0))
-    return Position(positions[0].seed, max(position.counter for position in positions), modules)
-
-
-def module_id(name: str) -> int:
-    """Return the 63-bit number that stands for a module's name, never 0."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % (2**63 - 1) + 1
 
 
 def started(seed: int) -> Tensor:
@@ -105,87 +71,62 @@ def started(seed: int) -> Tensor:
         ValueError: ``seed`` is not a 64-bit integer.
     """
     if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"a seed is a 64-bit integer, got {seed}")
+        raise ValueError(f"expected a seed of 64 bits, from -2**63 to 2**64 - 1; got {seed}")
     return write(Position(seed % 2**64), seeded_state(seed))
 
 
 def write(position: Position, over: Tensor) -> Tensor:
-    """Return a copy of a generator state that holds ``position``; the module and the windows in ``over`` stay."""
+    """Return a copy of the generator state ``over`` that holds ``position``; its batch windows stay."""
     state = over.clone()
     words = words_of(state)
     is_new = _get(words, _MARK) != MARK
     for where, value in ((_MARK, MARK), (_SEED, position.seed), (_COUNTER, position.counter)):
         _put(words, where, value)
     if is_new:
-        _put(words, _MODULE, 0)
         _put(words, _WINDOWS, 0)
-    words[_PROCESS], words[_PROCESS + 1] = _process, 0
-    words[_SLOTS:] = _base(position.seed)[_SLOTS:]
-    for module, count in position.modules.items():
-        words[_slot(module)] ^= np.uint32(count)
+    words[_PROCESS] = _process.id
+    words[_FREE:] = _seeded_words(position.seed)[_FREE:]
     return state
 
 
 def is_marked(state: Tensor) -> bool:
-    """Tell whether a generator state is one of this stream's."""
+    """Return whether a generator state is one of this stream's."""
     return _get(words_of(state), _MARK) == MARK
 
 
 def read(state: Tensor) -> Position:
-    """Return the position that a generator state holds, or stands for.
+    """Return the position that a generator state holds or stands for.
 
     Raises:
-        ValueError: the state was made in another process and counts draws of modules.
+        ValueError: the state was saved in another process, inside a batch window.
     """
     words = words_of(state)
     if _get(words, _MARK) != MARK:
         if is_fresh(state):
             return Position(seed_of(state))
         return Position(int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest(), "little"))
-    counts = words ^ _base(_get(words, _SEED))
-    if words[_PROCESS] != _process and (counts[_SLOTS:].any() or _get(words, _WINDOWS)):
+    if words[_PROCESS] != _process.id and _get(words, _WINDOWS):
         raise ValueError(
-            "this generator state was saved in another process by torch.get_rng_state; "
-            "save with vescale.dtensor.random.get_state()"
+            "this generator state was saved in another process by torch.get_rng_state, inside random.local_batch or "
+            "random.micro_batches; save with vescale.dtensor.random.get_state()"
         )
-    modules = {module: int(counts[slot]) for module, slot in _slots.items() if counts[slot]}
-    return Position(_get(words, _SEED), _get(words, _COUNTER), modules)
+    return Position(_get(words, _SEED), _get(words, _COUNTER))
 
 
 def take_key() -> Key:
-    """Return the key of the next draw, which is spent."""
-    with _lock:
+    """Return the key of the next draw and advance the stream by one draw."""
+    with _process.lock:
         state = _generator_state()
         words = words_of(state)
-        root = Key(_get(words, _SEED), 0)
-        module = _get(words, _MODULE)
-        if module:
-            slot = _slot(module)
-            base = _base(root.seed)[slot]
-            number = int(words[slot] ^ base)
-            if number == 2**32 - 1:
-                raise RuntimeError("a module has drawn 2**32 times from one stream; start another with manual_seed")
-            key = fold_in(fold_in(root, module + MODULE_KEYS), number)
-            words[slot] = np.uint32(number + 1) ^ base
-        else:
-            number = _get(words, _COUNTER)
-            key = fold_in(root, number)
-            _put(words, _COUNTER, number + 1)
+        number = _get(words, _COUNTER)
+        _put(words, _COUNTER, number + 1)
         torch.set_rng_state(state)
-        return key
-
-
-# ------------------------------------------------------------------------------------------------- surroundings
-
-
-def swap_module(module: int) -> int:
-    """Make ``module`` the one that draws; return the one before (0: none)."""
-    return _swap(_MODULE, module)
+        return fold_in(Key(_get(words, _SEED), 0), number)
 
 
 def current_windows() -> tuple[BatchWindow, ...]:
-    """Return the batch windows that the state holds."""
-    return _windows[_get(words_of(_generator_state()), _WINDOWS)]
+    """Return the batch windows that the state holds, innermost first."""
+    return _process.windows[_get(words_of(_generator_state()), _WINDOWS)]
 
 
 def swap_windows(windows: tuple[BatchWindow, ...]) -> tuple[BatchWindow, ...]:
@@ -194,50 +135,31 @@ def swap_windows(windows: tuple[BatchWindow, ...]) -> tuple[BatchWindow, ...]:
     if windows:
         text = repr(windows).encode()
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") | 1
-        _windows.setdefault(number, windows)
-    return _windows[_swap(_WINDOWS, number)]
+        _process.windows.setdefault(number, windows)
+    with _process.lock:
+        state = _generator_state()
+        words = words_of(state)
+        before = _get(words, _WINDOWS)
+        if before != number:
+            _put(words, _WINDOWS, number)
+            torch.set_rng_state(state)
+        return _process.windows[before]
 
 
 # ------------------------------------------------------------------------------------------------- words
 
 
 def _generator_state() -> Tensor:
-    """Return the state of the default CPU generator, marked."""
+    """Return the state of the default CPU generator, in the layout of this stream."""
     state = torch.get_rng_state()
     words = words_of(state)
-    if _get(words, _MARK) != MARK:
-        return write(read(state), state)
-    if words[_PROCESS] != _process:
+    if _get(words, _MARK) != MARK or words[_PROCESS] != _process.id:
         return write(read(state), state)
     return state
 
 
-def _swap(where: slice, value: int) -> int:
-    with _lock:
-        state = _generator_state()
-        words = words_of(state)
-        before = _get(words, where)
-        if before != value:
-            _put(words, where, value)
-            torch.set_rng_state(state)
-        return before
-
-
-def _slot(module: int) -> int:
-    """Return the word that counts the draws of a module."""
-    slot = _slots.get(module)
-    if slot is None:
-        if len(_slots) == _MAX_MODULES:
-            raise RuntimeError(
-                f"more than {_MAX_MODULES} modules draw from one stream, which is all that random.key_by_module can "
-                "count; key a part of the model only"
-            )
-        slot = _slots[module] = _SLOTS + len(_slots)
-    return slot
-
-
 @functools.lru_cache(maxsize=16)
-def _base(seed: int) -> np.ndarray:
+def _seeded_words(seed: int) -> np.ndarray:
     """Return the words of a generator freshly seeded."""
     return words_of(seeded_state(seed)).copy()
 

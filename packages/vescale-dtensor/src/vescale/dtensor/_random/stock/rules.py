@@ -28,9 +28,9 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..._containers import tensors_in
 from ..._operators.attention import run_fused
 from ..._operators.composite import decompose
 from ..._torch import dispatch as _torch
@@ -71,7 +71,7 @@ def is_enabled() -> bool:
 
 
 def _refuse(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-    tensor = next((a for a in _torch.tree_leaves((args, kwargs)) if isinstance(a, Tensor)), None)
+    tensor = next(tensors_in((args, kwargs)), None)
     if isinstance(tensor, DTensor):
         way_out = "draw it on a plain tensor, or gather with full_tensor() first"
     else:
