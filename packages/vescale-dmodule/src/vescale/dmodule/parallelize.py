@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import is_deferred, materialize
+from vescale.dtensor.extension import describe_difference, differing_texts
 
 from ._boundary.hooks import install_inputs, install_outputs
 from ._boundary.local_region import install_local
 from ._execution.modes import ATTRIBUTE, MODES, Execution
 from ._experts import install_experts
-from ._plan.agreement import check_agreement
 from ._plan.parameters import distribute
 from ._plan.resolve import resolve
 from ._static import set_attributes
@@ -77,7 +77,9 @@ def parallelize_module(
     if not mesh.mesh_dim_names:
         raise PlanError("the mesh has no axis names; give init_device_mesh(..., mesh_dim_names=('tp',))")
     resolved = resolve(module, mesh, plan, allow_empty=allow_empty)
-    check_agreement([*resolved.lines(), f"mode: {mode}", f"allow_implicit: {allow_implicit}"], mesh)
+    text = "\n".join([*resolved.lines(), f"mode: {mode}", f"allow_implicit: {allow_implicit}"])
+    if texts := differing_texts(text, mesh):
+        raise PlanError(describe_difference("the plan", texts))
     vars(module)[ATTRIBUTE] = None
     if mesh.size() == 1:
         if is_deferred(module):

@@ -7,7 +7,8 @@ refuses. While the module runs, two contexts are open:
     ``_Mixing``      a function mode. It wraps the plain operands of a call that has a DTensor operand as replicated
                      DTensors. It does so above autograd, so the tensors saved for backward are DTensors too.
     ``strict()``     of ``vescale.dtensor``. It refuses operators that would communicate to fit their operands
-                     together. The mode adds the module and the plan entry to the error.
+                     together. The mode adds the module and the plan entry to the error. Interleaved shards may be
+                     gathered: few operators of DTensor accept them, and on local tensors nothing is gathered.
     ===============  ===============================================================================================
 
 Replication is sound: a plain tensor inside the module comes from inputs that are equal on all ranks of the mesh, or
@@ -72,7 +73,7 @@ class EagerScope:
                 self.sync.attach(module)
             self.contexts.enter_context(_Mixing(self))
             if not self.allow_implicit:
-                self.contexts.enter_context(strict())
+                self.contexts.enter_context(strict(interleaved=True))
         self.path.append(name)
 
     def leave(self, name: str) -> None:
