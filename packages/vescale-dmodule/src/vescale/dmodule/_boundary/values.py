@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from vescale.dtensor import extension
+
 __all__ = [
     "copied",
     "describe_value",
@@ -100,15 +102,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: object) -> object:
         >>> map_tensors(lambda t: t + 1, {"x": (torch.zeros(2), "y")})
         {'x': (tensor([1., 1.]), 'y')}
     """
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, tuple | list):
-        mapped = [map_tensors(fn, item) for item in value]
-        changed = any(new is not old for new, old in zip(mapped, value, strict=True))
-        return rebuild_sequence(value, mapped) if changed else value
-    new_fields = {name: map_tensors(fn, field) for name, field in (fields_of(value) or {}).items()}
-    changed_fields = {name: new for name, new in new_fields.items() if new is not fields_of(value)[name]}
-    return rebuild_fields(value, changed_fields) if changed_fields else value
+    return extension.map_leaves(fn, value, Tensor, dataclasses=True)
 
 
 def fields_of(value: object) -> Mapping | None:

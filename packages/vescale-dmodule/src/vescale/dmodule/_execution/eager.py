@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
 from vescale.dtensor import strict
+from vescale.dtensor.extension import map_leaves, tensors_in
 
 from .. import _torch
 from .._boundary.convert import as_dtensor, is_plain
@@ -117,7 +118,7 @@ class _Mixing(TorchFunctionMode):
         _check_destination(func, args, kwargs, self.scope.where)
         if func in CONCATENATIONS and args:
             args = (_without_legacy_empty(args[0]), *args[1:])
-        return _torch.tree_map(lambda leaf: as_dtensor(leaf, mesh) if is_plain(leaf) else leaf, (args, kwargs))
+        return map_leaves(lambda t: as_dtensor(t, mesh) if is_plain(t) else t, (args, kwargs), Tensor)
 
 
 def _operands(args: tuple, kwargs: dict) -> tuple[DeviceMesh | None, bool]:
@@ -125,7 +126,7 @@ def _operands(args: tuple, kwargs: dict) -> tuple[DeviceMesh | None, bool]:
     leaves = (*args, *kwargs.values()) if kwargs else args
     kinds = set(map(type, leaves))
     if not kinds <= ATOMS:
-        leaves = _torch.tree_leaves(leaves)
+        leaves = list(tensors_in(leaves))
         kinds = set(map(type, leaves))
     mesh = next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
     return mesh, not kinds.isdisjoint(PLAIN)
@@ -152,7 +153,7 @@ def _check_destination(func: Callable, args: tuple, kwargs: dict, where: str) ->
     destination = kwargs.get("out", args[0] if in_place and args else None)
     if not is_plain(destination) or not torch.is_grad_enabled():
         return
-    if not any(isinstance(leaf, DTensor) and leaf.requires_grad for leaf in _torch.tree_leaves((args, kwargs))):
+    if not any(isinstance(t, DTensor) and t.requires_grad for t in tensors_in((args, kwargs))):
         return
     raise RuntimeError(
         f"in {where}: {_name(func)} writes a DTensor that requires grad into a plain tensor of shape "
@@ -162,7 +163,7 @@ def _check_destination(func: Callable, args: tuple, kwargs: dict, where: str) ->
 
 
 def _implicit(func: Callable, arguments: tuple, scope: EagerScope) -> ImplicitRedistributionError:
-    operands = [leaf for leaf in _torch.tree_leaves(arguments) if isinstance(leaf, DTensor)]
+    operands = [t for t in tensors_in(arguments) if isinstance(t, DTensor)]
     shown = ", ".join(f"{tuple(t.shape)} {tuple(t.placements)}" for t in operands)
     key = re.escape(f"{scope.path[-1]}.input" if scope.path and scope.path[-1] else "input")
     return ImplicitRedistributionError(
