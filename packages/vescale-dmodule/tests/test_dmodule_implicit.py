@@ -1,4 +1,4 @@
-"""Operators inside a parallelised module communicate only where the plan says so, and plain tensors mix in safely."""
+"""Operators inside a parallelized module communicate only where the plan says so, and plain tensors mix in safely."""
 
 import re
 

@@ -25,11 +25,11 @@ from .values import fields_of, map_tensors, rebuild_fields, rebuild_sequence
 __all__ = ["Convert", "as_dtensor", "bring", "is_plain", "place", "to_plain"]
 
 Convert = Callable[[Tensor, tuple[Placement, ...], str], Tensor]
-"""Brings a tensor to placements; the third argument names the place."""
+"""Bring a tensor to placements; the third argument is the name of the boundary."""
 
 
 def is_plain(value: object) -> bool:
-    """Tell whether a value is a tensor of torch's own type, not of a subclass."""
+    """Return whether a value is a tensor of torch's own type, not of a subclass."""
     return type(value) in (Tensor, nn.Parameter)
 
 
@@ -44,7 +44,7 @@ def bring(tensor: Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh) -
 
     Note [boundaries are torch functions]: like an operator of torch, this and :func:`to_plain` offer themselves to
     function modes and tensor subclasses first. A pipeline that stands in for values of other stages sees one call,
-    whatever communication it takes, and its stand-in needs not know DTensor.
+    whatever communication it takes, and its stand-ins need no support of DTensor.
     """
     if has_torch_function((tensor,)):
         return handle_torch_function(bring, (tensor,), tensor, placements, mesh)
@@ -82,7 +82,7 @@ def place(value: object, entry: object, mesh: DeviceMesh, where: str, convert: C
         entry: placements in the same structure.
         mesh: the mesh of the placements.
         where: the boundary's name; a tensor inside of a structure has its path appended.
-        convert: what brings one tensor to its placements, :func:`bring` unless given.
+        convert: brings one tensor to its placements; :func:`bring` by default.
 
     Raises:
         PlanError: the structure of ``entry`` does not fit the value, naming the boundary.
@@ -98,9 +98,15 @@ def place(value: object, entry: object, mesh: DeviceMesh, where: str, convert: C
     if not isinstance(value, tuple | list):
         if len(entry) == 1:  # a module with one output may be written as a list of one
             return place(value, entry[0], mesh, where, convert)
-        raise PlanError(f"{where}: the plan has {len(entry)} entries, but the value is one {type(value).__name__}")
+        raise PlanError(
+            f"{where}: expected a tuple or list of {len(entry)} values, one per entry of the plan, got one "
+            f"{type(value).__name__}; write one entry"
+        )
     if len(entry) > len(value):
-        raise PlanError(f"{where}: the plan has {len(entry)} entries, but there are {len(value)} values")
+        raise PlanError(
+            f"{where}: expected {len(entry)} values, one per entry of the plan, got {len(value)}; "
+            "remove entries from the plan"
+        )
     pairs = enumerate(zip(value, entry, strict=False))
     placed = [place(v, e, mesh, f"{where} [{i}]", convert) for i, (v, e) in pairs]
     return rebuild_sequence(value, [*placed, *value[len(entry) :]])
@@ -110,7 +116,10 @@ def _place_tensor(
     value: object, placements: tuple[Placement, ...], mesh: DeviceMesh, where: str, convert: Convert | None
 ) -> Tensor:
     if not isinstance(value, Tensor):
-        raise PlanError(f"{where}: the plan gives placements {placements}, but the value is a {type(value).__name__}")
+        raise PlanError(
+            f"{where}: expected a tensor for the planned placements {placements}, got a {type(value).__name__}; "
+            "write None to leave the value as it is"
+        )
     placements = on_shape(placements, value.shape, where)
     return bring(value, placements, mesh) if convert is None else convert(value, placements, where)
 
@@ -131,9 +140,12 @@ class _PinGradient(torch.autograd.Function):
 def _place_fields(value: object, entry: Mapping, mesh: DeviceMesh, where: str, convert: Convert | None) -> object:
     fields = fields_of(value)
     if fields is None:
-        raise PlanError(f"{where}: the plan names {sorted(entry)}, but the value is a {type(value).__name__}")
+        raise PlanError(
+            f"{where}: expected a dict or dataclass with the planned fields {sorted(entry)}, got a "
+            f"{type(value).__name__}; plan it by position"
+        )
     missing = [name for name in entry if name not in fields]
     if missing:
-        raise PlanError(f"{where}: no field {missing[0]!r}; fields are {sorted(map(str, fields))}")
+        raise PlanError(f"{where}: no field {missing[0]!r}; use one of {sorted(map(str, fields))}")
     placed = {name: place(fields[name], inner, mesh, f"{where} {name!r}", convert) for name, inner in entry.items()}
     return rebuild_fields(value, placed)

@@ -23,12 +23,12 @@ __all__ = ["InputBoundary", "OutputBoundary", "Phase", "install_inputs", "instal
 
 @dataclass
 class Phase:
-    """How boundaries convert at the moment. All boundaries of a parallelized module share one.
+    """The current conversion of all boundaries of one parallelized module, which share this object.
 
     Attributes:
-        convert: None in eager mode, see :func:`place`. In static mode what converts local tensors.
+        convert: None in eager mode, see :func:`place`. In static mode it converts local tensors.
         local: whether the model runs on local tensors.
-        meter: hears of every conversion while a report is open.
+        meter: measures every conversion while a report is open, else None.
     """
 
     convert: Convert | None = None
@@ -40,7 +40,7 @@ class Phase:
         return Phase()
 
     def step(self, mesh: DeviceMesh) -> Convert | None:
-        """Return what converts a tensor now, see :func:`place`; watched while a profiler runs or a report is open."""
+        """Return the current conversion, see :func:`place`; watched while a profiler runs or a report is open."""
         if not is_watched(self.meter):
             return self.convert
         convert = self.convert or (lambda tensor, placements, _where: bring(tensor, placements, mesh))
@@ -89,7 +89,7 @@ VARIABLE = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD:
 
 
 def _simple_arguments(plan: InputPlan, mesh: DeviceMesh) -> list[tuple[int, str, object, str]] | None:
-    """Return position, name, entry and place of the planned arguments; None where ``*args`` or ``**kwargs`` is planned.
+    """Return position, name, entry and boundary of the planned arguments; None if ``*args`` or ``**kwargs`` is planned.
 
     A position past all arguments stands for one that is passed by name only.
     """
@@ -109,7 +109,7 @@ def _simple_arguments(plan: InputPlan, mesh: DeviceMesh) -> list[tuple[int, str,
 
 
 class OutputBoundary:
-    """Forward hook that converts what a module returns."""
+    """Forward hook that converts the output of a module."""
 
     def __init__(self, name: str, entry: object, mesh: DeviceMesh, phase: Phase):
         self.entry, self.mesh, self.phase = entry, mesh, phase
@@ -135,5 +135,5 @@ def install_inputs(module: nn.Module, plan: InputPlan, mesh: DeviceMesh, phase: 
 
 
 def install_outputs(module: nn.Module, name: str, entry: object, mesh: DeviceMesh, phase: Phase) -> None:
-    """Convert what ``module`` returns on every call."""
+    """Convert the output of ``module`` on every call."""
     module.register_forward_hook(OutputBoundary(name, entry, mesh, phase))

@@ -1,7 +1,12 @@
-"""Tensors inside of arguments and results: found, replaced, described.
+"""Nested arguments and results: find, replace and describe the tensors in them.
 
-Tuples, lists, dicts and dataclasses are rebuilt where a tensor in them changes. Objects of other classes that hold
-tensors (key-value caches) are changed in place, because the caller keeps using the same object.
+    function            containers                              other objects with attributes
+    ``map_tensors``     rebuilt where a tensor in them changes  leaves
+    ``map_leaves``      the same; each tensor has a path        changed in place: the caller keeps the object (caches)
+    ``describe_value``  described by their items                described by their attributes
+    ``copied``          rebuilt                                 copied deeply
+
+Containers are tuples, lists, dicts and dataclasses.
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ def _attributes(value: object) -> list[tuple[str, object]]:
 
 
 def describe_value(value: object, depth: int = 0) -> Hashable:
-    """Return what tells calls apart: shapes, dtypes and layouts of tensors, the values of plain Python arguments."""
+    """Return a key that distinguishes calls: shapes, dtypes and layouts of tensors, values of plain arguments."""
     if isinstance(value, Tensor):
         layout = tuple(value.placements) if isinstance(value, DTensor) else None
         return value.shape, value.dtype, value.requires_grad, layout
@@ -78,7 +83,7 @@ def describe_value(value: object, depth: int = 0) -> Hashable:
 
 
 def copied(value: object) -> object:
-    """Return a copy for a rehearsal: tensors cut off from their history, objects of unknown classes copied deeply."""
+    """Return a copy for a recording: tensors without their history, objects of unknown classes copied deeply."""
 
     def cut(tensor: Tensor, _where: str) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad) if tensor.requires_grad else tensor
@@ -113,6 +118,7 @@ def fields_of(value: object) -> Mapping | None:
 
 
 def rebuild_fields(value: object, changed: Mapping) -> object:
+    """Return a dataclass instance or dict with some of its parts replaced."""
     if dataclasses.is_dataclass(value):
         return dataclasses.replace(value, **changed)
     new = copy.copy(value)
@@ -121,4 +127,5 @@ def rebuild_fields(value: object, changed: Mapping) -> object:
 
 
 def rebuild_sequence(value: Sequence, items: list) -> Sequence:
-    return type(value)(items) if type(value) in (tuple, list) else type(value)(*items)  # a named tuple takes them apart
+    """Return a tuple or list of the same class with other items."""
+    return type(value)(items) if type(value) in (tuple, list) else type(value)(*items)  # named tuples take arguments

@@ -41,10 +41,10 @@ Placements = tuple[Placement, ...]
 
 
 def layout_of_tokens(hidden: Tensor, mesh: DeviceMesh) -> Placements:
-    """Return how the tokens of ``hidden``, (..., hidden), lie: as they are, but replicated where only that makes sense.
+    """Return the placements in which the region takes the tokens of ``hidden``, (..., hidden).
 
-    That is, where the hidden dim is sharded or values are partial sums; there :func:`to_local` communicates. A plain
-    tensor is equal on all ranks.
+    Those of ``hidden``, but replicated on axes where the hidden dim is sharded or values are partial sums; there
+    :func:`to_local` communicates. A plain tensor is equal on all ranks.
     """
     if not isinstance(hidden, DTensor):
         return (Replicate(),) * mesh.ndim
@@ -65,11 +65,11 @@ def from_local(
 ) -> Callable[[Tensor], DTensor]:
     """Return a function that makes a DTensor of an output, whose tokens are those of ``hidden``."""
 
-    def whole(output: Tensor) -> DTensor:
+    def wrap(output: Tensor) -> DTensor:
         shape = (*hidden.shape[:-1], output.shape[-1])
         return wrapped(output, mesh, placements, shape=shape, gradient=grad_placements)
 
-    return whole
+    return wrap
 
 
 def gradient_placements(layout: ExpertLayout, axes: Axes) -> dict[str, Placements]:
@@ -105,8 +105,8 @@ def show_local(
 
     Args:
         module: the experts.
-        layout: of the plan.
-        undo: puts everything back.
+        layout: from the plan.
+        undo: closing it restores the module.
         block: this rank's experts.
         gradients: placements of the parameters' gradients, by name.
         silent: names of the parameters that another rank adds.
@@ -127,7 +127,7 @@ def show_local(
 
 
 def _experts(module: nn.Module, layout: ExpertLayout) -> Iterable[Iterable[tuple[str, nn.Module]]]:
-    """Return what has gradients together: a stack, or each of several submodules; as names and modules of its parts."""
+    """Return the groups of modules that get gradients together: a stack, or each submodule; as names and modules."""
     if layout.kind == "stacked":
         return [[("", module)]]
     return (expert.named_modules(prefix=name) for name, expert in module.named_children())
@@ -149,9 +149,9 @@ def show_parameters(
         table, _ = _torch.tensor_tables(part)
         undo.callback(table.update, dict(table))
         places.update({f"{owner}.{k}" if owner else k: (table, k) for k, p in table.items() if p is not None})
-    whole = [table[key] for table, key in places.values()]
+    parameters = [table[key] for table, key in places.values()]
     layouts = [gradients.get(leaf) for leaf in places]
-    shown = dict(zip(places, local_shards(whole, layouts, [leaf in silent for leaf in places]), strict=True))
+    shown = dict(zip(places, local_shards(parameters, layouts, [leaf in silent for leaf in places]), strict=True))
     for leaf, (table, key) in places.items():
         table[key] = shown[leaf]
     return shown
@@ -160,17 +160,17 @@ def show_parameters(
 def _keep_children(module: nn.Module, kept: range, undo: contextlib.ExitStack) -> None:
     """Let a container hold only the children at the positions ``kept``; a list numbers them from 0."""
     children = _torch.module_table(module)
-    whole = dict(children)
+    everything = dict(children)
 
     def restore() -> None:
         children.clear()
-        children.update(whole)
+        children.update(everything)
 
     undo.callback(restore)
-    names = list(whole)
+    names = list(everything)
     children.clear()
     listed = isinstance(module, nn.ModuleList)
-    children.update({str(i) if listed else names[p]: whole[names[p]] for i, p in enumerate(kept)})
+    children.update({str(i) if listed else names[p]: everything[names[p]] for i, p in enumerate(kept)})
 
 
 def _show(module: nn.Module, name: str, value: object, undo: contextlib.ExitStack) -> None:

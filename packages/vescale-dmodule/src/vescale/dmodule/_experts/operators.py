@@ -1,8 +1,12 @@
 """Differentiable operators of the experts' region, on local tensors and a process group.
 
-Each is its own adjoint's partner: the backward of an all-to-all is the all-to-all the other way, ``sum_ranks`` (forward
-an all-reduce, backward nothing) belongs to ``share`` (forward nothing, backward an all-reduce), and ``take_rows`` to
-``add_rows``. A group of None is a group of one rank: nothing is communicated.
+They come in adjoint pairs, each the backward of the other:
+
+    all_to_all                              all_to_all in the other direction
+    sum_ranks: all-reduce, then identity    share: identity, then all-reduce
+    take_rows: gather rows                  add_rows: add rows in a fixed order
+
+A group of None stands for one rank, without communication.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ __all__ = ["Group", "add_rows", "all_to_all", "share", "sum_ranks", "take_rows"]
 
 Group = dist.ProcessGroup | None
 Sums = _torch.Collectives | None
-"""A group whose collectives are prepared."""
+"""A group with prepared collectives; None for one rank."""
 
 
 # ------------------------------------------------------------------------------------------------- between ranks

@@ -16,7 +16,7 @@ __all__ = ["InputPlan", "plan_inputs"]
 
 @dataclass(frozen=True)
 class InputPlan:
-    """What a plan says about the arguments of one module.
+    """The planned arguments of one module.
 
     Attributes:
         where: the boundary's name in errors.
@@ -52,7 +52,10 @@ def _by_position(where: str, signature: inspect.Signature, entries: Sequence) ->
     variable = _names(signature, inspect.Parameter.VAR_POSITIONAL)
     rest = list(entries)[len(positional) :]
     if rest and not variable:
-        raise PlanError(f"{where}: the plan has {len(entries)} entries, forward takes {positional} by position")
+        raise PlanError(
+            f"{where}: expected at most {len(positional)} entries, for the positional arguments {positional} of "
+            f"forward, got {len(entries)}; plan other arguments by name"
+        )
     return dict(zip(positional, entries, strict=False)) | ({variable[0]: rest} if rest else {})
 
 
@@ -61,6 +64,6 @@ def _by_name(where: str, signature: inspect.Signature, entries: Mapping[str, obj
     named = [name for name in signature.parameters if name not in variable]
     extra = {argument: entry for argument, entry in entries.items() if argument not in named}
     if extra and not variable:
-        raise PlanError(f"{where}: forward has no argument {next(iter(extra))!r}; its arguments are {named}")
+        raise PlanError(f"{where}: forward has no argument {next(iter(extra))!r}; use one of {named}")
     known = {argument: entry for argument, entry in entries.items() if argument in named}
     return known | ({variable[0]: extra} if extra else {})
