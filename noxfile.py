@@ -156,10 +156,12 @@ def run_composed(session: nox.Session, program: str, *arguments: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting and the rules of the repository."""
-    session.install("--quiet", "--constraint", str(CONSTRAINTS), "ruff", "pytest")
+    """Check style, formatting, types and the rules of the repository."""
+    requirements = {requirement for project in PACKAGES.values() for requirement in project.requirements}
+    session.install("--quiet", "--constraint", str(CONSTRAINTS), "ruff", "mypy", "pytest", *sorted(requirements))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
     session.run("pytest", "tests/repo")
 
 
@@ -209,7 +211,7 @@ def composed(session: nox.Session) -> None:
     """Install all packages together (what the sessions below run in)."""
     names = [*PACKAGES, TESTING]
     start_environment(session, names)
-    install(session, names, *all_test_requirements(), *RECIPE_REQUIREMENTS)
+    install(session, names, *all_test_requirements(), *RECIPE_REQUIREMENTS, "pdoc")
     session.run("python", "tools/check_environment.py", *PACKAGES, env=RUN_ENV)
 
 
@@ -224,6 +226,12 @@ def integration(session: nox.Session, suite: str) -> None:
 def docs(session: nox.Session) -> None:
     """Execute every code block of the documentation, those of the packages' own pages included."""
     run_composed(session, "pytest", "tests/docs", "-m", "", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none", requires=["composed"])
+def api(session: nox.Session) -> None:
+    """Build the reference of every public name from its docstring into runs/api/."""
+    run_composed(session, "python", "tools/api_site.py", "runs/api")
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
@@ -278,7 +286,17 @@ def dev(session: nox.Session) -> None:
     if not python.exists():
         session.run(sys.executable, "-m", "virtualenv", str(ROOT / ".venv"), external=True)
     install_command = [str(python), "-m", "pip", "install", "--constraint", str(CONSTRAINTS)]
-    session.run(*install_command, "hatchling", "editables", "nox", "ruff", *RECIPE_REQUIREMENTS, external=True)
+    session.run(
+        *install_command,
+        "hatchling",
+        "editables",
+        "nox",
+        "ruff",
+        "mypy",
+        "pre-commit",
+        *RECIPE_REQUIREMENTS,
+        external=True,
+    )
     editable = [argument for project in PROJECTS.values() for argument in ("--editable", f"{project.folder}[test]")]
     session.run(*install_command, "--no-build-isolation", *editable, external=True)
     session.log("ready: source .venv/bin/activate")

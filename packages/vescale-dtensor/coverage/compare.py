@@ -136,7 +136,7 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor, rtol: float) -> st
 
 
 def is_differentiable(leaf: object) -> bool:
-    """Tell whether a gradient can start at a leaf of a result."""
+    """Return whether a gradient can start at a leaf of a result."""
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 

@@ -25,7 +25,7 @@ ORDERED = re.compile(r"scatter|index_(put|copy|reduce)|^put$|unpool|ormqr|househ
 
 
 def is_small(name: str, samples: list[Sample]) -> bool:
-    """Tell whether an operator's samples leave its first tensor without a dim that four ranks divide evenly."""
+    """Return whether an operator's samples leave its first tensor without a dim that four ranks divide evenly."""
     firsts = [sample.whole()[0] for sample in samples]
     divided = any(size and size % 4 == 0 for tensor in firsts for size in tensor.shape)
     return not divided and any(max(tensor.shape, default=0) > 1 for tensor in firsts) and not ORDERED.search(name)

@@ -27,7 +27,7 @@ class Mismatch(Exception):  # noqa: N818 - not an error of the program but a fin
 
 
 def is_plain(placement: Placement) -> bool:
-    """Tell whether the functions of this file understand a placement."""
+    """Return whether the functions of this file understand a placement."""
     if type(placement) is Partial:
         return placement.reduce_op in REDUCE
     return type(placement) in (Replicate, Shard) or split_factor(placement) is not None

@@ -84,5 +84,5 @@ def described(error: Exception) -> tuple[str, str, bool]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two tensors are equal bit for bit (nan equals nan)."""
+    """Return whether two tensors are equal bit for bit (nan equals nan)."""
     return a.shape == b.shape and a.dtype == b.dtype and close(a, b, rtol=0.0)

@@ -102,7 +102,7 @@ def test_equal_one_device(number, meshes_of_1_to_8_ranks, draw_placements):
 
 
 def fails(name, function, mesh, dim):
-    """Tell whether stock torch gives another result for two shards of an uneven matrix, or none."""
+    """Return whether stock torch gives another result for two shards of an uneven matrix, or none."""
     placements = [[Shard(dim)]] * (1 if name in UNARY else 2)
     try:
         with disabled("operators"):

@@ -77,7 +77,7 @@ def test_tensors_are_made_copied_and_stored():
 @ranks(2)
 def test_the_global_shape_of_a_ragged_shard_must_be_given():
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(ValueError, match=r"cannot tell the global shape.*RaggedShard.*pass shape= and stride="):
+    with pytest.raises(ValueError, match=r"cannot derive the global shape.*RaggedShard.*pass shape= and stride="):
         DTensor.from_local(torch.zeros(2), mesh, [RaggedShard((0,), (1, 1))])
     assert DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]).shape == (4,)
 

@@ -5,7 +5,6 @@ import torch
 from torch.distributed import tensor as sharded
 
 from vescale.dtensor import Replicate, Shard, disabled, init_device_mesh
-from vescale.dtensor._random.stock.factories import install_factories
 from vescale_testing import ranks
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -13,7 +12,6 @@ S0, S1, R = Shard(0), Shard(1), Replicate()
 
 @ranks(4)
 def test_factories(shard_of):
-    install_factories()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for ours, plain in [(sharded.rand, torch.rand), (sharded.randn, torch.randn)]:
         for placements in [(S0, S1), (S0, S0), (R, S1), (R, R)]:
@@ -31,7 +29,6 @@ def test_factories(shard_of):
 
 @ranks(2)
 def test_stock_torch_draws_none_on_the_cpu():
-    install_factories()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     with disabled(), pytest.raises(AssertionError):
         sharded.rand((4, 4), device_mesh=mesh, placements=(S0,))

@@ -129,7 +129,7 @@ def coordinates(mesh):
 
 
 def draws_alike(case, coord):
-    """Draw the part of one coordinate; tell whether values and state are those of one device."""
+    """Draw the part of one coordinate; return whether values and state are those of one device."""
     whole, state = reference(case)
     shape, mesh, placements = case["shape"], case["mesh"], case["placements"]
     held = _layout.pieces(shape, mesh, coord, placements)

@@ -100,7 +100,7 @@ SIZES = (1, 2, 3, 5, 7, 11, 13, 16)
 
 
 def held_alike(actual, expected, *, exact):
-    """Tell whether this rank's boxes of a tensor are those of the whole one; sums are reduced first."""
+    """Return whether this rank's boxes of a tensor are those of the whole one; sums are reduced first."""
     whole_axes = [Replicate() if p.is_partial() else p for p in actual.placements]
     actual = actual.redistribute(placements=whole_axes)
     views = local_views(actual.to_local(), actual.shape, actual.device_mesh, actual.placements)
@@ -110,7 +110,7 @@ def held_alike(actual, expected, *, exact):
 
 
 def equals_one_device(name, sharded, whole):
-    """Tell whether a draw gives this rank its parts of what one device draws, and leaves the same state."""
+    """Return whether a draw gives this rank its parts of what one device draws, and leaves the same state."""
     torch.manual_seed(3)
     expected = DRAWS[name](whole.clone())
     state = torch.get_rng_state()

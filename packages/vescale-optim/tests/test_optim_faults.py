@@ -10,7 +10,7 @@ from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim._gradients import reduction as _reduction
 from vescale.optim._gradients.bucket import FlatBucket, FlatSlot
 from vescale.optim._parameters.guard import Guard
-from vescale.optim._parameters.unit_hooks import Unit
+from vescale.optim._parameters.units import Unit
 from vescale_testing import assert_same_training, run_ranks
 
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})

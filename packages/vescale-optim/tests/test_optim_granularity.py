@@ -260,7 +260,7 @@ def test_nonsense_is_refused_before_anything_is_sent():
 
 @ranks(2)
 def test_ranks_must_say_the_same():
-    with pytest.raises(ValueError, match="the modules given to DDP"):
+    with pytest.raises(ValueError, match="the module given to DDP, or a setting, differs"):
         wrapped(zero=1, granularity={".*": "tensor"} if dist.get_rank() else None)
 
 

@@ -196,5 +196,7 @@ def test_refusals():
     module.down.weight = nn.Parameter(module.up.weight.detach().view(5, 7))
     with pytest.raises(ValueError, match="different tensors in the same memory"):
         DDP(module, mesh, param_dtype=NARROW)
-    with pytest.raises(ValueError, match=r"the modules given to DDP differ over axis 'dp'"):
+    with pytest.raises(
+        ValueError, match=r"module given to DDP, or a setting, differs between ranks.*\(axis 'dp'\); give all"
+    ):
         DDP(build().to(torch.float64 if dist.get_rank() else torch.float32), mesh, param_dtype=NARROW)

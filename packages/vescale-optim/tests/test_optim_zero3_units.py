@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim._buckets.plan import ParamInfo
-from vescale.optim._parameters.unit_hooks import Unit
-from vescale.optim._parameters.units import choose_units, plan_units
+from vescale.optim._parameters.unit_plan import choose_units, plan_units
+from vescale.optim._parameters.units import Unit, UnitState
 from vescale_testing import ranks
 
 
@@ -87,7 +87,7 @@ class Net(nn.Module):
 
 @contextlib.contextmanager
 def events(monkeypatch):
-    """Record '+unit' when a gather starts, '-unit' when one that was whole or on its way is freed."""
+    """Record '+unit' when an all-gather starts, '-unit' when a unit is freed that is not sharded."""
     seen, launch, free = [], Unit.launch, Unit.free
 
     def launched(self):
@@ -96,7 +96,7 @@ def events(monkeypatch):
         return started
 
     def freed(self):
-        seen.extend([f"-{self.name[-1:] or 'R'}"] if self.is_whole or self.is_gathering else [])
+        seen.extend([f"-{self.name[-1:] or 'R'}"] if self.state is not UnitState.SHARDED else [])
         free(self)
 
     with monkeypatch.context() as patch:
@@ -120,7 +120,7 @@ def run(monkeypatch, *, checkpointing=None, micros=1, reshard=False, train=True,
                 seen.append("B")
                 if train:
                     out.backward()
-    assert not any(unit.is_whole or unit.is_gathering for unit in model._sharded.hooks.units)
+    assert all(unit.state is UnitState.SHARDED for unit in model._sharded.units.all)
     return " ".join(seen)
 
 

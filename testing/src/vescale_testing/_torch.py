@@ -52,7 +52,8 @@ def replace_shape_propagation(instead: Callable[[Callable, Any, Any], Any]) -> N
     def propagate(propagator: Any, op_schema: Any) -> Any:
         return instead(stock, propagator, op_schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate
+    owner: Any = ShardingPropagator
+    owner._propagate_tensor_meta_non_cached = propagate
 
 
 def is_tracing() -> bool:

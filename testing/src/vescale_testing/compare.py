@@ -35,8 +35,8 @@ class TrainingRecord:
         optimizer_state: State after the last step: `{fqn: {"exp_avg": tensor, ...}}`.
     """
 
-    losses: Sequence[float] = ()
-    grad_norms: Sequence[float] = ()
+    losses: Sequence[Any] = ()
+    grad_norms: Sequence[Any] = ()
     grads: Mapping[str, torch.Tensor] = field(default_factory=dict)
     params: Mapping[str, torch.Tensor] = field(default_factory=dict)
     optimizer_state: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
@@ -47,8 +47,8 @@ class TrainingRecord:
         model: torch.nn.Module,
         optimizer: Any = None,
         *,
-        losses: Sequence[float] = (),
-        grad_norms: Sequence[float] = (),
+        losses: Sequence[Any] = (),
+        grad_norms: Sequence[Any] = (),
     ) -> Self:
         """Gather the whole tensors of a model and an optimizer, on one process or, as a collective, over all ranks.
 
@@ -182,8 +182,8 @@ def _state_by_name(params: Mapping[str, torch.Tensor], optimizer: Any) -> dict[s
     numbered = [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group.get("params", ())]
     by_name = {}
     for key, values in optimizer.state_dict()["state"].items():
-        parameter = params.get(key) if isinstance(key, str) else numbered[key]
-        if id(parameter) not in names:
+        found = params.get(key) if isinstance(key, str) else numbered[key]
+        if id(found) not in names:
             raise ValueError(f"the optimizer holds state of parameter {key!r}, which is not in the model")
-        by_name.update(dict.fromkeys(names[id(parameter)], values))
+        by_name.update(dict.fromkeys(names[id(found)], values))
     return by_name

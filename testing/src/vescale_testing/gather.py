@@ -46,7 +46,7 @@ class _Held:
     @classmethod
     def unpacked(cls, packed: _Packed) -> _Held:
         shape, boxes = packed
-        return cls(shape, tuple((offsets, _tensor(*box)) for offsets, *box in boxes))
+        return cls(shape, tuple((offsets, _tensor(dtype, size, data)) for offsets, dtype, size, data in boxes))
 
 
 #: A shape, and for each box its offsets, dtype, shape and bytes.
@@ -57,8 +57,8 @@ def _bytes(box: torch.Tensor) -> bytes:
     return box.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
-    dtype = getattr(torch, dtype.removeprefix("torch."))
+def _tensor(dtype_name: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
+    dtype = getattr(torch, dtype_name.removeprefix("torch."))
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -53,7 +53,7 @@ STACK_PATIENCE = 1.0
 default_timeout: ContextVar[float] = ContextVar("default_timeout", default=60.0)
 
 
-class RankFailure(pytest.fail.Exception, AssertionError):  # noqa: N818 - a failed assertion, as pytest's Failed is
+class RankFailure(pytest.fail.Exception, AssertionError):  # type: ignore[name-defined] # noqa: N818 - a failed assertion, as pytest's Failed is
     """At least one rank did not end well.
 
     It is a failed assertion for any caller; being pytest's own failure, too, it is shown without the frames in between.
@@ -63,7 +63,7 @@ class RankFailure(pytest.fail.Exception, AssertionError):  # noqa: N818 - a fail
     """
 
     def __init__(self, message: str, exceptions: dict[int, BaseException] | None = None):
-        super().__init__(message, pytrace=False)
+        super().__init__(message, pytrace=False)  # type: ignore[call-arg]
         self.exceptions = exceptions or {}
 
 
@@ -92,17 +92,22 @@ def ranks(world_size: int, *, timeout: float | None = None, backend: str | None 
 
     def decorate(test: Callable) -> Callable:
         @functools.wraps(test)  # pytest reads fixture names through __wrapped__
-        def on_every_rank(*args, **kwargs) -> None:
+        def on_every_rank(*args: Any, **kwargs: Any) -> None:
             _launch(functools.partial(test, *args, **kwargs), world_size, timeout, backend)
 
-        on_every_rank.world_size = world_size
+        on_every_rank.world_size = world_size  # type: ignore[attr-defined]
         return on_every_rank
 
     return decorate
 
 
 def run_ranks(
-    fn: Callable, world_size: int, *args, timeout: float | None = None, backend: str | None = "gloo", **kwargs
+    fn: Callable,
+    world_size: int,
+    *args: Any,
+    timeout: float | None = None,
+    backend: str | None = "gloo",
+    **kwargs: Any,
 ) -> list:
     """Call `fn(*args, **kwargs)` on `world_size` forked ranks and return the list of their return values, by rank.
 
@@ -189,7 +194,7 @@ def _receive_until(
     first = None
     while waiting and (ready := wait(list(waiting), timeout=max(0.0, end - time.monotonic()))):
         for pipe in ready:
-            child = waiting.pop(pipe)
+            child = waiting.pop(cast(Connection, pipe))
             report = reports[child.seat.rank] = _receive(child)
             if report.kind != "returned" and first is None:
                 first = child.seat.rank
@@ -217,7 +222,7 @@ def _exit_text(code: int | None) -> str:
 def _kill(children: list[_Child], late: str) -> dict[int, Report]:
     """Ask every child for its stacks, then kill it; `late` says why."""
     for child in children:
-        if child.process.is_alive():
+        if child.process.is_alive() and child.process.pid is not None:
             os.kill(child.process.pid, signal.SIGUSR1)
     patience = time.monotonic() + STACK_PATIENCE
     stacks = {child.seat.rank: _settled(child.seat.stacks, patience) for child in children}

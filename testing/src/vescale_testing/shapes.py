@@ -70,7 +70,7 @@ def _describe(value: Any) -> Hashable:
     """Describe an argument; unlike the argument itself, 1, 1.0 and True have different descriptions."""
     kind = type(value)
     if isinstance(value, DTensorSpec):
-        if not _is_plain(value.tensor_meta):
+        if value.tensor_meta is None or not _is_plain(value.tensor_meta):
             raise _Unknown
         shape, stride, dtype = value.tensor_meta
         return "tensor", tuple(shape), tuple(stride), str(dtype), value.mesh.device_type

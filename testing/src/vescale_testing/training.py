@@ -130,7 +130,7 @@ def train_in_parallel(
         torch.manual_seed(seed)
         model = vescale.deferred_init(training.build) if deferred else training.build()
         model, optimizer = vescale.parallelize(plan, model, _adamw, clip_grad_norm=1.0)
-        state = {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "step": 0}
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state(), "step": 0}
         if load:
             vescale.load(load, state)
             torch.set_rng_state(state["rng"])

@@ -126,7 +126,7 @@ class ParallelModel(nn.Module):
         """Clear gradients."""
         self.ddp.zero_grad(set_to_none)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the module's state dict, under the module's names: what this rank's stage holds.
 
         With ``zero=3`` values of parameters are this rank's parts, see ``vescale.optim.DDP.state_dict``.
@@ -135,7 +135,7 @@ class ParallelModel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the module's state dict, in place."""
-        return self.ddp.load_state_dict(state_dict, strict=strict, assign=assign)
+        return self.ddp.load_state_dict(dict(state_dict), strict=strict, assign=assign)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the module's named parameters, under the module's names."""

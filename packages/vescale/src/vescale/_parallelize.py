@@ -107,14 +107,16 @@ def _read_arguments(
         raise TypeError(f"parallelize: the model is a {type(model).__name__} already; give the plain module")
     if not isinstance(model, nn.Module):
         raise TypeError(f"parallelize: model must be an nn.Module, got {type(model).__name__}")
-    is_partial = isinstance(optimizer_fn, functools.partial) and not optimizer_fn.args
-    optimizer_class = optimizer_fn.func if is_partial else optimizer_fn
+    optimizer_class: Any = optimizer_fn
+    keywords: dict[str, Any] = {}
+    if isinstance(optimizer_fn, functools.partial) and not optimizer_fn.args:
+        optimizer_class, keywords = optimizer_fn.func, dict(optimizer_fn.keywords)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(
             "parallelize: optimizer_fn must be a torch.optim class or functools.partial of one with keyword arguments, "
             f"such as functools.partial(torch.optim.AdamW, lr=3e-4), got {optimizer_fn!r}"
         )
-    return optimizer_class, dict(optimizer_fn.keywords) if is_partial else {}
+    return optimizer_class, keywords
 
 
 def _resolve_module_plan(plan: Plan, model: nn.Module, module_plan: ModulePlan | None) -> ModulePlan:

@@ -90,15 +90,16 @@ class Control:
     def _gather(self, item: Any) -> list[Any]:
         if self.size == 1:
             return [item]
-        items = [None] * self.size if self.rank == 0 else None
+        items: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(item, items, group=self.group, group_dst=0)
         return items or []
 
     def _scatter(self, items: Sequence[Any] | None) -> Any:
         if self.size == 1:
+            assert items is not None
             return items[0]
         received = [None]
-        dist.scatter_object_list(received, items and list(items), group=self.group, group_src=0)
+        dist.scatter_object_list(received, list(items) if items is not None else None, group=self.group, group_src=0)
         return received[0]
 
 
@@ -155,7 +156,7 @@ def _has_cpu_backend(group: dist.ProcessGroup | None) -> bool:
     return any(entry.startswith("cpu:") for entry in str(dist.get_backend_config(group)).split(","))
 
 
-def _refuse_failures(results: Sequence[Any]) -> Sequence[Any]:
+def _refuse_failures(results: list[Any]) -> list[Any]:
     ranks_of: dict[str, list[int]] = {}
     for rank, result in enumerate(results):
         if isinstance(result, _Failure):

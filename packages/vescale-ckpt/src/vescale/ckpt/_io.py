@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -91,7 +92,7 @@ def checksum(values: torch.Tensor) -> int:
 class DataFile:
     """An open data file of a checkpoint, to read pieces or parts of pieces from."""
 
-    def __init__(self, path: Path, file) -> None:
+    def __init__(self, path: Path, file: Any) -> None:
         self._path = path
         self._file = file
 

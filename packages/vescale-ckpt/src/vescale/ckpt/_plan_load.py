@@ -161,8 +161,9 @@ def _leaf_faults(request: Request, manifest: Manifest) -> Iterable[tuple[str, st
             yield "kind", f"{name!r} is a tensor in the checkpoint and a plain value here"
         stored = manifest.leaves.get(name)
         # Groups are matched by index, so another number of them would give parameters the wrong hyperparameters.
-        are_groups = name.endswith("/param_groups") and isinstance(stored, list) and isinstance(value, list)
-        if are_groups and len(stored) != len(value):
+        if not isinstance(stored, list) or not isinstance(value, list):
+            continue
+        if name.endswith("/param_groups") and len(stored) != len(value):
             yield "number of groups", f"{name!r} is {len(stored)} in the checkpoint, {len(value)} here"
 
 

@@ -135,6 +135,7 @@ class _Saving:
     def plan(self, offers: Sequence[_Offer]) -> list[tuple[Path, RankPlan]]:
         _require_same("path", [offer.path for offer in offers])
         _require_same("metadata", [offer.metadata for offer in offers])
+        assert self._temporary is not None, "rank 0 makes the directory when it offers"
         self._plan = plan_save([offer.inventory for offer in offers])
         return [(self._temporary, share) for share in self._plan.ranks]
 
@@ -163,6 +164,7 @@ class _Saving:
     def commit(self, written: Sequence[_Written]) -> list[None]:
         if torn := find_torn_replicas([own.replicas for own in written]):
             raise CheckpointError(torn)
+        assert self._plan is not None and self._temporary is not None, "the plan comes before the commit"  # noqa: PT018
         pieces: dict[str, list[Piece]] = {name: [] for name in self._plan.tensors}
         for own in written:
             for name, piece in own.pieces:

@@ -125,14 +125,14 @@ def to_json(node: Any) -> Json:
 def from_json(value: Json, *, like: Any) -> Any:
     """Return a plain value from its JSON form, with the tuples and dict classes of ``like`` where it has them."""
     if isinstance(value, list):
-        old = like if isinstance(like, list | tuple) else ()
-        items = [from_json(v, like=old[i] if i < len(old) else None) for i, v in enumerate(value)]
+        olds = like if isinstance(like, list | tuple) else ()
+        items = [from_json(v, like=olds[i] if i < len(olds) else None) for i, v in enumerate(value)]
         return tuple(items) if isinstance(like, tuple) else items
     if isinstance(value, dict):
         old = like if isinstance(like, dict) else {}
-        pairs = value[_ITEMS] if list(value) == [_ITEMS] else value.items()
-        items = {key: from_json(item, like=old.get(key)) for key, item in pairs}
-        return type(like)(items) if isinstance(like, dict) else items
+        pairs: Any = value[_ITEMS] if list(value) == [_ITEMS] else value.items()
+        entries = {key: from_json(item, like=old.get(key)) for key, item in pairs}
+        return type(like)(entries) if isinstance(like, dict) else entries
     return value
 
 
@@ -228,7 +228,9 @@ def _is_plain(node: Any) -> bool:
     return node is None or isinstance(node, bool | int | float | str)
 
 
-def _put(node: Any, path: str, flat: FlatState, leaves: Mapping[str, Json], close_object: Callable, *, in_place: bool):
+def _put(
+    node: Any, path: str, flat: FlatState, leaves: Mapping[str, Json], close_object: Callable, *, in_place: bool
+) -> Any:
     """Return ``node`` with loaded leaves; the user's own containers are changed in place, state dicts are copied."""
     if path in flat.leaves:
         return from_json(leaves[path], like=node) if path in leaves else node

@@ -61,7 +61,7 @@ def _check_consecutive(tensor: DTensor, dim: int, coord: tuple[int, ...], box: B
             continue
         num_shards = tensor.device_mesh.size(axis)
         if isinstance(placement, _StridedShard):
-            parts = [_nth(part, num_shards, coord[axis]) for part in indices.chunk(placement.split_factor)]
+            parts = [_nth(part, num_shards, coord[axis]) for part in indices.chunk(int(placement.split_factor))]
             indices = torch.cat(parts)
         else:
             indices = _nth(indices, num_shards, coord[axis])

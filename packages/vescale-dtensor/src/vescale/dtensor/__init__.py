@@ -12,9 +12,9 @@ from . import debug, extension, random
 from ._deferred import deferred_init, is_deferred, materialize
 from ._install import disabled, register
 from ._operators.strict import ImplicitRedistributionError, strict
-from ._placements import InterleavedShard, RaggedShard, UnsupportedPlacement
-from ._placements.distribute import distribute_tensor
-from .errors import UnsupportedOperator, UnsupportedRandomOperator
+from ._placements import InterleavedShard, RaggedShard
+from ._placements.redistribute import distribute_tensor
+from .errors import UnsupportedOperator, UnsupportedPlacement, UnsupportedRandomOperator
 
 __all__ = [
     "DTensor",

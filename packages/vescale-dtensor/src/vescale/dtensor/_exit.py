@@ -10,23 +10,17 @@ So the main thread waits a moment before Python ends, without the lock. A thread
 
 from __future__ import annotations
 
-import atexit
 import time
 from pathlib import Path
 
-__all__ = ["let_threads_finish", "wait_at_exit"]
+__all__ = ["let_threads_finish"]
 
 SECONDS = 0.1
 THREADS = Path("/proc/self/task")
 
 
-def wait_at_exit() -> None:
-    """Call :func:`let_threads_finish` when the program ends."""
-    atexit.register(let_threads_finish)
-
-
 def let_threads_finish() -> bool:
-    """Wait for a moment if there are threads of gloo, or if nobody knows; tell whether it waited."""
+    """Wait for a moment if there are threads of gloo, or if that is unknown; return whether it waited."""
     waits = _has_gloo_threads()
     if waits:
         time.sleep(SECONDS)

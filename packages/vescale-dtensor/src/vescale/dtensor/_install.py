@@ -1,95 +1,224 @@
-"""Registration with torch's dispatcher: what importing ``vescale.dtensor`` changes, and how to switch it off.
+"""Every process-wide change that importing ``vescale.dtensor`` makes: one table, installed and removed by name.
 
-The changes concern DTensors only; plain tensors run stock torch, always.
+The changes concern DTensors only; plain tensors run stock torch, always. ``disabled()`` removes all of them, or some
+families, and puts them back::
+
+    import vescale.dtensor    register()     installs all rows
+    with disabled():                         removes them, in reverse order; torch is as if never imported
+    end of the context                       installs them again
+
+Both ends of the context empty DTensor's caches of sharding decisions, which the rules in force have filled.
+
+Guarantee: inside ``disabled()`` each replaced attribute is torch's own object, and programs on DTensors give the bits,
+texts and errors of a process that never imported this package.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from ._exit import wait_at_exit
-from ._operators import fallback, forget_copies, operator_handlers, review
+from ._exit import let_threads_finish
+from ._operators import fallback, first_arguments, forget_copies, operator_handlers, review
 from ._operators.attention import attention_handlers
-from ._operators.cache_keys import complete_cache_keys
-from ._operators.composite import composite_handlers
-from ._operators.linear import install_whole_summands
+from ._operators.decompose import composite_handlers
 from ._operators.loss import loss_handlers
 from ._operators.scalars import scalar_handlers
 from ._operators.vocabulary import vocab_handlers
-from ._placements.hooks import install as install_placements
-from ._random.stock.factories import install_factories
+from ._placements.checkpoint import PROTOCOL, boxes, global_shape
+from ._placements.hooks import (
+    add_whole_once,
+    for_own_placements,
+    has_ragged,
+    redistribute_method,
+    redistribute_shards,
+    refuse_to_guess,
+)
+from ._placements.redistribute import shard_gradient
+from ._placements.rules import decide
+from ._placements.types import InterleavedShard, RaggedShard
+from ._random.stock.factories import draw_as_one_device
 from ._random.stock.rules import handlers
 from ._random.streams import switchable
-from ._torch import dispatch as _torch
-from .debug._repr import install_repr, remove_repr
+from ._torch import patches
+from .debug._repr import repr_with_layout
 
-__all__ = ["disabled", "register"]
+__all__ = ["FAMILIES", "ROWS", "Row", "disabled", "register"]
 
-Table = dict[_torch.Op, _torch.Handler]
+Table = dict[patches.Op, patches.Handler]
 
-INSTALLED: set[str] = set()
-"""The families of rules that are in force."""
+FAMILIES = ("random", "operators", "placements", "repr", "process")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One process-wide change.
+
+    Attributes:
+        name: short and unique.
+        family: the name by which ``disabled`` selects it.
+        reason: why torch's own behavior is not enough.
+        patch: installs and removes the change; its ``place`` says what is replaced.
+        until: the first version of torch that does not need the change; None if all supported versions need it.
+    """
+
+    name: str
+    family: str
+    reason: str
+    patch: patches.Patch
+    until: tuple[int, int] | None = None
 
 
 @functools.cache
-def families() -> dict[str, Table]:
-    """Return our handlers by family; no operator is in two of them."""
+def handler_families() -> dict[str, Table]:
+    """Return the handlers of operators by family; no operator is in two of them."""
     others = operator_handlers() | composite_handlers() | scalar_handlers()
     for special in (attention_handlers(), loss_handlers(), vocab_handlers()):
         others |= special
     random = {op: switchable(handler) for op, handler in handlers().items() if op not in attention_handlers()}
-    return {
-        "random": random,
-        "operators": {op: handler for op, handler in others.items() if op not in random},
-        "repr": {},
-    }
+    return {"random": random, "operators": {op: handler for op, handler in others.items() if op not in random}}
+
+
+def _checkpoint_rows() -> Iterator[Row]:
+    """Yield the rows that let checkpoints ask a DTensor for its boxes."""
+    reason = "checkpoints must see every box of ragged and interleaved shards; torch's own placements have one box"
+    for name, value in (("__boxes__", boxes), ("__global_shape__", global_shape)):
+        yield Row(name, "placements", reason, patches.dtensor_attribute(name, lambda _, value=value: value))
+    for name, function in PROTOCOL.items():
+        make: Callable = functools.partial(for_own_placements, function=function)
+        yield Row(name, "placements", reason, patches.dtensor_attribute(name, make))
+
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        "random operators",
+        "random",
+        "stock draws on each shard by itself, so that values depend on the layout; on a CPU mesh all shards repeat",
+        patches.HandlerPatch(lambda: handler_families()["random"]),
+    ),
+    Row(
+        "random factories",
+        "random",
+        "torch.distributed.tensor.rand and randn draw on the shard, and not at all on the CPU",
+        patches.random_factories(draw_as_one_device),
+    ),
+    Row(
+        "operators",
+        "operators",
+        "operators whose stock rule is missing, guessed or wrong under some sharding",
+        patches.HandlerPatch(lambda: handler_families()["operators"]),
+    ),
+    Row(
+        "review of sharding",
+        "operators",
+        "stock decisions that are wrong for the shapes at hand; operators for which stock raises run on full operands",
+        patches.RulePatch(patches.PropagationRule(on_error=fallback, after=review), order=2),
+    ),
+    Row(
+        "a bias added once",
+        "operators",
+        "stock adds bias / n on each of n ranks, which rounds; here one rank adds all of it",
+        patches.division_into_partials(add_whole_once),
+    ),
+    Row(
+        "cache keys",
+        "operators",
+        "stock answers topk(x, 2) after topk(x, 1) with the shape of the first call",
+        patches.CacheKeyPatch(first_arguments),
+    ),
+    Row(
+        "loss_parallel",
+        "operators",
+        "at its end stock removes the handlers of its operators, ours among them",
+        patches.LossParallelPatch(),
+    ),
+    Row(
+        "rules of placements",
+        "placements",
+        "torch has no rules for operators on ragged shards and wrong ones for interleaved shards",
+        patches.RulePatch(patches.PropagationRule(before=decide), order=1),
+    ),
+    Row(
+        "redistribute_local_tensor",
+        "placements",
+        "moves ragged and interleaved shards, meshes whose ranks do not ascend, several Partial axes in one collective",
+        patches.redistribution_of_shards(redistribute_shards),
+    ),
+    Row(
+        "DTensor.redistribute",
+        "placements",
+        "torch refuses ragged placements and confuses the order of interleaved ones",
+        patches.dtensor_attribute("redistribute", redistribute_method),
+    ),
+    Row(
+        "guess of global shapes",
+        "placements",
+        "from_local would guess a wrong global shape from a ragged shard",
+        patches.global_shape_of_local(refuse_to_guess),
+    ),
+    Row(
+        "backward of to_local",
+        "placements",
+        "torch cannot compute the global strides of a ragged gradient",
+        patches.to_local_backward(has_ragged, shard_gradient),
+    ),
+    *_checkpoint_rows(),
+    Row(
+        "safe to load",
+        "placements",
+        "torch.load(weights_only=True) reads tensors in our placements, as it reads those in torch's",
+        patches.SafeGlobalsPatch([InterleavedShard, RaggedShard]),
+    ),
+    Row(
+        "repr",
+        "repr",
+        "stock prints the shard as if it were the tensor",
+        patches.dtensor_attribute("__repr__", repr_with_layout),
+    ),
+    Row(
+        "wait at exit",
+        "process",
+        "a late thread of gloo that needs Python's lock while Python ends aborts the process",
+        patches.ExitPatch(let_threads_finish),
+    ),
+)
+
+_installed: list[Row] = []
 
 
 def register() -> None:
-    """Install all rules. Called once, on import."""
-    complete_cache_keys()
-    install_placements()
-    install_factories()
-    _torch.keep_handlers_after_loss_parallel()
-    wait_at_exit()
-    for name in families():
-        _install(name)
+    """Install all rows that this torch needs. Called once, on import."""
+    _install([row for row in ROWS if row.until is None or patches.torch_version() < row.until])
 
 
-def _install(name: str) -> None:
-    _torch.handler_table().update(families()[name])
-    if name == "operators":
-        _torch.review_propagation(fallback, review)
-        install_whole_summands()
-    if name == "repr":
-        install_repr()
-    INSTALLED.add(name)
+def _install(rows: list[Row]) -> None:
+    for row in rows:
+        row.patch.install()
+        _installed.append(row)
 
 
-def _remove(name: str) -> None:
-    table, stock = _torch.handler_table(), _torch.stock_handlers()
-    for op in families()[name]:
-        table.pop(op, None)
-        if op in stock:
-            table[op] = stock[op]
-    if name == "operators":
-        _torch.review_propagation(None, None)
-        _torch.set_division_into_partials(None)
-    if name == "repr":
-        remove_repr()
-    INSTALLED.discard(name)
+def _remove(rows: list[Row]) -> None:
+    for row in reversed(rows):
+        row.patch.remove()
+        _installed.remove(row)
 
 
 @contextlib.contextmanager
 def disabled(*names: str) -> Iterator[None]:
-    """Run DTensors as stock torch does, for comparison. Process-wide while the context is open.
+    """Run DTensors as stock torch does, for comparison. Process-wide while the context is open; contexts nest.
 
     Args:
-        names: the families of rules to take out: ``"random"`` (random operators; shards then draw for themselves, and
-            the contexts of :mod:`vescale.dtensor.random` do nothing), ``"operators"`` (all other operators) and
-            ``"repr"``. None names all.
+        names: the families of changes to take out. None names all.
+
+            - ``"random"``: random operators. Shards then draw for themselves, and the contexts of
+              :mod:`vescale.dtensor.random` do nothing.
+            - ``"operators"``: all other operators.
+            - ``"placements"``: ragged and interleaved placements, which then cannot be used, and the reduction of
+              several Partial axes in one collective.
+            - ``"repr"``: the text of a DTensor.
+            - ``"process"``: what happens at the end of the program.
 
     Raises:
         ValueError: no such family.
@@ -98,16 +227,16 @@ def disabled(*names: str) -> Iterator[None]:
         >>> with disabled("random"):                # doctest: +SKIP
         ...     dropped = torch.dropout(x, 0.5, True)   # on a CPU mesh every shard repeats the same mask
     """
-    unknown = [name for name in names if name not in families()]
+    unknown = [name for name in names if name not in FAMILIES]
     if unknown:
-        raise ValueError(f"disabled() takes the families {', '.join(families())}; got {', '.join(unknown)}")
+        raise ValueError(f"disabled() takes the families {', '.join(FAMILIES)}; got {', '.join(unknown)}")
+    removed = [row for row in _installed if row.family in (names or FAMILIES)]
     forget_copies()
-    removed = [name for name in names or families() if name in INSTALLED]
-    for name in removed:
-        _remove(name)
+    _remove(removed)
+    patches.forget_decisions()
     try:
         yield
     finally:
         forget_copies()
-        for name in removed:
-            _install(name)
+        _install(removed)
+        patches.forget_decisions()

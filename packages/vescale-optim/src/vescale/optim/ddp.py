@@ -51,8 +51,8 @@ from ._checks import (
     refuse_local_statistics,
     set_grad_dtype,
 )
+from ._forward.global_mean import global_mean_scale
 from ._forward.local_batch import attach_local_batch
-from ._forward.tokens import global_mean_scale
 from ._gradients.bucket import FlatBucket, FlatSlot
 from ._gradients.reducer import Reducer
 from ._gradients.rules import ReduceRules
@@ -216,7 +216,7 @@ class DDP(_torch.UnmovableModule):
             plan = plan_buckets(infos, bucket_bytes=bucket_bytes, **parts)
         settings = f"zero={zero} find_unused_parameters={find_unused_parameters}\n{rules}\n{originals}"
         settings += f"\n{reshard_after_forward} {prefetch} offload={offload}\n{sharded}" if sharded else ""
-        axes.all.check_same(f"{settings}\n{_describe(module, plan)}", what="the modules given to DDP")
+        axes.all.check_same(f"{settings}\n{_describe(module, plan)}", what="the module given to DDP, or a setting,")
         logger.debug("zero=%d over %r\n%s", zero, axes, plan)
         placed = [*plan.buckets, *(sharded.frozen_buckets if sharded else ())]
         warn_of_padding(placed, blocks)
@@ -249,7 +249,7 @@ class DDP(_torch.UnmovableModule):
         attach_local_batch(module, axes.meshes, watch_draws=watch_draws)
         if sharded is not None:
             settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-            sharded.attach(synchronises=lambda: self._reducer.synchronises, **settings)
+            sharded.attach(synchronizes=lambda: self._reducer.synchronises, **settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on this rank's part of the batch."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ._program import CallKey, CrossingKey, Program
 from ._torch import graph_task_id, tensor_hooks
@@ -142,7 +143,7 @@ def run_backward(
         if sent.crossing not in program.dead:
             roots.append(sent.tensor)
             root_gradients.append(_receive_gradient(sent, transport))
-    inputs = [received.edge for received in boundary.received] + list(total.parameters)
+    inputs: Any = [received.edge for received in boundary.received] + list(total.parameters)
     gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
     if roots and inputs:
         gradients = torch.autograd.grad(roots, inputs, root_gradients, allow_unused=True)
@@ -183,7 +184,7 @@ def _receive_gradient(sent: Sent, transport: Transport) -> torch.Tensor:
     meta = gradient_meta(sent.meta)
     device = sent.tensor.device
     local = transport.receive(*meta.local_layout, meta.dtype, device=device, source=sent.peer, direction=BACKWARD)
-    return from_local_part(local, meta, sent.tensor.device_mesh if meta.sharded else None)
+    return from_local_part(local, meta, sent.tensor.device_mesh if isinstance(sent.tensor, DTensor) else None)
 
 
 def _send_gradient(received: Received, gradient: torch.Tensor | None, transport: Transport, program: Program) -> None:

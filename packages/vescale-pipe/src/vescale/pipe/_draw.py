@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ._actions import Action, Schedule
 from ._simulate import Costs, Simulation, simulate
@@ -101,7 +102,7 @@ def draw(schedule: Schedule, path: str | Path, *, costs: Costs | None = None, ti
     handles = [Patch(color=_LOOK[kind][0], label=_LOOK[kind][1]) for kind in kinds]
     axes_inches = figure.get_figheight() * axes.get_position().height
     # below the time axis: above, it would meet the title of a narrow picture
-    place = {"loc": "upper right", "bbox_to_anchor": (1.0, -0.3 / axes_inches)}
+    place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (1.0, -0.3 / axes_inches)}
     axes.legend(handles=handles, ncols=len(kinds), frameon=False, fontsize=8, borderpad=0, **place)
     figure.savefig(path, bbox_inches="tight")
 

@@ -62,6 +62,7 @@ class Call:
     @property
     def inputs(self) -> tuple[tuple, dict]:
         """Positional and keyword arguments to run the call with on its home stage."""
+        assert self.real is not None, "the call runs on another stage"
         return self.structure.rebuild(self.real)
 
 
@@ -149,7 +150,7 @@ class Frame:
     def finish(self, call: Call, output: Any, *, is_operator: bool) -> Any:
         """End an event on its home stage: mark its outputs as values, and return what the caller gets."""
         leaves, structure = flatten(output)
-        position = {id(leaf): i for i, leaf in enumerate(call.real) if isinstance(leaf, torch.Tensor)}
+        position = {id(leaf): i for i, leaf in enumerate(call.real or ()) if isinstance(leaf, torch.Tensor)}
         if self.recorder is None:
             record = self._program.records[call.key.index]
             _check_repeated(record, leaves, position)
@@ -318,7 +319,7 @@ def _outcome(call: Call, leaves: list, structure: Structure, position: dict[int,
             )
     changed = tuple(
         (i, meta_of(leaf))
-        for i, (leaf, version) in enumerate(zip(call.real, call.versions, strict=True))
+        for i, (leaf, version) in enumerate(zip(call.real or (), call.versions, strict=True))
         if isinstance(leaf, torch.Tensor) and version_of(leaf) != version
     )
     return Outcome(structure.rebuild(described), changed)

@@ -96,6 +96,12 @@ class Program:
     recorded: bool = False
     backward_known: bool = False
 
+    @property
+    def loss_meta(self) -> TensorMeta:
+        """Metadata of the loss, after the first forward."""
+        assert self.loss is not None, "no forward has run"
+        return self.loss
+
     def origin(self, value: Value) -> str:
         """Return where a value comes from, for messages."""
         index, leaf = value.id

@@ -80,7 +80,7 @@ def split_units(model: nn.Module, plan: PipelinePlan, num_stages: int) -> StageS
     if plan.split == UNIFORM:
         split = _uniform(model, num_stages)
     elif all(isinstance(name, str) for name in plan.split):
-        split = _by_starts(model, plan.split, num_stages)
+        split = _by_starts(model, [str(name) for name in plan.split], num_stages)
     else:
         split = _by_lists(model, plan.split, num_stages)
     _check_tied_parameters(model, split)

@@ -111,7 +111,8 @@ def new_group(ranks: tuple[int, ...], number: int, **kwargs: Any) -> dist.Proces
     of groups, and would then wait for each other under different names, for ever.
     """
     stock = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda *_, **__: f"vescale.pipe:{ranks}:{number}"
+    named: Any = lambda *_, **__: f"vescale.pipe:{ranks}:{number}"  # noqa: E731
+    distributed_c10d._process_group_name = named
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True, **kwargs)
     finally:
@@ -120,4 +121,4 @@ def new_group(ranks: tuple[int, ...], number: int, **kwargs: Any) -> dist.Proces
 
 def bound_device() -> torch.device | None:
     """Return the device that ``init_process_group(device_id=...)`` bound, which makes NCCL split communicators."""
-    return torch.distributed.group.WORLD.bound_device_id
+    return torch.distributed.distributed_c10d._get_default_group().bound_device_id

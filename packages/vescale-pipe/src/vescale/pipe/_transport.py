@@ -62,7 +62,7 @@ class Transport:
         self.stage = axis.get_local_rank()
         self._ranks = axis.mesh.flatten().tolist()
         self.device = current_device(axis.device_type)
-        self._pending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._pending: list[tuple[Any, torch.Tensor]] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
         if self.num_stages == 1:
             return
@@ -113,7 +113,7 @@ class Transport:
             return tensor
         flat = _bytes_in_storage_order(tensor)
         buffer = flat if device.type == self._wire.type else torch.empty_like(flat, device=self._wire)
-        dist.irecv(buffer, self._ranks[source], group=self._groups[direction]).wait()
+        dist.recv(buffer, self._ranks[source], group=self._groups[direction])
         if buffer is not flat:
             flat.copy_(buffer)
         return tensor
@@ -157,7 +157,7 @@ class Transport:
     def receive_flags(self, count: int, source: int) -> list[bool]:
         """Return the list of ``count`` booleans that stage ``source`` sends."""
         tensor = torch.empty(count, dtype=torch.uint8)
-        dist.irecv(tensor, self._ranks[source], group=self._control).wait()
+        dist.recv(tensor, self._ranks[source], group=self._control)
         return [bool(flag) for flag in tensor.tolist()]
 
 

@@ -12,7 +12,7 @@ Tensors that depend on no unit (masks, position ids, rotary tables, inputs) are 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -113,7 +113,7 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
                 f"a DTensor over a mesh without axis names {tensor.device_mesh} cannot cross pipeline stages: the "
                 "receiver finds its own mesh by name; build the mesh with init_device_mesh(..., mesh_dim_names=(...))"
             )
-        local = tensor.detach().to_local()
+        local = cast(DTensor, tensor.detach()).to_local()
         sharded = ShardedMeta(tuple(tensor.placements), tuple(names), tuple(local.shape), tuple(local.stride()))
     return TensorMeta(
         tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device.type, tensor.requires_grad, sharded
@@ -153,7 +153,8 @@ def gradient_meta(meta: TensorMeta) -> TensorMeta:
 def laid_out_as_gradient(gradient: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """Return the local part of a gradient in the layout of ``gradient_meta``; partial gradients are reduced."""
     if meta.sharded is not None:
-        gradient = gradient.redistribute(placements=gradient_meta(meta).sharded.placements)
+        placements = cast(ShardedMeta, gradient_meta(meta).sharded).placements
+        gradient = cast(DTensor, gradient).redistribute(placements=placements)
     return local_part(gradient).contiguous()
 
 
@@ -175,17 +176,17 @@ class Placeholder(torch.Tensor):
     @staticmethod
     def __new__(cls, value: Value, *, device: torch.device, origin: str) -> Placeholder:
         meta = value.meta
-        self = make_wrapper(
+        self: Any = make_wrapper(
             cls, meta.shape, stride=meta.stride, dtype=meta.dtype, device=device, requires_grad=meta.requires_grad
         )
         self.value = value
         self.origin = origin
         return self
 
-    __torch_function__ = no_torch_function
+    __torch_function__: Any = no_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         del types, kwargs
         found = next((a for a in args if isinstance(a, Placeholder)), None)
         what = f"{found.origin}, {found.value.meta}" if found is not None else "another stage's value"
@@ -202,7 +203,7 @@ class Placeholder(torch.Tensor):
             "hold; code outside of the stages' modules may use tensor operators, shapes, dtypes and devices"
         )
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Placeholder({self.origin}, {self.value.meta})"
 
 

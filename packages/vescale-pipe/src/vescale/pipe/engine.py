@@ -160,7 +160,7 @@ class PipelineEngine:
             # a recording fails on all stages with nothing in flight; after that, messages may be left unreceived
             self._failure = error if program.recorded or not isinstance(error, Exception) else None
             raise
-        if not program.loss.requires_grad:
+        if not program.loss_meta.requires_grad:
             return step.loss
         return connect(step.loss, step.total, self._gate)
 
@@ -177,13 +177,14 @@ class PipelineEngine:
         form = f"{describe_inputs(args, kwargs)}; {self._mode_text()}"
         key, stage_form = digest(form), self._parameters_text()
         program = self._programs.get(key)
-        is_stale = program is None or program.stage_form != stage_form
-        arrivals = self._transport.gather_integers([key, int(is_stale)])
+        if program is None or program.stage_form != stage_form:
+            program = None  # to be recorded
+        arrivals = self._transport.gather_integers([key, int(program is None)])
         if any(other != key for other, _ in arrivals):
             forms = self._transport.gather_objects(form)
             lines = "\n".join(f"  stage {stage}: {text}" for stage, text in enumerate(forms))
             raise PipelineError(f"the stages were given different inputs; pass the same batch on every stage:\n{lines}")
-        if any(stale for _, stale in arrivals):
+        if program is None or any(stale for _, stale in arrivals):
             self._check_same_elements(args, kwargs)
             program = self._programs[key] = Program(stage_form=stage_form)
         self._current = program
@@ -271,10 +272,10 @@ class _Step:
             with record_function(f"vescale.pipe/{action}"):
                 if action.kind == FORWARD:
                     left = self._forward(action.microbatch)
-                    if self._program.loss.requires_grad:
+                    if self._program.loss_meta.requires_grad:
                         self._left[action.microbatch] = left
                     del left
-                elif self._program.loss.requires_grad:
+                elif self._program.loss_meta.requires_grad:
                     left = self._left.pop(action.microbatch)
                     run_backward(*left, self.total, transport=self._transport, program=self._program)
                     del left
@@ -282,6 +283,8 @@ class _Step:
         self.loss = self._shared_loss()
 
     def _forward(self, microbatch: int) -> tuple[Boundary, torch.Tensor | None]:
+        boundary: Boundary
+        loss: torch.Tensor | None
         args, kwargs = self._microbatches[microbatch]
         self._microbatches[microbatch] = None
         if self._engine.num_stages == 1:
@@ -333,7 +336,7 @@ class _Step:
             for part in self._losses[1:]:
                 total = total + part
         else:
-            meta = self._program.loss
+            meta = self._program.loss_meta
             total = torch.zeros((), dtype=meta.dtype, device=self._transport.device_of(meta.device_type))
         return total if self._engine.num_stages == 1 else self._transport.broadcast_from_last(total)
 

@@ -52,7 +52,7 @@ def _value(annotation: Any, item: Any, *, where: str) -> Any:
             member for member in members if dataclasses.is_dataclass(member) or typing.get_origin(member) is tuple
         ]
         annotation = nested[0] if nested and isinstance(item, dict | list) else None
-    if dataclasses.is_dataclass(annotation):
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return from_data(annotation, item, where=where)
     if isinstance(item, list):
         inner = (typing.get_args(annotation) or (None,))[0]

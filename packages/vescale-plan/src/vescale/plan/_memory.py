@@ -28,6 +28,7 @@ each choice keeps the token before and after, and all of it is split over tp: ex
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ._checks import DEFAULT_BUCKET_BYTES
 from ._profile import ModelProfile, dtype_bytes
@@ -308,7 +309,7 @@ def estimate_memory(
         raise ValueError(f"global batch {global_batch_size} is not divisible by dp * micro-batches = {pieces}")
     state = state or StateBytes.for_dtype(profile.dtype)
     tokens = global_batch_size // pieces * sequence_length
-    split = {"tokens": tokens, "tp": layout.tp, "sequence_parallel": layout.sequence_parallel}
+    split: dict[str, Any] = {"tokens": tokens, "tp": layout.tp, "sequence_parallel": layout.sequence_parallel}
     per_block = block_activation_bytes(profile, sequence_length=sequence_length, **split)
     embedding, head = edge_activation_bytes(profile, **split)
     blocks = stage_blocks(profile.num_blocks, layout.pp)

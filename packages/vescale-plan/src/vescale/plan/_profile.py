@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -172,7 +173,7 @@ def profile(
         fused_attention=fused_attention,
         dtype=max(elements, key=elements.__getitem__),
         notes=tuple(notes),
-        **sizes,
+        **cast(dict[str, Any], sizes),
     )
 
 

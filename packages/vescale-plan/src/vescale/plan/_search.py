@@ -179,8 +179,10 @@ def _choices(base: Layout, constraints: Constraints) -> Iterator[Layout]:
     stages = (0, 1, 2) if base.dp > 1 else (0,)
     if constraints.zero is not None:
         stages = (constraints.zero,)
-    allowed = constraints.sequence_length % base.tp == 0 if constraints.sequence_parallel is None else None
-    sequence_parallel = base.tp > 1 and (constraints.sequence_parallel if allowed is None else allowed)
+    divides = constraints.sequence_length % base.tp == 0
+    sequence_parallel = base.tp > 1 and (
+        divides if constraints.sequence_parallel is None else constraints.sequence_parallel
+    )
     for zero in stages:
         for pieces in _microbatch_choices(base, constraints):
             yield dataclasses.replace(base, zero=zero, num_microbatches=pieces, sequence_parallel=sequence_parallel)
@@ -207,13 +209,13 @@ def _preference(layout: Layout, cluster: Cluster) -> tuple:
 
 def _nearest_miss(table: Sequence[Candidate], cluster: Cluster, constraints: Constraints, limit: int) -> str:
     """Say which layout came nearest, or why none got as far as memory."""
-    counted = [candidate for candidate in table if candidate.bytes_per_rank is not None]
+    counted = [(each.bytes_per_rank, each) for each in table if each.bytes_per_rank is not None]
     if counted:
-        nearest = min(counted, key=lambda candidate: candidate.bytes_per_rank)
+        num_bytes, nearest = min(counted, key=lambda pair: pair[0])
         share = f"{constraints.memory_fraction:g} of {format_bytes(cluster.memory_bytes)}"
         return (
             f"no plan fits {cluster.num_devices} {cluster.device} devices with {format_bytes(limit)} each ({share}): "
-            f"the nearest is {nearest.layout} with {format_bytes(nearest.bytes_per_rank)} per rank, "
+            f"the nearest is {nearest.layout} with {format_bytes(num_bytes)} per rank, "
             f"{nearest.reason}. Use more devices, a smaller batch or sequence, or free the fixed choices"
         )
     if not table:

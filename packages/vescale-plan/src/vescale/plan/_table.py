@@ -29,7 +29,8 @@ class Candidate:
     def cells(self) -> tuple[str, ...]:
         """Return the row's texts, one per column of the table."""
         layout = self.layout
-        counted = self.bytes_per_rank is not None
+        num_bytes = self.bytes_per_rank
+        counted = num_bytes is not None
         return (
             str(layout.dp),
             str(layout.tp),
@@ -38,7 +39,7 @@ class Candidate:
             str(layout.num_microbatches) if counted else "any",
             "yes" if layout.sequence_parallel else "-",
             format_percent(layout.bubble) if counted and layout.pp > 1 else "-",
-            format_bytes(self.bytes_per_rank) if counted else "-",
+            "-" if num_bytes is None else format_bytes(num_bytes),
             f"{self.verdict}: {self.reason}" if self.reason else self.verdict,
         )
 

@@ -7,7 +7,7 @@ this rank's shard of them), and the default generators end in the same state.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 
-def deferred_init(ctor: Callable[..., T], /, *args, **kwargs) -> T:
+def deferred_init(ctor: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run a constructor without allocating its parameters and without drawing random numbers.
 
     Args:
@@ -70,7 +70,7 @@ def deferred_init(ctor: Callable[..., T], /, *args, **kwargs) -> T:
 
 
 def is_deferred(module_or_tensor: nn.Module | Tensor) -> bool:
-    """Tell whether a tensor, or any tensor of a module, still waits for :func:`materialize`.
+    """Return whether a tensor, or any tensor of a module, still waits for :func:`materialize`.
 
     Example:
         >>> is_deferred(nn.Linear(2, 2))

@@ -14,7 +14,7 @@ number of the draw in it. Before the next draw, and at the end, the state is com
     set_state(s)      token 0
     normal_()         token 5          SetState(after draw 0), draw 5     a token: that place on the tape
 
-So a replay knows every state that the program set. When the constructor has finished, all generators get back the state
+So a replay has every state that the program set. When the constructor has finished, all generators get back the state
 they had before.
 
 Guarantee: the states of a replay are those of the eager constructor, and recording leaves every generator as it found

@@ -1,6 +1,6 @@
 """Which calls of a tape still matter: a pure backward pass over the tape, on storages.
 
-Algorithm. Walk from the end. A storage is **live** if somebody later needs its contents. A call that writes or
+Algorithm. Walk from the end. A storage is **live** if a later call needs its contents. A call that writes or
 creates a live storage is needed, and makes the storages it reads live. A call that overwrites a whole storage without
 reading it ends its life (what an initializer wrote before another one took over is never computed)::
 
@@ -14,7 +14,7 @@ reading it ends its life (what an initializer wrote before another one took over
 Structure (allocations and views) is never in the result: a replay makes it on demand, when a needed call uses it.
 
 A draw whose number of random words or whose inputs matter (multinomial, poisson, dropout, …) cannot be skipped: it is
-always needed. `skippable_draw` tells the others.
+always needed. `skippable_draw` returns the others.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def skippable_draw(tape: Tape, call: Call) -> Draw | None:
 
 
 def is_structure(call: Call) -> bool:
-    """Tell whether a call makes tensors without giving them contents: a view or an uninitialized allocation."""
+    """Return whether a call makes tensors without giving them contents: a view or an uninitialized allocation."""
     return call.is_view or call.op in UNINITIALIZED
 
 
@@ -95,9 +95,9 @@ def needed_calls(tape: Tape, storages: Iterable[int], *, roots: frozenset[int] =
 
 
 def _ends_life(tape: Tape, call: Call, value: int) -> bool:
-    """Tell whether nothing that was in the storage under `value` before the call matters.
+    """Return whether nothing that was in the storage under `value` before the call matters.
 
-    Only for storages that a factory made: of the others the replay knows the real strides only by running their origin.
+    Only for storages that a factory made: of the others the replay gets the real strides only by running their origin.
     """
     root = tape.entries[tape.values[tape.roots[tape.values[value].storage]].origin]
     is_plain = root.op in GEOMETRY_FACTORIES or root.op in RANDOM_FACTORIES
@@ -105,7 +105,7 @@ def _ends_life(tape: Tape, call: Call, value: int) -> bool:
 
 
 def last_uses(tape: Tape, needed: Iterable[int], wanted: Iterable[int]) -> dict[int, list[int]]:
-    """Return for each call the storages that nobody needs after it.
+    """Return for each call the storages that are not needed after it.
 
     Storages in `wanted` that no call touches are listed under -1: they are ready at once.
     """

@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
             self.recording.log.restore()
 
     def _runs_as_always(self, func: Op, tensors: list[Tensor], kwargs: dict) -> bool:
-        """Tell whether an operator without deferred arguments is none of ours."""
+        """Return whether an operator without deferred arguments is none of ours."""
         devices = [kwargs["device"]] if kwargs.get("device") is not None else [tensor.device for tensor in tensors]
         if any(torch.device(device).type == "meta" for device in devices):
             return True
@@ -92,7 +92,7 @@ class Recorder(TorchDispatchMode):
         return func is not aten.lift_fresh.default or foreign_memory(tensors[0])
 
     def _is_foreign(self, func: Op, deferred: list[DeferredTensor]) -> bool:
-        """Tell whether an operator only makes an alias of a tensor of another recording; other mixtures are errors."""
+        """Return whether an operator only aliases a tensor of another recording; other mixtures are errors."""
         if all(tensor.deferred.recording is self.recording for tensor in deferred):
             return False
         if func in ALIAS:

@@ -1,4 +1,4 @@
-"""What deferred initialization knows about single ATen operators: tables and small predicates, nothing else.
+"""Properties of single ATen operators for deferred initialization: tables and small predicates, nothing else.
 
 Everything that is not in a table is treated as "reads all its tensor arguments, and needs them whole".
 """

@@ -1,8 +1,8 @@
 """Run a tape, or the part of it that matters, on real memory.
 
 One pass in program order. A needed call runs the program's own operator; allocations and views are made when a needed
-call first uses them; a draw that nobody needs advances its generator in bounded pieces; a storage is handed over and
-freed right after its last use. Storages that `plan_shards` chose hold this rank's box only::
+call first uses them; a draw whose values are not needed advances its generator in bounded pieces; a storage is handed
+over and freed right after its last use. Storages that `plan_shards` chose hold this rank's box only::
 
     peak memory  =  what was handed over  +  the full tensors alive between their first write and last use  +  one piece
 

@@ -154,7 +154,7 @@ def _real_tensors(call: Call) -> list[Tensor]:
 
 
 def _is_whole(tape: Tape, value: Value) -> bool:
-    """Tell whether a value shows its whole storage in row-major order."""
+    """Return whether a value shows its whole storage in row-major order."""
     meta = value.meta
     covers = meta.numel() * meta.element_size() == meta.untyped_storage().nbytes()
     return covers and meta.is_contiguous() and _keeps_dtype(tape, value)

@@ -124,12 +124,12 @@ class Tape:
                 yield index, entry
 
     def overwrites(self, call: Call, value: int) -> bool:
-        """Tell whether a call replaces the whole contents of the storage under `value` without reading them."""
+        """Return whether a call replaces the whole contents of the storage under `value` without reading them."""
         return call.op in OVERWRITES and covers_storage(self.values[value].meta)
 
 
 def covers_storage(meta: Tensor) -> bool:
-    """Tell whether the elements of a tensor are exactly those of its storage, each once, in any order."""
+    """Return whether the elements of a tensor are exactly those of its storage, each once, in any order."""
     if meta.numel() * meta.element_size() != meta.untyped_storage().nbytes():
         return False
     expected = 1

@@ -1,4 +1,4 @@
-"""The deferred tensor: a tensor without storage that knows its place on a tape.
+"""The deferred tensor: a tensor without storage that refers to a value on a tape.
 
 It reports the shape, strides, dtype, device and `requires_grad` that the eager tensor would have. While the
 constructor runs, a dispatch mode (`_mode`) sees every operator before this class does. After it, only aliases
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -125,7 +125,7 @@ class DeferredTensor(Tensor):
         """Return the contents as nested lists (while the constructor runs)."""
         return self._contents("tolist()").tolist()
 
-    def numpy(self, *, force: bool = False):
+    def numpy(self, *, force: bool = False) -> Any:
         """Return a read-only array of the contents (while the constructor runs)."""
         array = self._contents("numpy()").numpy(force=force)
         array.flags.writeable = False  # a write would reach this copy alone, and be lost

@@ -14,9 +14,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Box", "flat_offset", "flat_range_boxes", "index_from", "intersect", "overlaps"]
+__all__ = ["Box", "chunk", "flat_offset", "flat_range_boxes", "index_from", "intersect", "overlaps"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def chunk(total: int, num_chunks: int, index: int) -> tuple[int, int]:
+    """Return ``(start, length)`` of a chunk as ``torch.chunk`` cuts; the last chunks may be short or empty.
+
+    Example:
+        >>> [chunk(5, 4, index) for index in range(4)]
+        [(0, 2), (2, 2), (4, 1), (5, 0)]
+    """
+    full = -(-total // num_chunks)
+    start = min(full * index, total)
+    return start, min(full, total - start)
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:

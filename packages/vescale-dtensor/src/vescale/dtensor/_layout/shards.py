@@ -30,12 +30,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from .._placements.errors import UnsupportedPlacement
 from .._placements.types import InterleavedShard, RaggedShard
 from .._torch.placements import StridedShard
-from .boxes import Box, flat_range_boxes, index_from
+from ..errors import UnsupportedPlacement
+from .boxes import Box, chunk, flat_range_boxes, index_from
 
-__all__ = ["Piece", "check", "chunk", "local_shape", "local_views", "pieces"]
+__all__ = ["Piece", "check", "local_shape", "local_views", "pieces"]
 
 Ints = tuple[int, ...]
 Runs = tuple[tuple[int, int], ...]
@@ -195,18 +195,6 @@ def _cut(runs: Runs, placement: Placement, size: int, index: int) -> Runs:
         start, length = chunk(count, size, index)
         kept += _select(runs, first + start, length)
     return _merge(kept)
-
-
-def chunk(total: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Return ``(start, length)`` of a chunk as ``torch.chunk`` cuts; the last ones may be short or empty.
-
-    Example:
-        >>> [chunk(5, 4, index) for index in range(4)]
-        [(0, 2), (2, 2), (4, 1), (5, 0)]
-    """
-    full = -(-total // num_chunks)
-    start = min(full * index, total)
-    return start, min(full, total - start)
 
 
 def _select(runs: Runs, start: int, length: int) -> Iterator[tuple[int, int]]:

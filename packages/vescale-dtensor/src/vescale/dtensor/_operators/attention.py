@@ -52,7 +52,7 @@ def attention_handlers() -> dict[_torch.Op, _torch.Handler]:
 
 
 def is_fused_without_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
-    """Tell whether this is a call of a fused attention operator that draws no dropout mask."""
+    """Return whether this is a call of a fused attention operator that draws no dropout mask."""
     names = _torch.argument_names(op)
     if "dropout_p" not in names:
         return False

@@ -1,9 +1,14 @@
-"""Run an operator by its definition.
+"""Run an operator by its definition: the simpler operators that torch defines it by.
 
-torch defines many operators by simpler ones (a loss is a pointwise function and a mean). Stock DTensor uses such a
-definition only to guess placements, and then runs the operator itself on the shards: a mean is then divided by the
-number of local elements. Here the definition runs on the DTensors, so every step is an operator of its own with a rule
-of its own, and results stay sharded as far as those steps allow.
+**Composite operators** consist of others alone. Outside inference mode autograd decomposes them before DTensor sees
+them; inference mode passes them on (``matmul``, ``reshape``, ``dropout``). Stock DTensor's own or guessed rules for
+them gather operands that need no communication, and draw random numbers on the shard. Decomposition gives the same
+operators and the same placements as outside.
+
+**Operators with a definition.** A loss is a pointwise function and a mean. Stock DTensor uses such a definition only to
+guess placements and then runs the operator itself on the shards: a mean is divided by the number of local elements.
+Here the definition runs on the DTensors. Every step is an operator with a rule of its own, and results stay sharded as
+far as those steps allow.
 """
 
 from __future__ import annotations
@@ -12,7 +17,17 @@ from .._placements.rules import refuse_ragged
 from .._torch import dispatch as _torch
 from .gather import gather
 
-__all__ = ["compose"]
+__all__ = ["compose", "composite_handlers", "decompose"]
+
+
+def composite_handlers() -> dict[_torch.Op, _torch.Handler]:
+    """Return the handler of every composite operator."""
+    return {op: decompose for op in _torch.operators() if _torch.is_composite(op)}
+
+
+def decompose(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run the operators that define ``op``."""
+    return op.decompose(*args, **kwargs)
 
 
 def compose(op: _torch.Op, args: tuple, kwargs: dict) -> object:

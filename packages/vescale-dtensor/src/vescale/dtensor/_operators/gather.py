@@ -11,6 +11,10 @@ shows.
 
 A view of a gathered tensor is a copy; ``_views`` sees to what is written to it. A rank outside the mesh only learns the
 shapes of the results.
+
+Convolutions are the exception that needs a condition. Each sample is convolved on its own, so an input sharded over the
+batch and a replicated weight need no communication, and the weight's gradient is a sum over ranks: what stock DTensor
+does. Its rules for everything else (channels, space, partial operands) fail on some ranks or return another value.
 """
 
 from __future__ import annotations
@@ -20,16 +24,16 @@ import functools
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._containers import map_leaves
 from .._placements.rules import refuse_ragged
 from .._torch import dispatch as _torch
 from ..errors import UnsupportedOperator
-from .operands import check_operands, dtensors, mesh_of, written_arguments
+from .operands import check_operands, dtensors, empty_axes, mesh_of, written_arguments
 from .views import remember_copy
 
-__all__ = ["gather", "gather_axes", "gather_in_layout", "whole_placements"]
+__all__ = ["convolution", "gather", "gather_axes", "gather_in_layout", "whole_placements"]
 
 
 def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
@@ -147,3 +151,21 @@ def _wrap(
 
 def _was_cut(operand: object) -> bool:
     return isinstance(operand, DTensor) and not all(p.is_replicate() for p in _torch.placements_of(operand))
+
+
+NUM_OPERANDS = {"convolution": 1, "convolution_backward": 2}  # that have a batch: input; grad_output and input
+
+
+def convolution(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run the stock rule where the batch alone is sharded, alike in all operands that have one."""
+    batched = args[: NUM_OPERANDS[op._overloadpacket.__name__]]
+    others = [arg for arg in args[len(batched) :] if isinstance(arg, DTensor)]
+    placements = {_torch.placements_of(tensor) if isinstance(tensor, DTensor) else None for tensor in batched}
+    fits = (
+        len(placements) == 1
+        and None not in placements
+        and all(p == Shard(0) or p.is_replicate() for p in next(iter(placements)))
+        and all(p.is_replicate() for tensor in others for p in _torch.placements_of(tensor))
+        and not any(map(empty_axes, batched))
+    )
+    return _torch.stock_dispatch(op, args, kwargs) if fits else gather(op, args, kwargs)

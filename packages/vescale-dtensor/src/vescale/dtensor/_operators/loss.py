@@ -179,7 +179,7 @@ def _over_classes(
         return none, _torch.wrap(losses.new_zeros(()), mesh, whole, scalar)
     summed = [Partial() if a in (*parts.class_axes, *parts.batch_axes) else Replicate() for a in range(mesh.ndim)]
     loss, total = losses.sum(), parts.weights.sum()
-    if reduction == SUM:  # nobody reads the weights
+    if reduction == SUM:  # the weights are not read
         return _torch.wrap(loss, mesh, summed, scalar), _torch.wrap(total, mesh, whole, scalar)
     total = reduced("sum", total, mesh, whole, parts.batch_axes, ())
     return _torch.wrap(loss / total, mesh, summed, scalar), _torch.wrap(total, mesh, whole, scalar)

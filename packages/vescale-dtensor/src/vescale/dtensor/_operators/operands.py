@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from .._containers import tensors_in
+from .._layout.boxes import chunk
 from .._torch import dispatch as _torch
 from ..errors import UnsupportedOperator
 
@@ -80,7 +81,7 @@ def empty_axes(tensor: DTensor) -> tuple[int, ...]:
 
     Example: 5 rows over 4 ranks are 2 + 2 + 1 + 0.
     """
-    return _axes_where(tensor, lambda size, num_ranks: size > 0 and (num_ranks - 1) * -(-size // num_ranks) >= size)
+    return _axes_where(tensor, lambda size, num_ranks: size > 0 and chunk(size, num_ranks, num_ranks - 1)[1] == 0)
 
 
 def uneven_axes(tensor: DTensor) -> tuple[int, ...]:
@@ -102,10 +103,9 @@ def _axes_where(tensor: DTensor, holds: Callable[[int, int], bool]) -> tuple[int
 
 
 def is_sharded(placement: Placement) -> bool:
-    """Tell whether a placement cuts one dim, plainly or interleaved."""
+    """Return whether a placement cuts one dim, plainly or interleaved."""
     return isinstance(placement, Shard) or _torch.is_strided_shard(placement)
 
 
 def _chunk_sizes(size: int, num_ranks: int) -> set[int]:
-    chunk = -(-size // num_ranks)
-    return {max(0, min(chunk, size - rank * chunk)) for rank in range(num_ranks)}
+    return {chunk(size, num_ranks, rank)[1] for rank in range(num_ranks)}

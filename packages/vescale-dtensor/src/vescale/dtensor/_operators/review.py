@@ -47,8 +47,8 @@ from .._layout.shards import local_shape
 from .._placements.rules import refuse_ragged
 from .._torch import dispatch as _torch
 from .gather import gather, gather_axes, whole_placements
+from .gradients import zeros_around
 from .operands import dtensors, empty_axes, uneven_axes, written_arguments
-from .slices import zeros_around
 from .views import remember_copy
 
 __all__ = ["EMPTY_IS_FINE", "review", "whole_where_empty"]
@@ -151,14 +151,14 @@ def review(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) 
 
 
 def _is_moved(tensor: object, decision: _torch.Decision) -> bool:
-    """Tell whether stock would redistribute the operator's first operand."""
+    """Return whether stock would redistribute the operator's first operand."""
     if decision.needed is None or not isinstance(tensor, DTensor):
         return False
     return _torch.placements_of(tensor) != decision.needed[0].placements
 
 
 def _fits_every_rank(tensor: DTensor, output: _torch.Spec | None) -> bool:
-    """Tell whether every rank holds as many elements of a view as of the tensor, where shards are interleaved.
+    """Return whether every rank holds as many elements of a view as of the tensor, where shards are interleaved.
 
     Example: of (4, 8) in two parts, 3 ranks hold 1 + 1 + 0 rows of each part. Merged to (32,), the parts have 16
     elements, of which the ranks would have to hold 6 + 6 + 4, not 8 + 8 + 0.
@@ -187,7 +187,7 @@ def _is_fine_where_empty(op: _torch.Op, name: str) -> bool:
 
 
 def _changes_wrongly(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) -> bool:
-    """Tell whether stock would redistribute what the operator writes to, or make a shard partial."""
+    """Return whether stock would redistribute what the operator writes to, or make a shard partial."""
     if decision.needed is None:
         return False
     written = {id(tensor) for tensor in written_arguments(op, args, kwargs)}
@@ -203,7 +203,7 @@ def _changes_wrongly(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.
 
 
 def _adds_a_number(args: tuple, decision: _torch.Decision) -> bool:
-    """Tell whether stock would redistribute because a partial operand meets a number or a tensor without dims.
+    """Return whether stock would redistribute because a partial operand meets a number or a tensor without dims.
 
     Its cache takes the two for the same call, but a number cannot be made partial: every rank would add all of it.
     """
@@ -222,7 +222,7 @@ def _is_partial(value: object) -> bool:
 
 
 def _has_other_shape(args: tuple) -> bool:
-    """Tell whether index or source are shorter than the tensor in a dim other than the indexed one."""
+    """Return whether index or source are shorter than the tensor in a dim other than the indexed one."""
     tensor, dim = args[0], args[1]
     others = [other for other in args[2:] if isinstance(other, Tensor) and other.ndim == tensor.ndim]
     kept = [d for d in range(tensor.ndim) if d != dim % max(tensor.ndim, 1)]
@@ -230,7 +230,7 @@ def _has_other_shape(args: tuple) -> bool:
 
 
 def _rounds(source: torch.dtype, target: torch.dtype | None) -> bool:
-    """Tell whether a conversion loses digits, so that summands must not be converted one by one."""
+    """Return whether a conversion loses digits, so that summands must not be converted one by one."""
     if target is None or target == source:
         return False
     if not (target.is_floating_point or target.is_complex):

@@ -5,7 +5,7 @@ silently take different branches. Here the value is reduced first: an implicit r
 refused. Two tensors are compared shard by shard, and the ranks of their mesh agree on the answer (stock asks all ranks
 of the program, which hangs on a sub-mesh, and cannot compare different shapes).
 
-A rank outside the mesh holds nothing and hears of nothing: there the question is refused.
+A rank outside the mesh holds nothing and gets no message: there the question is refused.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class strict:  # noqa: N801 - used like a function
 
 
 def communicates(mesh_shape: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]) -> bool:
-    """Tell whether bringing ``source`` placements to ``target`` takes communication.
+    """Return whether bringing ``source`` placements to ``target`` takes communication.
 
     Cutting a replica is free, unless a later axis already shards that dim: then the cuts nest in another order.
 
@@ -128,7 +128,7 @@ def communicates(mesh_shape: Sequence[int], source: Sequence[Placement], target:
 
 
 def _changes(mesh_shape: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]) -> list[int]:
-    """Return the axes on which the placement changes and there are ranks to tell the difference."""
+    """Return the axes on which the placement changes and the axis has more than one rank."""
     axes = enumerate(zip(mesh_shape, source, target, strict=True))
     return [position for position, (size, before, after) in axes if size > 1 and before != after]
 

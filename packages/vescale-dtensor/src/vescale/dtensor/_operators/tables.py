@@ -12,14 +12,13 @@ import functools
 import torch
 
 from .._torch import dispatch as _torch
-from .convolution import convolution
 from .decompose import compose
-from .gather import gather, gather_in_layout
-from .metadata import change_metadata
-from .plain import accept_plain
+from .gather import convolution, gather, gather_in_layout
+from .gradients import accept_plain
 from .review import whole_where_empty
+from .views import change_metadata
 
-__all__ = ["fallback", "operator_handlers"]
+__all__ = ["fallback", "first_arguments", "operator_handlers"]
 
 # Stock normalizes the local batch alone, changes running statistics by it, and ends the process where they are sharded.
 GATHER: tuple[str, ...] = (
@@ -117,6 +116,20 @@ WHOLE_WHERE_EMPTY: tuple[str, ...] = ("argmax", "argmin")
 CONVOLUTION: tuple[str, ...] = ("convolution", "convolution_backward")
 
 
+# The cache of sharding decisions answers a second call on operands of the same shape and placements without a look at
+# its other arguments, except those from a registered position on. For the operators below that position comes after an
+# argument that decides the shape of the result: topk(x, 2) after topk(x, 1) reports the shape of the first call. By
+# operator, the position of the first argument that must be in the key.
+FIRST_ARGUMENT = {
+    "_index_put_impl_": 3,
+    "histc": 1,
+    "index_put": 3,
+    "index_put_": 3,
+    "kthvalue": 1,
+    "topk": 1,
+}
+
+
 @functools.cache
 def operator_handlers() -> dict[_torch.Op, _torch.Handler]:
     """Return a handler for every operator that stock DTensor guesses or has a wrong rule for."""
@@ -149,3 +162,8 @@ _OF_STORAGE = frozenset(
     for name in ("resize_", "resize_as_", "resize", "set_", "set_data", "record_stream", "_resize_output_")
     if hasattr(torch.ops.aten, name)
 )
+
+
+def first_arguments() -> dict[_torch.Op | None, int]:
+    """Return, by operator, the position of the first argument that must be in the key; None is one torch lacks."""
+    return {_torch.overload(name): position for name, position in FIRST_ARGUMENT.items()}

@@ -11,6 +11,10 @@ Views of the view have the copy's memory, too, and say with strides and offset w
 
 In-place operators are looked at only while such a copy is alive: their handlers are installed with the first one, and
 go when the last one has gone. At all other times they cost what they cost in stock torch.
+
+**Operators that change metadata in place**, ``unsqueeze_``, ``squeeze_``, ``transpose_`` and ``t_``, run as the form
+that returns a result. It decides placements and gives the local part; the tensor then becomes that result. (Stock
+DTensor has a rule for ``squeeze_`` alone, after which the tensor shows its old shape.)
 """
 
 from __future__ import annotations
@@ -26,8 +30,9 @@ from torch.distributed.tensor import DTensor, Placement
 
 from .._torch import dispatch as _torch
 from ..errors import UnsupportedOperator
+from .operands import dtensors
 
-__all__ = ["forget_copies", "remember_copy"]
+__all__ = ["change_metadata", "forget_copies", "remember_copy"]
 
 
 @dataclass(frozen=True)
@@ -115,3 +120,33 @@ def _copy_behind(tensor: object) -> _Copy | None:
         return None
     _, copy = _COPIES.get(_torch.local_tensor(tensor).untyped_storage()._cdata, (None, None))
     return copy
+
+
+def change_metadata(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    """Run an operator that changes its first operand's metadata.
+
+    Raises:
+        UnsupportedOperator: it changes the storage, or has no form that returns a result.
+    """
+    functional = _functional(op) if torch.Tag.inplace_view in op.tags else None
+    if functional is None:
+        raise UnsupportedOperator.for_operands(
+            op,
+            tuple(dtensors(args, kwargs)),
+            "it changes the tensor's shape or storage in place: use the form that returns a new tensor",
+        )
+    return _torch.become(op, args, kwargs, functional(*args, **kwargs))
+
+
+@functools.cache
+def _functional(op: _torch.Op) -> _torch.Op | None:
+    """Return the operator that gives what ``op`` makes of its operand: of ``transpose_``, ``transpose.int``."""
+    packet = getattr(torch.ops.aten, op._overloadpacket.__name__.removesuffix("_"), None)
+    if packet is None or packet is op._overloadpacket:
+        return None
+    candidates = (getattr(packet, name) for name in packet.overloads())
+    return next((c for c in candidates if _arguments(c) == _arguments(op) and _torch.is_view(c)), None)
+
+
+def _arguments(op: _torch.Op) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in op._schema.arguments]

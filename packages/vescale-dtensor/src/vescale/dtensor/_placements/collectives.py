@@ -78,7 +78,7 @@ class Group:
 
 @functools.lru_cache(maxsize=64)
 def in_group_order(mesh: DeviceMesh) -> bool:
-    """Tell whether the ranks along every axis ascend, as those of the axis's process group do.
+    """Return whether the ranks along every axis ascend, as those of the axis's process group do.
 
     Torch cuts by coordinate but gathers in the order of the group, so where this is false it returns tensors whose
     shards have changed places.

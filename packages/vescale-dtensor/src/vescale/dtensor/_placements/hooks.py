@@ -1,15 +1,18 @@
-"""What importing the package changes in torch for the sake of placements that torch lacks, and for nothing else.
+"""Replacements of torch's functions for placements that torch lacks. `vescale.dtensor._install` puts them in place.
 
-    DTensor.redistribute           ours where a placement is ragged or strided (interleaved), else torch's
-    redistribute_local_tensor      the same, where torch redistributes by itself (gradients, operands); several Partial
-                                   axes that become Replicate are reduced in one collective; meshes whose ranks do not
-                                   ascend are ours, too, as torch confuses the order of their shards
-    shapes that from_local guesses refused for ragged tensors, with the way out
-    backward of DTensor.to_local   ours for ragged tensors: torch refuses to compute their global strides
-    sharding of operators          our rules where an operand is ragged or interleaved and torch has no cached decision
-    DTensor.__boxes__ and others   which boxes a shard holds, for checkpoints
+Each takes the stock function and returns one that calls it for all tensors in torch's own placements. Such tensors pay
+one check of types per redistribution and nothing per operator.
 
-Tensors in torch's own placements pass one check of types per redistribution and nothing per operator.
+**From a replicated tensor to partial sums** (`add_whole_once`), wherever an operator takes ``Replicate`` to
+``Partial("sum")``: ``addmm``, ``addmv``, ``baddbmm``, ``add`` of a residual. A linear whose weight is sharded over the
+input dim gives partial sums. Stock DTensor adds the full bias to them as ``bias / n`` on every rank. The division
+rounds unless ``n`` is a power of two, and in low precision it rounds badly (three thirds of a bfloat16 miss it by up to
+2^-8). Here the rank at coordinate 0 of the axis adds all of it and the others nothing::
+
+    stock   (p0 + b/3) + (p1 + b/3) + (p2 + b/3)
+    here    (p0 + b)   +  p1        +  p2            what one device adds, in another order
+
+The sum stays partial, which costs no communication and can still be reduce-scattered.
 """
 
 from __future__ import annotations
@@ -17,35 +20,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from torch.distributed.tensor import DTensor, Partial
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial
 
 from .._torch import placements as _torch
 from . import redistribute as _redistribute
-from . import rules as _rules
-from .checkpoint import PROTOCOL, boxes, global_shape
 from .collectives import in_group_order
 from .move import redistribute_shard, reduce_axes, reducible_together
 from .plan import Placements
 from .types import RaggedShard
 
-__all__ = ["install"]
+__all__ = [
+    "add_whole_once",
+    "for_own_placements",
+    "has_ragged",
+    "redistribute_method",
+    "redistribute_shards",
+    "refuse_to_guess",
+]
 
 
-def install() -> None:
-    """Teach torch's DTensor the placements of this package. Called once, on import; again, it changes nothing."""
-    if getattr(DTensor.redistribute, "knows_all_placements", False):
-        return
-    DTensor.redistribute = _method(DTensor.redistribute)
-    _torch.hook_redistribution(_shards)
-    _torch.hook_global_shape(_refuse_to_guess)
-    _torch.hook_to_local_backward(_is_ragged, _redistribute.shard_gradient)
-    _torch.hook_propagation(_rules.decide)
-    DTensor.__boxes__, DTensor.__global_shape__ = boxes, global_shape
-    for name, function in PROTOCOL.items():
-        setattr(DTensor, name, _for_own(getattr(DTensor, name), function))
+def for_own_placements(stock: Callable, function: Callable) -> Callable:
+    """Return a method of DTensor that is ``function`` for our placements and ``stock`` for torch's."""
 
-
-def _for_own(stock: Callable, function: Callable) -> Callable:
     @functools.wraps(stock)
     def chosen(self, *args):
         return (function if _redistribute.is_own(self.placements, self.device_mesh) else stock)(self, *args)
@@ -53,19 +52,29 @@ def _for_own(stock: Callable, function: Callable) -> Callable:
     return chosen
 
 
-def _refuse_to_guess(placements: Placements) -> None:
-    if _is_ragged(placements):
-        raise ValueError(
-            f"DTensor.from_local cannot tell the global shape from a shard placed {tuple(placements)}; pass shape= and "
-            "stride= of the global tensor"
-        )
+def refuse_to_guess(stock: Callable) -> Callable:
+    """Return the guess of a global shape from a local one, refused for ragged shards."""
+
+    @functools.wraps(stock)
+    def guess(local, mesh, placements):
+        if has_ragged(placements):
+            raise ValueError(
+                f"DTensor.from_local cannot derive the global shape from a shard placed {tuple(placements)}; pass "
+                "shape= and stride= of the global tensor"
+            )
+        return stock(local, mesh, placements)
+
+    return guess
 
 
-def _is_ragged(placements: Placements) -> bool:
+def has_ragged(placements: Placements) -> bool:
+    """Return whether a ragged placement is among some placements."""
     return any(isinstance(placement, RaggedShard) for placement in placements)
 
 
-def _method(stock: Callable) -> Callable:
+def redistribute_method(stock: Callable) -> Callable:
+    """Return `DTensor.redistribute` for all placements: ours where one is ragged or interleaved."""
+
     @functools.wraps(stock)
     def redistribute(self, device_mesh=None, placements=None, **options):
         mesh = self.device_mesh
@@ -74,11 +83,17 @@ def _method(stock: Callable) -> Callable:
             return _redistribute.redistribute(self, device_mesh, placements, **options)
         return stock(self, device_mesh, placements, **options)
 
-    redistribute.knows_all_placements = True
     return redistribute
 
 
-def _shards(stock: Callable) -> Callable:
+def redistribute_shards(stock: Callable) -> Callable:
+    """Return the redistribution of local tensors for all placements, meshes and numbers of Partial axes.
+
+    Torch calls it for gradients and operands, too. Ours differs from torch's in three cases: a placement is ragged or
+    interleaved; ranks of the mesh do not ascend (torch confuses the order of their shards); several Partial axes become
+    Replicate, which is one collective here.
+    """
+
     @functools.wraps(stock)
     def redistribute_local_tensor(local, current, target, **options):
         if local.is_conj() or local.is_neg():  # lazily, and on some ranks only where others hold nothing
@@ -104,3 +119,26 @@ def _reduced_together(local, current, target):
     local = reduce_axes(local, mesh, current.placements, axes)
     placements = [target.placements[a] if a in axes else old for a, old in enumerate(current.placements)]
     return local, _torch.with_placements(current, placements)
+
+
+def add_whole_once(stock: Callable) -> Callable:
+    """Return the conversion of a replicated tensor to a partial one that lets one rank keep all of it.
+
+    Concerns ``Partial("sum")`` alone, not placements derived from it.
+    """
+
+    @functools.wraps(stock)
+    def partition(self: Partial, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        if type(self) is Partial and self.reduce_op == "sum":
+            return _whole_on_first(tensor, mesh, mesh_dim)
+        return stock(self, tensor, mesh, mesh_dim)
+
+    return partition
+
+
+def _whole_on_first(tensor: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+    if mesh.get_local_rank(axis) == 0:
+        return tensor.clone()  # a partial tensor may be written to in place, its source must not change
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return torch.full_like(tensor, -0.0)  # x + (-0.0) is x for every x, -0.0 included
+    return torch.zeros_like(tensor)

@@ -24,8 +24,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 from .._layout.boxes import index_from
 from .._layout.shards import check, local_shape, pieces
 from .._torch import placements as _torch
+from ..errors import UnsupportedPlacement
 from .collectives import Group, all_reduce, exchange, gather, group_of, reduce_scatter
-from .errors import UnsupportedPlacement
 from .plan import Movement, Part, Placements, crossed_axes, movement, peers, without_partials
 
 __all__ = ["move", "redistribute_shard", "reduce_axes", "reducible_together"]
@@ -151,7 +151,7 @@ def _scatters_cached(
 def _scatters(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], source: Placements, target: Placements, axes: list[int]
 ) -> bool:
-    """Tell whether each element is needed by one rank of the group only, which holds a value of it already."""
+    """Return whether each element is needed by one rank of the group only, which holds a value of it already."""
     return _scatters_cached(shape, mesh_shape, source, target, tuple(axes))
 
 
@@ -222,7 +222,7 @@ def _inside(piece: tuple[tuple[int, ...], Tensor], part: Part) -> Tensor:
 
 
 def _lands_in_place(plan: Movement, group: Group, wanted: list) -> bool:
-    """Tell whether what comes, in the order in which it comes, is the new shard as it lies in memory."""
+    """Return whether what comes, in the order in which it comes, is the new shard as it lies in memory."""
     position = 0
     for part in itertools.chain.from_iterable(group.arranged(plan.receives)):
         view = _inside(wanted[part.target], part)

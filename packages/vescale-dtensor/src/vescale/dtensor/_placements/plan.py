@@ -118,7 +118,7 @@ def _stacks(placements: Placements) -> dict[int, list[tuple[int, Placement]]]:
 
 @functools.lru_cache(maxsize=1024)
 def is_axis_order(placements: Placements, mesh_shape: Ints) -> bool:
-    """Tell whether strided shards only say that mesh axes cut a dim in another order than from left to right.
+    """Return whether strided shards only say that mesh axes cut a dim in another order than from left to right.
 
     An axis that cuts after some axes on its right has the product of their sizes as its factor.
 

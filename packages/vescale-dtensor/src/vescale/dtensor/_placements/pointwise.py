@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from .._containers import tensors_in
 from .._torch import placements as _torch
 from .move import move
-from .operands import Op, ragged_operands, refusal
 from .plan import crossed_axes
+from .ragged import Op, ragged_operands, refusal
 
 __all__ = ["is_pointwise", "run_pointwise", "runs_on_shards"]
 
@@ -36,7 +36,7 @@ SCALED = frozenset(prefix + name for name in ("mul", "mul_", "div", "div_") for 
 
 
 def is_pointwise(op: Op) -> bool:
-    """Tell whether every element of the result depends on the elements of the operands at the same place only."""
+    """Return whether every element of the result depends on the elements of the operands at the same place only."""
     name = _name(op)
     if torch.Tag.nondeterministic_seeded in op.tags or name in ("_foreach_norm", "_foreach_max"):
         return False
@@ -48,7 +48,7 @@ def _name(op: Op) -> str:
 
 
 def runs_on_shards(args: tuple, kwargs: dict) -> bool:
-    """Tell whether a pointwise operator runs on the shards as they are: operands are placed alike, or numbers."""
+    """Return whether a pointwise operator runs on the shards as they are: operands are placed alike, or numbers."""
     if any(isinstance(arg, (list, tuple)) and any(True for _ in tensors_in(arg)) for arg in args):
         return False
     like = ragged_operands(args, kwargs)[0]

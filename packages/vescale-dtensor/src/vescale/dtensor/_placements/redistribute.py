@@ -1,29 +1,35 @@
-"""`DTensor.redistribute` among all placements, differentiable any number of times.
+"""`distribute_tensor` and `DTensor.redistribute` among all placements.
 
-Gradients follow torch's rules: the backward of a redistribution brings the gradient back to the placements that the
-tensor had, with one exception: where those are Partial and the gradient is complete, it stays complete (Replicate).
+A redistribution is differentiable any number of times. Gradients follow torch's rules: the backward of a redistribution
+brings the gradient back to the placements that the tensor had, with one exception: where those are Partial and the
+gradient is complete, it stays complete (Replicate).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
+from .._layout.shards import check
 from .._torch import placements as _torch
+from .collectives import in_group_order
 from .move import redistribute_shard
-from .plan import is_axis_order
+from .plan import is_axis_order, without_partials
 from .types import InterleavedShard, RaggedShard
 
-__all__ = ["is_own", "normalized", "redistribute", "shard_gradient"]
+__all__ = ["distribute_tensor", "is_own", "normalized", "redistribute", "shard_gradient"]
 
 
 def is_own(placements: Sequence[Placement], mesh: DeviceMesh) -> bool:
-    """Tell whether a layout is ours to redistribute: it has ragged or interleaved shards.
+    """Return whether a layout is ours to redistribute: it has ragged or interleaved shards.
 
-    Strided shards that say nothing but the order of the mesh axes (FSDP2 over tensor parallel) stay torch's: it knows
+    Strided shards that say nothing but the order of the mesh axes (FSDP2 over tensor parallel) stay torch's: it keeps
     that order, also where shards are uneven. Torch's rules for operators call interleaved shards strided ones, too.
     """
     if _TORCHS.issuperset(map(type, placements)):  # what torch's own tensors pay for: one look at the types
@@ -87,7 +93,13 @@ class Redistribute(torch.autograd.Function):
     """Forward and backward are both redistributions; the backward is differentiable again."""
 
     @staticmethod
-    def forward(ctx, tensor, placements, forward_dtype, backward_dtype):
+    def forward(
+        ctx: Any,
+        tensor: DTensor,
+        placements: tuple[Placement, ...],
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+    ) -> DTensor:
         """Redistribute, in ``forward_dtype`` if one is given."""
         ctx.source, ctx.dtype, ctx.backward_dtype = tensor.placements, tensor.dtype, backward_dtype
         local = _torch.local_of(tensor)
@@ -98,7 +110,7 @@ class Redistribute(torch.autograd.Function):
         return _torch.wrap(shard, tensor.device_mesh, placements, like=tensor, requires_grad=tensor.requires_grad)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None, None]:
         """Bring the gradient back, in ``backward_dtype`` or else the dtype of the input."""
         target = _gradient_placements(gradient.placements, ctx.source)
         if gradient.dtype != (op_dtype := ctx.backward_dtype or ctx.dtype):
@@ -121,3 +133,47 @@ def shard_gradient(gradient: torch.Tensor, like: _torch.DTensorSpec, placements:
     if placements is None:
         placements = [Replicate() if placement.is_partial() else placement for placement in like.placements]
     return DTensor.from_local(gradient, like.mesh, placements, run_check=False, shape=like.shape, stride=like.stride)
+
+
+def distribute_tensor(
+    tensor: Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Distribute a leaf tensor (an ``nn.Parameter``, a batch) over a mesh, in any placements.
+
+    As torch's function of this name, which it calls where all placements are torch's.
+
+    Args:
+        tensor: the whole tensor, of any shape and dtype; the same shape on every rank.
+        device_mesh: the mesh; by default that of the enclosing ``with mesh:``.
+        placements: one for each mesh axis; by default Replicate for all.
+        src_data_rank: the rank of each mesh axis whose values are taken, or None: every rank cuts its own copy, without
+            communication.
+
+    Raises:
+        ValueError: the placements do not fit the shape or the mesh, or the tensor is a DTensor placed otherwise.
+        RuntimeError: the tensor is not a leaf.
+
+    Example:
+        >>> weight = distribute_tensor(torch.randn(12, 4), mesh, [RaggedShard((0,), (1, 2))])   # doctest: +SKIP
+        >>> weight.to_local().shape                                                             # doctest: +SKIP
+        torch.Size([8, 4])
+    """
+    mesh = device_mesh or _torch.current_mesh()
+    known = placements is None or (not is_own(placements, mesh) and in_group_order(mesh))
+    if known or isinstance(tensor, DTensor):
+        return torch_distribute_tensor(tensor, mesh, placements, src_data_rank=src_data_rank)
+    if not tensor.is_leaf:
+        raise RuntimeError("distribute_tensor distributes leaf tensors; this one was computed: detach it first")
+    target = normalized(placements, tensor.ndim)
+    check(tuple(tensor.shape), tuple(mesh.shape), without_partials(target))
+    copies = [placement if placement.is_partial() else Replicate() for placement in target]
+    values = tensor.detach() if src_data_rank is None else tensor.detach().clone()  # torch broadcasts into its argument
+    copied = torch_distribute_tensor(values, mesh, copies, src_data_rank=src_data_rank)
+    shard = redistribute_shard(_torch.local_of(copied), tensor.shape, mesh, copied.placements, target)
+    shard = shard.clone() if shard.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else shard
+    grad = tensor.requires_grad
+    return _torch.wrap(shard.requires_grad_(grad), mesh, target, like=tensor, requires_grad=grad)

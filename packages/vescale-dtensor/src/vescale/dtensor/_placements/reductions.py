@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from .._torch import placements as _torch
-from .operands import Op, is_ragged, refusal
+from .ragged import Op, is_ragged, refusal
 
 __all__ = ["REDUCTIONS"]
 

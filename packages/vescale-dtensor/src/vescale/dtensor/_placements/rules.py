@@ -11,8 +11,8 @@ import torch
 from .._torch import placements as _torch
 from .._torch.dispatch import is_composite
 from .interleaved import run_interleaved
-from .operands import Op, ragged_operands, refusal
 from .pointwise import is_pointwise, run_pointwise, runs_on_shards
+from .ragged import Op, ragged_operands, refusal
 from .reductions import REDUCTIONS
 
 __all__ = ["decide", "refuse_ragged"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch.distributed.tensor import Placement
 
 from .._torch.placements import StridedShard
@@ -132,7 +131,3 @@ class RaggedShard(Placement):
         return f"RaggedShard(dims={self.dims}, local_units={self.local_units})"
 
     __str__ = __repr__
-
-
-# so that torch.load reads tensors placed so, as it does tensors in torch's own placements
-torch.serialization.add_safe_globals([InterleavedShard, RaggedShard])

@@ -29,9 +29,7 @@ __all__ = [
     "is_visible_collective",
     "local_tensor",
     "mesh_in",
-    "replace_repr",
     "sequence_number",
-    "stock_repr",
     "tensors_in",
 ]
 
@@ -52,7 +50,7 @@ Observer = Callable[[DTensorSpec, DTensorSpec], None]
 
 
 class Watch(ExplicitRedistributionContext):
-    """A context in which ``observer(source, target)`` hears of every implicit redistribution beforehand.
+    """A context in which ``observer(source, target)`` is called before every implicit redistribution.
 
     It takes its place among the contexts of torch, so the innermost of all of them decides. torch keeps those per
     Python thread; the backward pass of other devices runs in threads of the autograd engine, which inherit the
@@ -124,7 +122,7 @@ def cause_of(frame: FrameType) -> str:
 
 
 def is_visible_collective(op: object) -> bool:
-    """Tell whether ``op`` communicates: a functional collective, one of c10d's, or one of DTensor's own."""
+    """Return whether ``op`` communicates: a functional collective, one of c10d's, or one of DTensor's own."""
     if not isinstance(op, torch._ops.OpOverload):
         return False
     packet = op._schema.name.partition("::")
@@ -199,16 +197,3 @@ def backward_position() -> Backward | None:
     variable = getattr(node, "variable", None)
     number = None if variable is not None else node._sequence_nr()
     return Backward(node.name(), number, variable, tuple(node.metadata.get("traceback_", ())))
-
-
-# ------------------------------------------------------------------------------------------------- repr
-
-
-def stock_repr() -> Callable[[DTensor], str]:
-    """Return the function that prints a DTensor now."""
-    return DTensor.__repr__
-
-
-def replace_repr(function: Callable[[DTensor], str]) -> None:
-    """Make ``function`` the one that prints every DTensor."""
-    DTensor.__repr__ = function

@@ -32,7 +32,7 @@ def seed_of(state: Tensor) -> int:
 
 
 def is_fresh(state: Tensor) -> bool:
-    """Tell whether nothing has been drawn since the generator was seeded."""
+    """Return whether nothing has been drawn since the generator was seeded."""
     words = state.numpy().view(np.uint64)
     return int(words[1]) == 2**32 + 1 and int(words[2]) == 0
 
@@ -43,12 +43,12 @@ def seeded_state(seed: int) -> Tensor:
 
 
 def in_backward() -> bool:
-    """Tell whether this thread is running a node of an autograd graph."""
+    """Return whether this thread is running a node of an autograd graph."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_default_generator(generator: torch.Generator) -> bool:
-    """Tell whether a generator is the default one of its device."""
+    """Return whether a generator is the default one of its device."""
     if generator.device.type == "cpu":
         defaults = (torch.default_generator,)
     else:

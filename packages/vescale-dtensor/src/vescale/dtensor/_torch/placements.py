@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
-from torch.distributed.tensor import DTensor, Partial, Placement, _api, _dispatch, _redistribute
+from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._ops._math_ops import _NormPartial
@@ -24,10 +24,6 @@ __all__ = [
     "all_gather",
     "backward_operator",
     "current_mesh",
-    "hook_global_shape",
-    "hook_propagation",
-    "hook_redistribution",
-    "hook_to_local_backward",
     "is_tracing",
     "local_of",
     "new_group",
@@ -48,8 +44,8 @@ reduce_scatter: Callable = getattr(dist, "reduce_scatter_single", None) or dist.
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     """Return a new process group of ``ranks``, in their order, made by them alone, under this name.
 
-    Torch names such a group after the number of groups that the calling rank knows, which ranks may know different
-    numbers of: the members then wait for each other under different names, for ever.
+    Torch names such a group after the number of groups that exist on the calling rank. Ranks may have different numbers
+    of groups: the members then wait for each other under different names, for ever.
     """
     stock = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *_, **__: name
@@ -87,63 +83,12 @@ def partition(local: Tensor, placement: Partial, mesh: DeviceMesh, axis: int) ->
     return placement._partition_value(local, mesh, axis)
 
 
-# ------------------------------------------------------------------------------------------------- hooks
+# ------------------------------------------------------------------------------------------------- dispatch
 
 
 def current_mesh() -> DeviceMesh:
     """Return the mesh of the enclosing ``with mesh:``."""
     return _mesh_resources.get_current_mesh()
-
-
-def hook_redistribution(replacement: Callable[[Callable], Callable]) -> None:
-    """Replace the one function through which torch redistributes shards, wherever torch's modules refer to it.
-
-    ``replacement(stock)`` returns the new function; both take ``(local, current spec, target spec, **options)``.
-    """
-    new = replacement(_redistribute.redistribute_local_tensor)
-    for module in (_redistribute, _api, _dispatch):
-        module.redistribute_local_tensor = new
-
-
-def hook_global_shape(check: Callable) -> None:
-    """Call ``check(placements)`` where torch is about to guess a global shape from a local one."""
-    stock = _api.compute_global_tensor_info
-
-    def guess(local, mesh, placements):
-        check(placements)
-        return stock(local, mesh, placements)
-
-    _api.compute_global_tensor_info = guess
-
-
-def hook_to_local_backward(needed: Callable, backward: Callable) -> None:
-    """Use ``backward(gradient, spec, placements)`` behind ``to_local`` where ``needed(spec.placements)``."""
-    stock = _api._ToTorchTensor.backward
-
-    def chosen(ctx, gradient):
-        if gradient is None or not needed(ctx.dtensor_spec.placements):
-            return stock(ctx, gradient)
-        return backward(gradient, ctx.dtensor_spec, ctx.grad_placements), None
-
-    _api._ToTorchTensor.backward = staticmethod(chosen)
-
-
-def hook_propagation(rule: Callable) -> None:
-    """Ask ``rule(op, args, kwargs, schema)`` first where torch has no cached decision for an operator on DTensors.
-
-    It returns NotImplemented (torch decides), what :func:`sharding` makes (torch caches it), or the result.
-    """
-    dispatcher = DTensor._op_dispatcher
-    name = "_propagate_op_sharding_dispatch_slow_path"
-
-    def propagate(op, args, kwargs, op_info, *rest):
-        found = rule(op, args, kwargs, op_info.schema)
-        if found is not NotImplemented:
-            return found
-        # the class is asked each time: it may have been given another method since
-        return getattr(type(dispatcher), name)(dispatcher, op, args, kwargs, op_info, *rest)
-
-    setattr(dispatcher, name, propagate)
 
 
 def sharding(schema: OpSchema, placements: Sequence[Placement], *, in_place: bool) -> OutputSharding:
@@ -169,7 +114,7 @@ def backward_operator() -> str:
 
 
 def is_tracing() -> bool:
-    """Tell whether a compiler is tracing the program."""
+    """Return whether a compiler is tracing the program."""
     return _are_we_tracing()
 
 

@@ -64,7 +64,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def foreign_memory(tensor: Tensor) -> bool:
-    """Tell whether somebody else (numpy, a buffer) owns the memory and may change it without torch."""
+    """Return whether another library (numpy, a buffer) owns the memory and may change it without torch."""
     return not tensor.untyped_storage().resizable()
 
 
@@ -91,14 +91,14 @@ def written_arguments(op: Op) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def is_random(op: Op) -> bool:
-    """Tell whether an operator consumes a generator."""
+    """Return whether an operator consumes a generator."""
     name = op._schema.name.removeprefix("aten::").removesuffix("_")
     return torch.Tag.nondeterministic_seeded in op.tags or name in UNTAGGED_RANDOM
 
 
 @functools.cache
 def takes_device(op: Op) -> bool:
-    """Tell whether an operator has a `device` argument."""
+    """Return whether an operator has a `device` argument."""
     return any(argument.name == "device" for argument in op._schema.arguments)
 
 
@@ -127,7 +127,7 @@ def set_buffer(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Tell whether gradient hooks are registered on a tensor."""
+    """Return whether gradient hooks are registered on a tensor."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 

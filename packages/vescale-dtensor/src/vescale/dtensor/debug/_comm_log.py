@@ -2,7 +2,7 @@
 
 A dispatch mode sees them all: functional collectives (DTensor) and those of ``torch.distributed`` (DDP and FSDP
 included), forward and backward. It steps aside for operators on DTensors, so that it sees what they are made of. The
-call stack tells the rest: the line of the user's program, the mesh, and whether an operator fits its operands, which is
+call stack has the rest: the line of the user's program, the mesh, and whether an operator fits its operands, which is
 what makes a collective implicit.
 
 Nothing is installed outside the context. Not seen: what runs inside a graph of ``torch.compile``.

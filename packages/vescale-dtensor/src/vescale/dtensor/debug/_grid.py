@@ -88,7 +88,7 @@ def _compact(ordered: list[int]) -> str:
 
 
 def _is_alone(owners: Owners, column: int) -> bool:
-    """Tell whether a column shares no cell with its neighbours, so that its labels must fit into it."""
+    """Return whether a column shares no cell with its neighbours, so that its labels must fit into it."""
     return not any(_open_left(owners, r, column) or _open_left(owners, r, column + 1) for r in range(len(owners)))
 
 
@@ -101,7 +101,7 @@ def _widen(widths: list[int], labels: Sequence[Sequence[str]], owners: Owners) -
 
 
 def _open_left(owners: Owners, r: int, c: int) -> bool:
-    """Tell whether there is no line between column ``c - 1`` and ``c`` of a row."""
+    """Return whether there is no line between column ``c - 1`` and ``c`` of a row."""
     inside = 0 <= r < len(owners) and 0 < c < len(owners[0])
     return inside and owners[r][c - 1] == owners[r][c]
 

@@ -7,7 +7,7 @@ Stock torch prints this rank's shard as if it were the tensor. Two ways to look 
 - :func:`show` gathers the global values and must be called on all ranks.
 
 The first replaces ``DTensor.__repr__`` while this package is imported. It concerns DTensors only, and falls back to
-torch's text wherever it cannot tell.
+torch's text wherever it fails.
 """
 
 from __future__ import annotations
@@ -23,31 +23,21 @@ from .._torch import debugging as _torch
 from ._holdings import boxes_text
 from ._text import axis_names, mesh_text, placements_text
 
-__all__ = ["install_repr", "remove_repr", "show"]
-
-STOCK: list[Callable[[DTensor], str]] = []
+__all__ = ["repr_with_layout", "show"]
 
 
-def install_repr() -> None:
-    """Print every DTensor as this file does. Safe to call more than once."""
-    if not STOCK:
-        STOCK.append(_torch.stock_repr())
-    _torch.replace_repr(dtensor_repr)
+def repr_with_layout(stock: Callable[[DTensor], str]) -> Callable[[DTensor], str]:
+    """Return the function that prints a DTensor as this file does, and as ``stock`` where that fails."""
 
+    def dtensor_repr(tensor: DTensor) -> str:
+        """Return this rank's values with what they are. It never communicates."""
+        try:
+            text = f"{_header(tensor)}\n{_whose(tensor)}:\n"
+        except Exception:  # a repr that raises would hide what is being debugged
+            return stock(tensor)
+        return f"{text}{_torch.local_tensor(tensor)!r}"
 
-def remove_repr() -> None:
-    """Print DTensors as torch does."""
-    if STOCK:
-        _torch.replace_repr(STOCK[0])
-
-
-def dtensor_repr(tensor: DTensor) -> str:
-    """Return this rank's values with what they are. It never communicates."""
-    try:
-        text = f"{_header(tensor)}\n{_whose(tensor)}:\n"
-    except Exception:  # a repr that raises would hide what is being debugged
-        return STOCK[0](tensor)
-    return f"{text}{_torch.local_tensor(tensor)!r}"
+    return dtensor_repr
 
 
 def show(tensor: DTensor, *, max_elements: int = 100_000) -> str:

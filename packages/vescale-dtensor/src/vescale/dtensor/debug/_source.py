@@ -25,7 +25,7 @@ class SourceLine:
     """A line of a program.
 
     Attributes:
-        path: of the file, as Python knows it.
+        path: of the file, as Python names it.
         line: number of the line, from 1.
         function: name of the function it is in.
     """
@@ -58,7 +58,7 @@ def callers() -> Iterator[FrameType]:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Tell whether a frame belongs to neither torch nor veScale."""
+    """Return whether a frame belongs to neither torch nor veScale."""
     return frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
 
 

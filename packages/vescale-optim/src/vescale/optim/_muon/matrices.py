@@ -143,7 +143,7 @@ class PieceMatrices:
 
     def _agree(self) -> None:
         for sharing in [] if self._is_agreed else self._sharings:
-            sharing.grid.axis.check_same(sharing.describe(), what="matrices that ranks share")
+            sharing.grid.axis.check_same(sharing.describe(), what="the list of matrices that ranks share")
         self._is_agreed = True
 
 

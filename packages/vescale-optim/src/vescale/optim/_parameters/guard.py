@@ -22,22 +22,24 @@ Note: reads that a guard cannot see
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from vescale.dtensor.extension import tensors_in
+
 from .. import _torch
 
-__all__ = ["MEMORY", "PASSING_ATTRIBUTES", "PASSING_FUNCTIONS", "Guard", "Memory", "Refuse", "Wait"]
+__all__ = ["MEMORY", "MEMORY_FUNCTIONS", "PASSING_ATTRIBUTES", "PASSING_FUNCTIONS", "Guard", "Memory", "Refuse", "Wait"]
 
 #: Attribute of a parameter by which other packages register tensors over its memory.
 MEMORY = "_vescale_memory"
 
 # fmt: off
-#: What a guarded parameter answers at once. Neither a value nor an address of the memory is in the answers.
+#: What a guarded parameter answers at once: nothing of it has a value in its answer, or the memory of one.
 PASSING_ATTRIBUTES = frozenset(
     (
         "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "requires_grad",
@@ -58,6 +60,9 @@ PASSING_FUNCTIONS = frozenset(
 )
 # fmt: on
 
+#: What gives the memory of a parameter. A sharded one has none: memory profilers may see that its storage has 0 bytes.
+MEMORY_FUNCTIONS = frozenset(("data_ptr", "untyped_storage"))
+
 _ACCESSORS = ("__get__", "__set__", "__delete__")
 
 
@@ -71,6 +76,7 @@ class Wait:
 
     finish: Callable[[], None]
     prefix = "InFlight"
+    passing_functions = PASSING_FUNCTIONS
 
     def __call__(self, _function: str, _tensor: Tensor, _name: str) -> None:
         """Wait for the values."""
@@ -92,6 +98,7 @@ class Refuse:
 
     rank: int
     prefix = "Sharded"
+    passing_functions = PASSING_FUNCTIONS | MEMORY_FUNCTIONS
 
     def __call__(self, function: str, tensor: Tensor, name: str) -> None:
         """Raise RuntimeError: ``function`` reads the parameter ``name``."""
@@ -117,8 +124,8 @@ class _Guarded:
         kwargs = kwargs or {}
         function = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if function in _ACCESSORS else None
-        passes = function in PASSING_FUNCTIONS if attribute is None else attribute in PASSING_ATTRIBUTES
-        if passes:
+        functions = cls._vescale_guard.on_read.passing_functions
+        if function in functions if attribute is None else attribute in PASSING_ATTRIBUTES:
             with _torch.plain_functions():
                 return func(*args, **kwargs)
         for kind in types:
@@ -153,17 +160,6 @@ class _GuardedDTensor(_Guarded):
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
         self._vescale_guard.read("redistribute", self)
         return self.redistribute(*args, **kwargs)
-
-
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in the arguments of a function: in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_in(each)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
 
 
 @dataclass(frozen=True)
@@ -244,7 +240,7 @@ class Guard:
             arguments: What it was called with.
         """
         if self.is_closed:
-            tensor = next((t for t in _tensors_in(arguments) if self.name_of(t)), self._entries[0].tensor)
+            tensor = next((t for t in tensors_in(arguments) if self.name_of(t)), self._entries[0].tensor)
             self.on_read(function, tensor, self.name_of(tensor))
 
     def add_leaf(self, leaf: nn.Parameter, name: str, *, is_view: bool) -> None:

@@ -1,169 +1,209 @@
-"""Units of ZeRO 3: which parameters are made whole, used and freed together.
+"""Units of ZeRO 3 at run time: which of them are unsharded, and until when.
 
-A unit is a module whose own parameters, and those of the modules inside of it, lie in flat buffers of their own. By
-default every element of the outermost ``nn.ModuleList`` and ``nn.Sequential`` containers is one; what belongs to none
-is the **root unit**, whole from the beginning of the forward to the end of the backward:
+The parameters of a unit are unsharded, used and freed together:
 
-    Model(embed, layers: ModuleList(Block, Block, Block), norm, head)
-    units     layers.0    layers.1    layers.2    root: embed, norm, head
+                launch()                 finish()
+    SHARDED  ------------>  GATHERING  ------------>  UNSHARDED
+       ^                        |                         |
+       |________ free() ________|_________ free() ________|
 
-A unit inside of another is cut out of it. A parameter that several units use (a tied weight) goes to the root unit.
+`Units.use` does both steps. `Units.release` frees a unit unless a forward or backward of it is in progress, an
+``unsharded()`` context is open (``pinned``), or micro-batches share one all-gather (``keeps``). New values of the
+shards free everything (`Units.values_changed`).
 
-Everything here is names and integers: no values and no process group.
+Note: what keeps collectives matched between ranks
+    All-gathers have a process group of their own, so their order does not depend on when gradients become ready. All
+    ranks must run the same units in the same order. They compare a digest of what they gathered at the end of each
+    synchronizing backward and of each forward without gradients. If it differs, all raise before anything is updated.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import enum
+from collections.abc import Sequence
 
 from torch import nn
 
-from .. import _torch
-from .._buckets.plan import Bucket, BucketPlan, ParamInfo, plan_buckets
+from .._ranks.axis import Axis
+from .sharded_values import ShardedValues
 
-__all__ = ["ROOT", "UnitSpec", "choose_units", "plan_units"]
-
-#: Name of the root unit: that of the module which is wrapped.
-ROOT = ""
-
-#: Containers whose elements are units by default, and which are never called or only call their elements.
-_LISTS = (nn.ModuleList, nn.Sequential)
-_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-#: A unit but the root has one bucket per dtype, whatever its size.
-_UNBOUNDED = 2**62
+__all__ = ["Unit", "UnitState", "Units"]
 
 
-@dataclass(frozen=True)
-class UnitSpec:
-    """A unit: the name of its module, and the names of its parameters in registration order."""
+class UnitState(enum.Enum):
+    """Where the values of a unit's parameters are."""
 
-    name: str
-    params: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"unit {self.name or '(root)'}: {', '.join(self.params) or 'nothing'}"
+    SHARDED = "each rank has its part"
+    GATHERING = "the all-gather is in flight"
+    UNSHARDED = "every rank has the full values"
 
 
-def choose_units(module: nn.Module, units: Iterable[str | re.Pattern] | None = None) -> list[UnitSpec]:
-    """Divide a module's parameters into units, in registration order; the root unit comes last.
+class Unit:
+    """Parameters that are unsharded and freed together.
+
+    Attributes:
+        name: Name of its module; empty for the root unit.
+        module: The module whose calls use them.
+        buckets: Their values. Without any, or with one rank and no offload, the unit stays unsharded.
+        state: See `UnitState`.
+        num_running: Calls in progress.
+        num_pending: Calls whose backward is in progress.
+        is_used: Whether the parameters have been awaited since they were gathered.
+        is_kept: Whether they stay until a backward has ended.
+    """
+
+    def __init__(self, index: int, name: str, module: nn.Module, buckets: Sequence[ShardedValues]):
+        self.index = index
+        self.name = name
+        self.module = module
+        self.buckets = list(buckets)
+        self.frees = any(bucket.frees for bucket in self.buckets)
+        self.state = UnitState.SHARDED if self.frees else UnitState.UNSHARDED
+        self.num_running = 0
+        self.num_pending = 0
+        self.is_used = False
+        self.is_kept = False
+
+    @property
+    def label(self) -> str:
+        """The name for errors."""
+        return repr(self.name or "(root)")
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a parameter takes gradients."""
+        return any(param.requires_grad for bucket in self.buckets for param in bucket.params)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a forward or a backward of it is in progress."""
+        return self.num_running > 0 or self.num_pending > 0
+
+    def launch(self) -> bool:
+        """Start the all-gather of a sharded unit; return whether it was started."""
+        if self.state is not UnitState.SHARDED:
+            return False
+        for bucket in self.buckets:
+            bucket.launch()
+        self.state = UnitState.GATHERING
+        return True
+
+    def finish(self) -> None:
+        """Wait for the all-gather."""
+        self.is_used = True
+        if self.state is UnitState.GATHERING:
+            for bucket in self.buckets:
+                bucket.finish()
+            self.state = UnitState.UNSHARDED
+
+    def free(self) -> None:
+        """Free the full parameters."""
+        if self.frees and self.state is not UnitState.SHARDED:
+            for bucket in self.buckets:
+                bucket.free()
+            self.state = UnitState.SHARDED
+        self.is_used = self.is_kept = False
+
+    def own_modules(self, others: set[int]) -> list[nn.Module]:
+        """Return its module and those inside of it that belong to no other unit; ``others`` are ids of modules."""
+        found, stack = [], [self.module]
+        while stack:
+            part = stack.pop()
+            found.append(part)
+            stack += [child for child in part.children() if id(child) not in others]
+        return found
+
+
+class Units:
+    """All units of a module.
 
     Args:
-        module: The module that will be wrapped.
-        units: Names of modules, or regular expressions that match whole names; None for the default. An empty list
-            makes the root unit the only one.
+        units: The units; the root unit last.
+        axis: The axis, with the process group for all-gathers.
 
-    Raises:
-        ValueError: If an entry matches no module, or one that is never called.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-        >>> print(*choose_units(model), sep="\\n")
-        unit 0: 0.weight, 0.bias
-        unit 2: 2.weight, 2.bias
-        unit (root): nothing
-        >>> print(*choose_units(model, ["2"]), sep="\\n")
-        unit 2: 2.weight, 2.bias
-        unit (root): 0.weight, 0.bias
+    Attributes:
+        root: The root unit.
+        version: How often the values of the shards have changed.
+        pinned: How many ``unsharded()`` contexts are open. Nothing is freed inside of them.
+        keeps: Whether units stay unsharded for the next micro-batch.
     """
-    names = _default_names(module) if units is None else _matching_names(module, list(units))
-    owners = _owners(module, names)
-    params: dict[str, list[str]] = {name: [] for name in [*names, ROOT]}
-    for fqn, param in module.named_parameters():
-        users = owners[id(param)]
-        params[users.copy().pop() if len(users) == 1 else ROOT].append(fqn)
-    return [UnitSpec(name, tuple(fqns)) for name, fqns in params.items() if fqns or name == ROOT]
 
+    def __init__(self, units: Sequence[Unit], axis: Axis):
+        self.all = list(units)
+        self.root = self.all[-1]
+        self.axis = axis
+        self.version = 0
+        self.pinned = 0
+        self.keeps = False
+        self._digest = 0  # of the units gathered so far, in order
 
-def _owners(module: nn.Module, names: Sequence[str]) -> dict[int, set[str]]:
-    """Return, by id of a parameter, the units whose modules have it: for each place, the innermost unit around."""
-    units: dict[int, str] = {}
-    for name in names:
-        units.setdefault(id(module.get_submodule(name)), name)  # one module may have several names
-    owners: dict[int, set[str]] = {}
-    visited: set[tuple[int, str]] = set()
+    @property
+    def frees(self) -> bool:
+        """Whether any unit is ever freed."""
+        return any(unit.frees for unit in self.all)
 
-    def visit(part: nn.Module, owner: str) -> None:
-        owner = units.get(id(part), owner)
-        if (id(part), owner) in visited:
-            return
-        visited.add((id(part), owner))
-        for param in _torch.own_parameters(part).values():
-            if param is not None:
-                owners.setdefault(id(param), set()).add(owner)
-        for child in part.children():
-            visit(child, owner)
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or a backward is in progress."""
+        return any(unit.is_busy for unit in self.all)
 
-    visit(module, ROOT)
-    return owners
+    def launch(self, unit: Unit) -> None:
+        """Start the all-gather of a unit if it is sharded."""
+        if unit.launch():
+            self._digest = (self._digest * 1_000_003 + unit.index + 1) % 2**61
 
+    def use(self, unit: Unit) -> None:
+        """Unshard a unit."""
+        self.launch(unit)
+        unit.finish()
 
-def _default_names(module: nn.Module) -> list[str]:
-    elements = {
-        name: part
-        for name, part in module.named_modules(remove_duplicate=False)
-        if not isinstance(part, (*_LISTS, *_NEVER_CALLED)) and _is_in_list(module, name)
-    }
-    inner = {id(part) for element in elements.values() for part in element.modules() if part is not element}
-    return [name for name, part in elements.items() if id(part) not in inner]
+    def release(self, unit: Unit) -> None:
+        """Free a unit unless it is needed."""
+        if not (unit.is_busy or self.pinned or self.keeps):
+            unit.free()
 
+    def gather_all(self) -> None:
+        """Unshard all units, with the present values of the shards."""
+        for unit in self.all:
+            unit.free()
+        for unit in self.all:
+            self.launch(unit)
+        for unit in self.all:
+            unit.finish()
 
-def _is_in_list(module: nn.Module, name: str) -> bool:
-    return name != ROOT and isinstance(module.get_submodule(name.rpartition(".")[0]), _LISTS)
+    def give_away(self) -> None:
+        """Take over what has been written to the full parameters, and leave their memory to views of them."""
+        for unit in self.all:
+            for bucket in unit.buckets:
+                bucket.give_away()
 
+    def reset(self) -> None:
+        """Free everything, and forget calls that an exception has ended."""
+        for unit in self.all:
+            unit.num_running = unit.num_pending = 0
+            if not self.pinned:
+                unit.free()
 
-def _matching_names(module: nn.Module, units: list[str | re.Pattern]) -> list[str]:
-    modules = {name: part for name, part in module.named_modules(remove_duplicate=False) if name != ROOT}
-    chosen: set[str] = set()
-    for unit in units:
-        found = [unit] if unit in modules else _fullmatches(unit, modules)
-        if not found:
-            near = difflib.get_close_matches(str(getattr(unit, "pattern", unit)), modules, n=3, cutoff=0.3)
-            raise ValueError(f"units: {unit!r} matches no module of {type(module).__name__}; near names: {near}")
-        for name in found:
-            if isinstance(modules[name], _NEVER_CALLED):
-                elements = re.escape(name) + r"\.[^.]+"
-                raise ValueError(
-                    f"units: {name!r} is a {type(modules[name]).__name__}, which is never called; name its elements, "
-                    f"for example {elements!r}"
-                )
-        chosen.update(found)
-    return [name for name in modules if name in chosen]
+    # ---------------------------------------------------------------------------------------------- between ranks
 
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank of the axis. All ranks call it together.
 
-def _fullmatches(pattern: str | re.Pattern, names: Iterable[str]) -> list[str]:
-    try:
-        return [name for name in names if re.fullmatch(pattern, name)]
-    except re.error as error:
-        raise ValueError(f"units: {pattern!r} is neither a module nor a regular expression: {error}") from None
+        `vescale.dmodule` asks before it records a call: the recording runs all units, so all ranks must make it.
+        """
+        return any(self.axis.gather_number(int(flag), what="whether a call is new to a rank"))
 
+    def check_same(self) -> None:
+        """Compare what the ranks have gathered.
 
-def plan_units(
-    specs: Sequence[UnitSpec], params: Sequence[ParamInfo], *, num_shards: int, bucket_bytes: int, num_pieces: int = 1
-) -> tuple[BucketPlan, list[str]]:
-    """Lay out parameters in buckets that do not cross units.
-
-    Args:
-        specs: All units.
-        params: Parameters in registration order; those of ``specs`` that are not in it are left out.
-        num_shards: Size of the mesh axis over which buckets are sharded.
-        bucket_bytes: Bucket size of the root unit; another unit has one bucket per dtype.
-        num_pieces: Number of equal pieces into which the replicas of a shard can cut it.
-
-    Returns:
-        The plan, buckets in the order in which backward completes them; and the unit of each bucket, by name.
-    """
-    position = {param.fqn: index for index, param in enumerate(params)}
-    found: list[tuple[Bucket, str]] = []
-    for spec in specs:
-        own = [params[position[fqn]] for fqn in spec.params if fqn in position]
-        size = bucket_bytes if spec.name == ROOT else _UNBOUNDED
-        plan = plan_buckets(own, num_shards=num_shards, bucket_bytes=size, num_pieces=num_pieces)
-        found += [(bucket, spec.name) for bucket in plan.buckets]
-    # Backward goes through the registration order in reverse: a bucket is complete with its first parameter.
-    found.sort(key=lambda item: -min(position[slot.fqn] for slot in item[0].slots))
-    buckets = tuple(replace(bucket, index=index) for index, (bucket, _) in enumerate(found))
-    return BucketPlan(buckets), [unit for _, unit in found]
+        Raises:
+            RuntimeError: On all ranks, if it differs.
+        """
+        digests = self.axis.gather_number(self._digest, what="a digest of the units that ran")
+        other = next((coord for coord, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise RuntimeError(
+                f"coord {other} of axis {self.axis.name!r} ran other units, or in another order, than coord 0, so "
+                "parameters were mixed up: the result must not be used. All ranks must run the same units; put modules "
+                "that only some ranks run into a larger unit (units=...)"
+            )

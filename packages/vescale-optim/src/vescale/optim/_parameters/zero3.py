@@ -44,8 +44,9 @@ from .._ranks.axis import Axis
 from .._ranks.data_axes import DataAxes
 from .offload import HostMemory
 from .sharded_values import ShardedValues
-from .unit_hooks import Unit, UnitHooks
-from .units import choose_units, plan_units
+from .unit_hooks import UnitHooks
+from .unit_plan import choose_units, plan_units
+from .units import Unit, Units
 
 __all__ = ["ShardedModule", "materialize_in_shards"]
 
@@ -172,16 +173,17 @@ class ShardedModule:
             bucket = _Bucket(plan, self._fill(plan), self.axes, rules, **place)
             values[home].append(bucket.sharded_values)
             self.buckets.append(bucket)
-        self._units = [
+        units = [
             Unit(index, spec.name, self.module.get_submodule(spec.name), values[spec.name])
             for index, spec in enumerate(self.specs)
         ]
+        self.units = Units(units, self._gathers)
         return self.buckets
 
-    def attach(self, *, synchronises: Callable[[], bool], reshard_after_forward: bool, prefetch: bool) -> None:
-        """Make the units gather and free themselves."""
+    def attach(self, *, synchronizes: Callable[[], bool], reshard_after_forward: bool, prefetch: bool) -> None:
+        """Let calls of modules unshard and free the units."""
         settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-        self.hooks = UnitHooks(self._units, self._gathers, synchronises=synchronises, **settings)
+        self.hooks = UnitHooks(self.units, synchronizes=synchronizes, **settings)
 
     def _gather_axis(self) -> Axis:
         """Return the axis with a process group of its own: gathers and reductions need no order among each other."""
@@ -211,10 +213,11 @@ class ShardedModule:
         return {**trained, **{self.params[fqn]: part for fqn, part in self.frozen.items()}}
 
     def values_changed(self) -> None:
-        """Forget whole parameters: their shards have new values. Inside `unsharded`, gather them again."""
-        self.hooks.values_changed()
-        if self.hooks.pinned:
-            self._gather_all()
+        """Free full parameters: their shards have new values. Inside `unsharded`, gather them again."""
+        self.units.version += 1
+        self.hooks.reset()
+        if self.units.pinned:
+            self.units.gather_all()
 
     def wait_for_copies(self) -> None:
         """Wait until shards in host memory can be read and written."""
@@ -229,40 +232,34 @@ class ShardedModule:
             self.wait_for_copies()
 
     def keep(self, keeps: bool) -> bool:
-        """Leave units whole after their use, or free them again; return what was set."""
-        before, self.hooks.keeps = self.hooks.keeps, keeps
+        """Leave units unsharded after their use, or free them again; return what was set."""
+        before, self.units.keeps = self.units.keeps, keeps
         return before
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Make all parameters whole; what is written to them is kept."""
-        if self.hooks.is_running or _torch.backward_number() != -1:
-            raise RuntimeError("unsharded() was entered during forward or backward; the unit that runs is whole there")
-        self.hooks.pinned += 1
+        """Unshard all parameters; what is written to them is kept."""
+        units = self.units
+        if units.is_running or _torch.backward_number() != -1:
+            raise RuntimeError(
+                "unsharded() was entered during forward or backward, expected a call between steps; the unit that "
+                "runs has its full parameters"
+            )
+        units.pinned += 1
         try:
-            if self.hooks.pinned == 1:
-                self._gather_all()
+            if units.pinned == 1:
+                units.gather_all()
             yield
         finally:
-            self.hooks.pinned -= 1
-            if self.hooks.pinned == 0:
-                for unit in self._units:
-                    for bucket in unit.buckets:
-                        bucket.give_away()
+            units.pinned -= 1
+            if units.pinned == 0:
+                units.give_away()
                 self.hooks.reset()
-
-    def _gather_all(self) -> None:
-        for unit in self._units:
-            unit.free()  # its values may be older than the shards
-        for unit in self._units:
-            self.hooks.launch(unit)
-        for unit in self._units:
-            unit.finish()
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether all parameters are whole for the user: inside `unsharded`, or never freed."""
-        return self.hooks.pinned > 0 or not self.frees
+        """Whether the user sees full parameters: inside `unsharded`, or where they are never freed."""
+        return self.units.pinned > 0 or not self.frees
 
 
 def materialize_in_shards(module: nn.Module, axes: DataAxes) -> dict[str, Tensor]:
@@ -275,7 +272,8 @@ def materialize_in_shards(module: nn.Module, axes: DataAxes) -> dict[str, Tensor
         ValueError: If the ranks' random states differ, so that their parts would be of different parameters; or if two
             parameters share memory.
     """
-    axes.all.check_same(_random_states(), what="the random states of ranks with a deferred module; seed them alike:")
+    seed = "call torch.manual_seed with one seed on all ranks before the module is made"
+    axes.all.check_same(_random_states(), what="the random state of a deferred module", fix=seed)
 
     def rows(_fqn: str, tensor: Tensor) -> tuple[Shard] | None:
         return (Shard(0),) if isinstance(tensor, nn.Parameter) and tensor.ndim else None

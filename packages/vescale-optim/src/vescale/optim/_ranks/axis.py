@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.dtensor.extension import describe_difference, differing_texts
+
 from .. import _torch
 from . import failures as _failures
 
@@ -169,23 +171,32 @@ class Axis:
                 # clone: a slice of bytes need not be aligned for the wider dtype
                 tensor.copy_(bytes_.clone().view(tensor.dtype).view(tensor.shape))
 
-    def check_same(self, text: str, *, what: str) -> None:
+    def check_same(self, text: str, *, what: str, fix: str = "give all ranks the same") -> None:
         """Compare a description over the axis.
 
+        Args:
+            text: The description.
+            what: What it describes, in the singular.
+            fix: The way out, at the end of the error.
+
         Raises:
-            ValueError: On every rank, with the coords whose description differs from that of coord 0.
+            ValueError: On every rank, with the first line that differs.
         """
         if self.size == 1:
             return
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
-        mine = torch.tensor([digest], dtype=torch.int64, device=self.device_type)
+        if len(set(self.gather_number(digest, what=f"a digest of {what}"))) > 1:
+            texts = differing_texts(text, self.group)
+            raise ValueError(f"{describe_difference(what, texts)} (axis {self.name!r}); {fix}")
+
+    def gather_number(self, number: int, *, what: str) -> list[int]:
+        """Return the number of every coord, an integer of 64 bits."""
+        if self.size == 1:
+            return [number]
+        mine = torch.tensor([number], dtype=torch.int64, device=self.device_type)
         every = torch.empty(self.size, dtype=torch.int64, device=mine.device)
-        self._start("all-gather", f"a digest of {what}", _torch.all_gather, every, mine).wait()
-        other = [coord for coord, value in enumerate(every.tolist()) if value != every[0].item()]
-        if other:
-            texts: list[str | None] = [None] * self.size
-            dist.all_gather_object(texts, text, group=self.group)
-            raise ValueError(f"{what} differ over axis {self.name!r}:\n{_first_difference(texts, other[0])}")
+        self._start("all-gather", what, _torch.all_gather, every, mine).wait()
+        return every.tolist()
 
 
 class _Works:
@@ -266,12 +277,3 @@ class Pending:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
-
-
-def _first_difference(texts: list[str | None], other: int) -> str:
-    """Return the first line in which the description of coord ``other`` is not that of coord 0."""
-    ours, theirs = (str(texts[coord]).splitlines() for coord in (0, other))
-    length = max(len(ours), len(theirs))
-    pairs = zip(ours + ["(none)"] * (length - len(ours)), theirs + ["(none)"] * (length - len(theirs)), strict=True)
-    a, b = next((a, b) for a, b in pairs if a != b)
-    return f"  coord 0: {a}\n  coord {other}: {b}"

@@ -40,7 +40,7 @@ Dims = frozenset[int]
 #: What ranks have agreed on, for the life of the default process group.
 _spans: dict[tuple[object, ...], Span] = {}
 
-_WHAT = "the mesh axes of the parameters given to clip_grad_norm_"
+_WHAT = "the set of mesh axes of the parameters given to clip_grad_norm_"
 
 
 @dataclass(frozen=True)

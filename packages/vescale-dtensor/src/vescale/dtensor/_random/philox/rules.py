@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..._containers import tensors_in
 from ..._layout.boxes import Box
 from ..._operators.attention import is_fused_without_dropout, refuse_dropout
-from ..._operators.composite import decompose
+from ..._operators.decompose import decompose
 from ..._torch import dispatch as _torch
 from ..._torch.generator import is_default_generator
 from ...errors import UnsupportedRandomOperator

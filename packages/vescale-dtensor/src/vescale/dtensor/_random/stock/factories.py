@@ -5,6 +5,7 @@ Stock torch draws them on the shard, on CUDA from an offset of its own, and not 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -12,12 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from ..._torch import dispatch as _torch
 
-__all__ = ["install_factories"]
+__all__ = ["draw_as_one_device"]
 
 
-def install_factories() -> None:
-    """Route both factories through the rules for ``uniform_`` and ``normal_``. Called once, on import."""
-    _torch.hook_random_factories(_fill)
+def draw_as_one_device(stock: Callable) -> Callable:
+    """Return the function behind both factories that draws by the rules for ``uniform_`` and ``normal_``."""
+
+    @functools.wraps(stock)
+    def helper(init_op: Callable, *args: object, **kwargs: object) -> DTensor:
+        if init_op in (torch.rand, torch.randn):
+            tensor = stock(torch.empty, *args, **kwargs)
+            if _fill(init_op, tensor):
+                return tensor
+        return stock(init_op, *args, **kwargs)
+
+    return helper
 
 
 def _fill(factory: Callable, tensor: DTensor) -> bool:

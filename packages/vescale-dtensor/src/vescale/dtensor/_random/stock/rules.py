@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from ..._containers import tensors_in
 from ..._operators.attention import run_fused
-from ..._operators.composite import decompose
+from ..._operators.decompose import decompose
 from ..._torch import dispatch as _torch
 from ...errors import UnsupportedRandomOperator
 from ..global_position import WINDOWS

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._containers import tensors_in
-from .errors import UnsupportedPlacement
+from ..errors import UnsupportedPlacement
 from .types import RaggedShard
 
 __all__ = ["Op", "is_ragged", "ragged_operands", "refusal"]
@@ -20,7 +20,7 @@ Op = torch._ops.OpOverload
 
 
 def is_ragged(tensor: object) -> bool:
-    """Tell whether a value is a DTensor with a ragged placement."""
+    """Return whether a value is a DTensor with a ragged placement."""
     return isinstance(tensor, DTensor) and any(isinstance(placement, RaggedShard) for placement in tensor.placements)
 
 

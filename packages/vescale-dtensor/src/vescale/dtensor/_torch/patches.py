@@ -1,0 +1,485 @@
+"""How one attribute, table entry or rule of torch is replaced and put back.
+
+A patch has two methods. ``install`` replaces what is there; ``remove`` puts back what ``install`` found. Each may be
+called again at any time and changes nothing then. `vescale.dtensor._install` lists all patches of this package.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, _api, _dispatch, _redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OutputSharding
+from torch.distributed.tensor.parallel import loss as loss_parallel
+
+from ..errors import UnsupportedOperator
+
+__all__ = [
+    "AttributePatch",
+    "CacheKeyPatch",
+    "Decision",
+    "ExitPatch",
+    "HandlerPatch",
+    "LossParallelPatch",
+    "Patch",
+    "PropagationRule",
+    "RulePatch",
+    "SafeGlobalsPatch",
+    "division_into_partials",
+    "dtensor_attribute",
+    "forget_decisions",
+    "global_shape_of_local",
+    "handler_table",
+    "random_factories",
+    "redistribution_of_shards",
+    "stock_handlers",
+    "to_local_backward",
+    "torch_version",
+]
+
+Op = torch._ops.OpOverload
+Handler = Callable[[Op, tuple, dict], object]
+
+ABSENT = object()
+"""Stands for an attribute that its owner does not have."""
+
+
+def torch_version() -> tuple[int, int]:
+    """Return the major and minor version of torch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+class Patch(Protocol):
+    """One change of torch that can be undone.
+
+    Attributes:
+        place: what is replaced, in words for a table.
+    """
+
+    place: str
+
+    def install(self) -> None:
+        """Put the change in force."""
+
+    def remove(self) -> None:
+        """Put back what was there before."""
+
+    def is_installed(self) -> bool:
+        """Return whether torch now has what this patch puts there."""
+
+
+# ------------------------------------------------------------------------------------------------- attributes
+
+
+class AttributePatch:
+    """Replace an attribute of some modules or classes.
+
+    Args:
+        owners: modules or classes that all refer to the same object under ``name``.
+        name: the attribute.
+        make: takes the stock attribute (None if there is none) and returns its replacement.
+    """
+
+    def __init__(self, owners: Sequence[object], name: str, make: Callable[[object], object]):
+        self.owners = owners
+        self.name = name
+        self.make = make
+        self.place = ", ".join(f"{_full_name(owner)}.{name}" for owner in owners)
+        self.stock: object = ABSENT  # as it lies in the owner's dict, a staticmethod unopened
+        self.new: object = ABSENT
+
+    def install(self) -> None:
+        """Replace the attribute."""
+        if self.new is not ABSENT:
+            return
+        first = self.owners[0]
+        self.stock = vars(first).get(self.name, ABSENT)
+        self.new = self.make(getattr(first, self.name, None))
+        for owner in self.owners:
+            setattr(owner, self.name, self.new)
+
+    def remove(self) -> None:
+        """Put the stock attribute back, or delete the attribute where there was none."""
+        if self.new is ABSENT:
+            return
+        for owner in self.owners:
+            if self.stock is ABSENT:
+                delattr(owner, self.name)
+            else:
+                setattr(owner, self.name, self.stock)
+        self.new = ABSENT
+
+    def is_installed(self) -> bool:
+        """Return whether all owners have the replacement."""
+        return self.new is not ABSENT and all(
+            inspect.getattr_static(owner, self.name, ABSENT) is self.new for owner in self.owners
+        )
+
+
+def _full_name(owner: object) -> str:
+    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+
+
+def dtensor_attribute(name: str, make: Callable[[object], object]) -> AttributePatch:
+    """Return the patch of a method or property of DTensor."""
+    return AttributePatch((DTensor,), name, make)
+
+
+def redistribution_of_shards(make: Callable[[Callable], Callable]) -> AttributePatch:
+    """Return the patch of the one function through which torch redistributes shards, wherever torch refers to it.
+
+    It takes ``(local tensor, current spec, target spec, **options)`` and returns the new local tensor.
+    """
+    return AttributePatch((_redistribute, _api, _dispatch), "redistribute_local_tensor", make)
+
+
+def global_shape_of_local(make: Callable[[Callable], Callable]) -> AttributePatch:
+    """Return the patch of the function that guesses a global shape: ``(local tensor, mesh, placements)``."""
+    return AttributePatch((_api,), "compute_global_tensor_info", make)
+
+
+def to_local_backward(needed: Callable, backward: Callable) -> AttributePatch:
+    """Return the patch of the backward of ``to_local``.
+
+    Args:
+        needed: ``needed(placements)`` returns whether ``backward`` takes the place of torch's.
+        backward: ``backward(gradient, spec, placements)`` returns the gradient of the DTensor.
+    """
+
+    def make(stock: Callable) -> staticmethod:
+        def chosen(ctx, gradient):
+            if gradient is None or not needed(ctx.dtensor_spec.placements):
+                return stock(ctx, gradient)
+            return backward(gradient, ctx.dtensor_spec, ctx.grad_placements), None
+
+        return staticmethod(chosen)
+
+    return AttributePatch((_api._ToTorchTensor,), "backward", make)
+
+
+def random_factories(make: Callable[[Callable], Callable]) -> AttributePatch:
+    """Return the patch of the function behind ``torch.distributed.tensor.rand`` and its relatives.
+
+    It takes ``(factory for local tensors, *sizes, **options)``.
+    """
+    return AttributePatch((_api,), "_dtensor_init_helper", make)
+
+
+def division_into_partials(make: Callable[[Callable], Callable]) -> AttributePatch:
+    """Return the patch of the method that turns a replicated tensor into a partial one: ``(tensor, mesh, axis)``."""
+    return AttributePatch((Partial,), "_partition_value", make)
+
+
+# ------------------------------------------------------------------------------------------------- handlers
+
+
+def handler_table() -> dict[Op, Handler]:
+    """Return DTensor's table of operators that are handled before sharding propagation and its own RNG tracker."""
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+# Torch's own handlers, before any of ours was installed.
+_STOCK_HANDLERS = dict(handler_table())
+
+
+def stock_handlers() -> Mapping[Op, Handler]:
+    """Return torch's own handlers."""
+    return _STOCK_HANDLERS
+
+
+class HandlerPatch:
+    """Put handlers of operators into DTensor's table.
+
+    An operator whose handler is neither ours nor torch's own keeps it: torch's ``loss_parallel`` has replaced it for a
+    while, or the program has.
+
+    Args:
+        make: returns the handlers; called once, at the first installation.
+    """
+
+    place = "DTensor's table of handlers, by operator"
+
+    def __init__(self, make: Callable[[], Mapping[Op, Handler]]):
+        self.handlers = functools.cache(make)
+
+    def install(self) -> None:
+        """Put the handlers in the table."""
+        table = handler_table()
+        for op, handler in self.handlers().items():
+            if table.get(op) is _STOCK_HANDLERS.get(op):
+                table[op] = handler
+
+    def remove(self) -> None:
+        """Take the handlers out of the table; torch's own come back."""
+        table = handler_table()
+        for op, handler in self.handlers().items():
+            if table.get(op) is not handler:
+                continue
+            del table[op]
+            if op in _STOCK_HANDLERS:
+                table[op] = _STOCK_HANDLERS[op]
+
+    def is_installed(self) -> bool:
+        """Return whether the table has all handlers."""
+        table = handler_table()
+        return all(table.get(op) is handler for op, handler in self.handlers().items())
+
+
+class LossParallelPatch:
+    """Let torch's ``loss_parallel`` put back, when it ends, the handlers that it has replaced.
+
+    Stock removes the handlers of its operators at the end, also those that were there before it.
+    """
+
+    place = "torch.distributed.tensor.parallel.loss: what loss_parallel calls at its start and end"
+
+    def __init__(self) -> None:
+        self.replaced: list[dict[Op, Handler]] = []
+        self.enable = AttributePatch((loss_parallel,), "_enable_custom_loss_ops", self._enable)
+        self.disable = AttributePatch((loss_parallel,), "_disable_custom_loss_ops", self._disable)
+
+    def _enable(self, stock: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(stock)
+        def enable_and_remember() -> None:
+            table = handler_table()
+            self.replaced.append({op: table[op] for op in loss_parallel.customized_loss_ops if op in table})
+            stock()
+
+        return enable_and_remember
+
+    def _disable(self, stock: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(stock)
+        def disable_and_restore() -> None:
+            stock()
+            handler_table().update(self.replaced.pop() if self.replaced else {})
+
+        return disable_and_restore
+
+    def install(self) -> None:
+        """Replace both functions."""
+        self.enable.install()
+        self.disable.install()
+
+    def remove(self) -> None:
+        """Put both functions back."""
+        self.enable.remove()
+        self.disable.remove()
+
+    def is_installed(self) -> bool:
+        """Return whether both functions are replaced."""
+        return self.enable.is_installed() and self.disable.is_installed()
+
+
+# ------------------------------------------------------------------------------------------------- sharding propagation
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What stock sharding propagation says about one call of an operator.
+
+    Attributes:
+        needed: the specifications that positional DTensor operands must have, where they must be redistributed.
+        output: the specification of the result, where there is just one.
+    """
+
+    needed: tuple[object, ...] | None
+    output: DTensorSpec | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PropagationRule:
+    """What is asked besides stock sharding propagation. Propagation runs where DTensor's C++ cache has no answer.
+
+    It looks at global shapes, placements and meshes only, before any communication, so it decides alike on all ranks. A
+    sharding is cached and used; anything else is taken for the operator's result. So a rule that accepts a sharding
+    costs nothing from the second call on.
+
+    Attributes:
+        before: ``before(op, args, kwargs, schema)`` returns a sharding, the result, or NotImplemented to ask the next
+            rule and then stock.
+        on_error: ``on_error(op, args, kwargs)`` returns the result where stock propagation raises an error.
+        after: ``after(op, args, kwargs, decision)`` returns None to accept stock's decision, or a function that returns
+            the result in another way.
+    """
+
+    before: Callable[[Op, tuple, dict, object], object] | None = None
+    on_error: Callable[[Op, tuple, dict], object] | None = None
+    after: Callable[[Op, tuple, dict, Decision], Callable[[], object] | None] | None = None
+
+
+_RULES: list[RulePatch] = []  # those in force, in the order in which they are asked
+
+
+def _propagation(stock: Callable) -> Callable:
+    @functools.wraps(stock)
+    def propagate(self, op: Op, args: tuple, kwargs: dict, op_info: object, *rest: object) -> object:
+        rules = [patch.rule for patch in _RULES]
+        for ask in (rule.before for rule in rules if rule.before is not None):
+            found = ask(op, args, kwargs, op_info.schema)
+            if found is not NotImplemented:
+                return found
+        try:
+            sharding = stock(self, op, args, kwargs, op_info, *rest)
+        except UnsupportedOperator:
+            raise  # an operator inside of this one has been refused already
+        except (NotImplementedError, RuntimeError):
+            run = next((rule.on_error for rule in rules if rule.on_error is not None), None)
+            if run is None:
+                raise
+            return run(op, args, kwargs)
+        if not isinstance(sharding, OutputSharding):
+            return sharding
+        schema = sharding.redistribute_schema if sharding.needs_redistribute else None
+        output = sharding.output_spec if isinstance(sharding.output_spec, DTensorSpec) else None
+        decision = Decision(None if schema is None else tuple(schema.args_schema), output)
+        for review in (rule.after for rule in rules if rule.after is not None):
+            if (instead := review(op, args, kwargs, decision)) is not None:
+                return instead()
+        return sharding
+
+    return propagate
+
+
+_PROPAGATION = AttributePatch(
+    (type(DTensor._op_dispatcher),), "_propagate_op_sharding_dispatch_slow_path", _propagation
+)
+
+
+class RulePatch:
+    """Ask one more rule besides stock sharding propagation. All rules share one replaced method of the dispatcher.
+
+    Args:
+        rule: the rule.
+        order: rules are asked in ascending order.
+    """
+
+    place = _PROPAGATION.place
+
+    def __init__(self, rule: PropagationRule, *, order: int):
+        self.rule = rule
+        self.order = order
+
+    def install(self) -> None:
+        """Add the rule."""
+        if self not in _RULES:
+            _RULES.append(self)
+            _RULES.sort(key=operator.attrgetter("order"))
+        _PROPAGATION.install()
+
+    def remove(self) -> None:
+        """Take the rule out; stock's method comes back with the last one."""
+        if self in _RULES:
+            _RULES.remove(self)
+        if not _RULES:
+            _PROPAGATION.remove()
+
+    def is_installed(self) -> bool:
+        """Return whether the rule is asked."""
+        return self in _RULES and _PROPAGATION.is_installed()
+
+
+class CacheKeyPatch:
+    """Make the cache of sharding decisions compare more arguments of some operators.
+
+    Args:
+        first_arguments: for each operator, the position from which on its arguments become a part of the key. Operators
+            that this torch lacks are None.
+    """
+
+    place = "static_argnum in the schemas of DTensor's sharding propagator"
+    TABLES = ("op_to_schema_info", "op_to_schema_info_for_single_dim_strategy")  # the second is not in every version
+
+    def __init__(self, first_arguments: Callable[[], Mapping[Op | None, int]]):
+        self.first_arguments = first_arguments
+        self.stock: list[tuple[dict, Op, object]] = []  # table, operator, entry
+
+    def install(self) -> None:
+        """Replace the entries of the operators."""
+        if self.stock:
+            return
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        for table in (getattr(propagator, name, {}) for name in self.TABLES):
+            for op, position in self.first_arguments().items():
+                if op in table:
+                    self.stock.append((table, op, table[op]))
+                    table[op] = dataclasses.replace(table[op], static_argnum=min(position, table[op].static_argnum))
+
+    def remove(self) -> None:
+        """Put torch's entries back."""
+        for table, op, entry in self.stock:
+            table[op] = entry
+        self.stock.clear()
+
+    def is_installed(self) -> bool:
+        """Return whether the tables have our entries."""
+        return bool(self.stock) and all(table[op] is not entry for table, op, entry in self.stock)
+
+
+def forget_decisions() -> None:
+    """Empty DTensor's caches of sharding decisions, which remember what the rules in force decided."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    cached_meta = getattr(type(propagator), "_propagate_tensor_meta_cached", None)  # private, not in every version
+    if hasattr(cached_meta, "cache_clear"):
+        cached_meta.cache_clear()
+    clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear_native is not None:
+        clear_native()
+
+
+# ------------------------------------------------------------------------------------------------- the process
+
+
+class SafeGlobalsPatch:
+    """Let ``torch.load`` read some classes with ``weights_only=True``."""
+
+    place = "torch.serialization: classes that are safe to load"
+
+    def __init__(self, classes: Sequence[type]):
+        self.classes = list(classes)
+
+    def install(self) -> None:
+        """Add the classes to those that are safe to load."""
+        torch.serialization.add_safe_globals(self.classes)
+
+    def remove(self) -> None:
+        """Take the classes out."""
+        torch._weights_only_unpickler._remove_safe_globals(self.classes)
+
+    def is_installed(self) -> bool:
+        """Return whether all classes are safe to load."""
+        return set(self.classes) <= set(torch.serialization.get_safe_globals())
+
+
+class ExitPatch:
+    """Call a function when the program ends."""
+
+    place = "atexit: functions called when the program ends"
+
+    def __init__(self, function: Callable[[], object]):
+        self.function = function
+        self._is_installed = False
+
+    def install(self) -> None:
+        """Register the function."""
+        if not self._is_installed:
+            atexit.register(self.function)
+            self._is_installed = True
+
+    def remove(self) -> None:
+        """Unregister the function."""
+        atexit.unregister(self.function)
+        self._is_installed = False
+
+    def is_installed(self) -> bool:
+        """Return whether the function is registered."""
+        return self._is_installed

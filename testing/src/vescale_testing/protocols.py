@@ -1,0 +1,111 @@
+"""Conformance checks of the protocols by which packages of veScale work together without importing each other.
+
+`docs/protocols.md` describes each protocol. A check takes an object, reads the names of its protocol and raises an
+AssertionError that says what was expected and what was found. It needs no process group and changes nothing.
+
+    check_boxes(value)            __global_shape__ and __boxes__()
+    check_absent_fqns(module)     absent_fqns
+    check_execution(module)       _vescale_execution
+    check_hook(hook)              _vescale_in_graph
+    check_memory(parameter)       _vescale_memory
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["check_absent_fqns", "check_boxes", "check_execution", "check_hook", "check_memory"]
+
+MODES = ("eager", "static", "compile")
+IN_GRAPH = ("absent", "outside")
+
+
+def check_boxes(value: Any) -> None:
+    """Check that a value describes what it holds by boxes: inside of the global shape, without overlap, writable.
+
+    Raises:
+        AssertionError: A name is missing, or a box is not a block of the global tensor.
+    """
+    shape = tuple(_attribute(value, "__global_shape__"))
+    assert all(isinstance(size, int) for size in shape), f"__global_shape__: expected integers, got {shape}"
+    boxes = [(tuple(offsets), view) for offsets, view in _attribute(value, "__boxes__")()]
+    for offsets, view in boxes:
+        assert isinstance(view, torch.Tensor), f"__boxes__: expected a tensor at {offsets}, got {type(view).__name__}"
+        assert len(offsets) == view.ndim == len(shape), (
+            f"__boxes__: expected {len(shape)} dims, got offsets {offsets} of a tensor of shape {tuple(view.shape)}"
+        )
+        ends = tuple(start + size for start, size in zip(offsets, view.shape, strict=True))
+        is_inside = all(start >= 0 and end <= size for start, end, size in zip(offsets, ends, shape, strict=True))
+        assert is_inside, f"__boxes__: the box {offsets} to {ends} leaves the global shape {shape}"
+    for (one, first), (other, second) in combinations(boxes, 2):
+        assert not _overlap(one, first.shape, other, second.shape), f"__boxes__: {one} and {other} overlap"
+    again = [view for _, view in value.__boxes__()]
+    addresses = [view.data_ptr() for _, view in boxes]
+    assert [view.data_ptr() for view in again] == addresses, "__boxes__: expected views, got copies; a load writes them"
+
+
+def _overlap(one: tuple[int, ...], size: torch.Size, other: tuple[int, ...], other_size: torch.Size) -> bool:
+    pairs = zip(one, size, other, other_size, strict=True)
+    return all(max(a, b) < min(a + m, b + n) for a, m, b, n in pairs)
+
+
+def check_absent_fqns(module: nn.Module) -> None:
+    """Check that a module in place of another one lists the names of that one, and holds none of them.
+
+    Raises:
+        AssertionError: A name is no string, or is present.
+    """
+    absent = _attribute(module, "absent_fqns")
+    assert isinstance(absent, tuple), f"absent_fqns: expected a tuple, got {type(absent).__name__}"
+    assert all(isinstance(name, str) for name in absent), f"absent_fqns: expected strings, got {absent}"
+    tables = (module.named_parameters(), module.named_buffers(), module.named_modules())
+    present = {name for table in tables for name, _ in table} - {""}  # the name of the module itself
+    assert not present & set(absent), f"absent_fqns: the module holds {sorted(present & set(absent))} itself"
+
+
+def check_execution(module: nn.Module) -> None:
+    """Check what a parallelized module says about how it runs.
+
+    Raises:
+        AssertionError: The attribute is missing, a mode is unknown, or ``any_rank`` cannot be called.
+    """
+    execution = _attribute(module, "_vescale_execution")
+    if execution is None:  # a mesh of one rank
+        return
+    modes = _attribute(execution, "modes")
+    assert isinstance(modes, Mapping), f"modes: expected a mapping, got {type(modes).__name__}"
+    assert modes.get("") in MODES, f"modes: expected the module's own mode under '', one of {MODES}, got {dict(modes)}"
+    assert set(modes.values()) <= set(MODES), f"modes: expected {MODES}, got {dict(modes)}"
+    any_rank = _attribute(execution, "any_rank")
+    assert any_rank is None or callable(any_rank), f"any_rank: expected None or a function, got {any_rank!r}"
+
+
+def check_hook(hook: Callable) -> None:
+    """Check what a hook of a module is to compiled code.
+
+    Raises:
+        AssertionError: The attribute is missing or unknown.
+    """
+    kind = _attribute(hook, "_vescale_in_graph")
+    assert kind in IN_GRAPH, f"_vescale_in_graph: expected one of {IN_GRAPH}, got {kind!r}"
+
+
+def check_memory(parameter: torch.Tensor) -> None:
+    """Check what guards the values of a parameter, and that a copy is not guarded.
+
+    Raises:
+        AssertionError: A name is missing, or the copy has the object, too.
+    """
+    memory = _attribute(parameter, "_vescale_memory")
+    assert isinstance(_attribute(memory, "frees"), bool), f"frees: expected a bool, got {memory.frees!r}"
+    assert callable(_attribute(memory, "share")), "share: expected a function"
+    assert copy.deepcopy(memory) is None, "_vescale_memory: expected None in a copy of the parameter"
+
+
+def _attribute(value: Any, name: str) -> Any:
+    assert hasattr(value, name), f"{type(value).__name__} has no {name}; see docs/protocols.md"
+    return getattr(value, name)

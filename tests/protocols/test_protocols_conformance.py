@@ -1,0 +1,110 @@
+"""Our own packages keep the protocols of docs/protocols.md, and each check finds what breaks it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale.dmodule import parallelize_module
+from vescale.dtensor import InterleavedShard, Shard, distribute_tensor, init_device_mesh
+from vescale.optim import DDP, DistributedOptimizer
+from vescale.pipe import PipelineEngine, PipelinePlan
+from vescale_testing import ranks
+from vescale_testing.protocols import check_absent_fqns, check_boxes, check_execution, check_hook, check_memory
+
+
+@ranks(2)
+def test_sharded_tensors_and_optimizer_states_have_boxes():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    check_boxes(distribute_tensor(torch.arange(24.0).view(8, 3), mesh, [InterleavedShard(0, 2)]))
+
+    model = DDP(nn.Linear(5, 3), mesh, zero=2)
+    optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    states = optimizer.state_dict()["state"]
+    assert states
+    for state in states.values():
+        check_boxes(state["exp_avg"])
+
+
+@ranks(2)
+def test_a_stub_lists_the_names_of_what_it_replaces():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    PipelineEngine(model, mesh, PipelinePlan(num_microbatches=2), loss_fn=nn.functional.mse_loss)
+    stubs = [part for part in model.modules() if hasattr(part, "absent_fqns")]
+    assert len(stubs) == 1
+    check_absent_fqns(stubs[0])
+    assert "weight" in stubs[0].absent_fqns
+
+
+@ranks(2)
+def test_a_parallelized_module_says_how_it_runs():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = nn.Sequential(nn.Linear(4, 4))
+    plan = {"parameter": {r"0\.weight": [Shard(1)]}, "forward": {}}
+    check_execution(parallelize_module(model, mesh, plan, mode="static"))
+
+
+@ranks(2)
+def test_hooks_and_memory_of_zero_3():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), mesh, zero=3)
+    tables = ("_forward_pre_hooks", "_forward_hooks")
+    hooks = [hook for part in model.module.modules() for table in tables for hook in vars(part)[table].values()]
+    assert hooks
+    for hook in hooks:
+        check_hook(hook)
+    for parameter in model.module.parameters():
+        check_memory(parameter)
+    assert dist.get_world_size() == 2
+
+
+class Boxes:
+    def __init__(self, shape, *boxes):
+        self.__global_shape__, self.boxes = shape, boxes
+
+    def __boxes__(self):
+        return self.boxes
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (object(), "object has no __global_shape__"),
+        (Boxes((4,), ((3,), torch.ones(2))), "leaves the global shape"),
+        (Boxes((4, 1), ((3,), torch.ones(1))), "expected 2 dims"),
+        (Boxes((4,), ((0,), torch.ones(2)), ((1,), torch.ones(2))), "overlap"),
+    ],
+)
+def test_boxes_that_are_wrong_are_found(value, message):
+    with pytest.raises(AssertionError, match=message):
+        check_boxes(value)
+
+
+def test_boxes_that_are_copies_are_found():
+    alive = []  # keeps every copy, so that no address comes again
+
+    class Copies(Boxes):
+        def __boxes__(self):
+            alive.append([(offsets, view.clone()) for offsets, view in self.boxes])
+            return alive[-1]
+
+    with pytest.raises(AssertionError, match="expected views, got copies"):
+        check_boxes(Copies((4,), ((0,), torch.ones(2))))
+
+
+def test_other_objects_that_are_wrong_are_found():
+    module = nn.Linear(1, 1)
+    module.absent_fqns = ("weight",)
+    with pytest.raises(AssertionError, match=r"holds \['weight'\] itself"):
+        check_absent_fqns(module)
+    module._vescale_execution = type("Execution", (), {"modes": {"": "fast"}, "any_rank": None})()
+    with pytest.raises(AssertionError, match="own mode under ''"):
+        check_execution(module)
+    with pytest.raises(AssertionError, match="has no _vescale_in_graph"):
+        check_hook(print)
+    module.weight._vescale_memory = type("Memory", (), {"frees": True, "share": print})()
+    with pytest.raises(AssertionError, match="expected None in a copy"):
+        check_memory(module.weight)
