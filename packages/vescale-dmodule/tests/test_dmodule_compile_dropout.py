@@ -94,7 +94,7 @@ def test_masks_are_those_of_one_device(graphs, caplog, monkeypatch):
         assert sum("dropout_factors" in str(node.target) for node in graphs.forward[0].graph.nodes) == 2
         model.zero_grad()
         with monkeypatch.context() as without_the_part:
-            without_the_part.setattr(_compiled_draws.random, "watched", contextlib.nullcontext)
+            without_the_part.setattr(_compiled_draws.extension, "watched", contextlib.nullcontext)
             assert not equal(in_parts(model, 2, stream), expected)
     assert "static mode" not in caplog.text
 
