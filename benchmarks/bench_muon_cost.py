@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from measure import Result
 
-from vescale.optim._muon.owners import assign_owners, matrix_cost
+from vescale.optim._muon.plan import assign_owners, matrix_cost
 
 ITERATIONS, BOUND = 5, 0.04
 

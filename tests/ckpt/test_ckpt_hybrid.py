@@ -69,5 +69,7 @@ def test_replicas_that_differ_are_not_saved(tmp_path, take_step):
     take_step(model, optimizer, batch(1))
     if dist.get_rank() == 3:
         optimizer.state_dict()["state"]["layers.1.weight"]["exp_avg"].tensor[7] += 1
-    with pytest.raises(checkpoint.CheckpointError, match=r"replicas .* differ .*exp_avg.*rank 1 differ from rank 3"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"expected equal replicas .*exp_avg.*rank 1 differ from rank 3"
+    ):
         checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer})

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from vescale.ckpt._boxes import Box, describe_coverage_fault, find_overlap, subtract, uncovered
+from vescale.ckpt._format.boxes import Box, describe_coverage_fault, find_overlap, subtract, uncovered
 
 SHAPE = (3, 4)
 ALL_BOXES = [
@@ -18,7 +18,7 @@ ALL_BOXES = [
 def paint(*boxes: Box, shape=SHAPE) -> torch.Tensor:
     counts = torch.zeros(shape, dtype=torch.int64)
     for box in boxes:
-        counts[box.slices(inside=Box.whole(shape))] += 1
+        counts[box.slices(inside=Box.full(shape))] += 1
     return counts
 
 
@@ -49,7 +49,7 @@ def test_overlaps_are_found_among_many_boxes():
     assert describe_coverage_fault((4,), [Box((0,), (3,)), Box((2,), (2,))]) == "boxes [0:3] and [2:4] overlap"
 
 
-def test_a_box_outside_of_the_tensor_is_told():
+def test_a_box_outside_of_the_tensor_is_reported():
     assert "outside of the global shape (4,)" in describe_coverage_fault((4,), [Box((2,), (3,))])
     assert "outside of the global shape (4,)" in describe_coverage_fault((4,), [Box((0, 0), (4, 1))])
 

@@ -28,7 +28,7 @@ def assert_holds(path: Path, value: float) -> None:
 def test_an_existing_path_is_refused_and_replaced_only_on_demand(tmp_path):
     path = tmp_path / "c"
     save(path, state(1))
-    with pytest.raises(CheckpointError, match="exists already; save to another path, or pass overwrite=True"):
+    with pytest.raises(CheckpointError, match="got an existing one; save to another path, or pass overwrite=True"):
         save(path, state(2))
     assert_holds(path, 1)
     save(path, state(2), overwrite=True)
@@ -42,7 +42,7 @@ def test_an_empty_directory_may_be_there_but_other_things_are_never_replaced(tmp
     assert_holds(tmp_path / "empty", 1)
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"is not a checkpoint \(no manifest.json\)"):
+    with pytest.raises(CheckpointError, match=r"expected a checkpoint to overwrite, got no manifest.json"):
         save(tmp_path / "thesis", state(1), overwrite=True)
     assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "years of work"
 
@@ -60,7 +60,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_state_is_read(tmp_p
         def load_state_dict(self, state_dict): ...
 
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write a checkpoint at .*/file/c: .*Error: "):
+    with pytest.raises(CheckpointError, match=r".*/file/c: expected a writable path, got .*Error: "):
         save(tmp_path / "file" / "c", {"model": Untouched()})
 
 
@@ -91,7 +91,7 @@ def test_a_rank_killed_in_the_middle_leaves_the_earlier_checkpoint(tmp_path, kil
     save(path, state(1))
 
     def body():
-        import vescale.ckpt._save as module
+        import vescale.ckpt._save.save as module
 
         write = module.write_data_file
 
@@ -117,7 +117,7 @@ def test_a_failure_at_the_very_end_leaves_the_earlier_checkpoint(tmp_path, monke
     def fail(*_args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(f"vescale.ckpt._save.{step}", fail)
+    monkeypatch.setattr(f"vescale.ckpt._save.save.{step}", fail)
     with pytest.raises(CheckpointError, match="OSError: No space left on device"):
         save(path, state(2), overwrite=True)
     assert_holds(path, 1)
@@ -145,7 +145,7 @@ def test_an_interrupt_removes_the_unfinished_directory(tmp_path, monkeypatch):
     def interrupt(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vescale.ckpt._save.write_data_file", interrupt)
+    monkeypatch.setattr("vescale.ckpt._save.save.write_data_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "c", state(1))
     assert list(tmp_path.iterdir()) == []
@@ -154,16 +154,16 @@ def test_an_interrupt_removes_the_unfinished_directory(tmp_path, monkeypatch):
 def test_an_unfinished_directory_is_no_checkpoint(tmp_path):
     save(tmp_path / "c", state(1))
     (tmp_path / "c" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no manifest.json: it is not a checkpoint, or one that was never"):
+    with pytest.raises(CheckpointError, match=r"expected a complete checkpoint, got a directory without manifest.json"):
         load(tmp_path / "c", state(0))
-    with pytest.raises(CheckpointError, match=r"no checkpoint at .*/nowhere: No such file"):
+    with pytest.raises(CheckpointError, match=r"/nowhere: expected a checkpoint, got No such file"):
         read_manifest(tmp_path / "nowhere")
 
 
 def test_a_version_set_aside_by_a_killed_overwrite_is_pointed_at(tmp_path):
     save(tmp_path / "c", state(1))
     (tmp_path / "c").rename(tmp_path / "c.old-1234")
-    with pytest.raises(CheckpointError, match=r"an earlier version was kept at .*/c.old-1234"):
+    with pytest.raises(CheckpointError, match=r"an earlier version is at .*/c.old-1234"):
         load(tmp_path / "c", state(0))
 
 
@@ -177,8 +177,8 @@ def test_leftovers_of_a_killed_save_are_mentioned(tmp_path, caplog):
 @ranks(2)
 def test_ranks_must_agree_on_path_and_metadata(tmp_path):
     rank = dist.get_rank()
-    with pytest.raises(CheckpointError, match=r"path differs between ranks: .*/c0 on rank 0, .*/c1 on rank 1"):
+    with pytest.raises(CheckpointError, match=r"the same path on all ranks, got .*/c0 on rank 0, .*/c1 on rank 1"):
         save(tmp_path / f"c{rank}", state(1))
-    with pytest.raises(CheckpointError, match="metadata differs between ranks"):
+    with pytest.raises(CheckpointError, match="expected the same metadata on all ranks"):
         save(tmp_path / "c", state(1), metadata={"rank": rank})
     assert list(tmp_path.iterdir()) == []

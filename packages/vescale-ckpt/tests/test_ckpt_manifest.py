@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from vescale.ckpt import CheckpointError, Manifest, Piece, StoredTensor, TensorMeta
-from vescale.ckpt._boxes import Box
-from vescale.ckpt._manifest import manifest_from_text, manifest_to_text
+from vescale.ckpt import Box, CheckpointError, Manifest, Piece, StoredTensor, TensorMeta
+from vescale.ckpt._format.manifest import manifest_from_text, manifest_to_text
 
 
 def tensor(*boxes: Box) -> StoredTensor:
@@ -41,20 +40,26 @@ def test_every_tensor_and_value_has_a_line_of_its_own():
 def test_a_changed_number_is_noticed(old, new):
     text = manifest_to_text(WHOLE)
     assert old in text
-    with pytest.raises(CheckpointError, match=r"manifest\.json was changed after it was written"):
+    with pytest.raises(CheckpointError, match=r"expected checksum .* of manifest\.json, got .*; it was changed"):
         manifest_from_text(text.replace(old, new), where="here")
 
 
 def test_pieces_that_do_not_tile_their_tensor_are_refused_even_with_a_right_checksum():
     shifted = manifest(tensor(Box((0, 0), (2, 2)), Box((1, 0), (2, 2))))
-    with pytest.raises(CheckpointError, match=r"'w', global shape \(4, 2\), do not tile it: boxes .* overlap"):
+    with pytest.raises(CheckpointError, match=r"tile tensor 'w', global shape \(4, 2\), got boxes .* overlap"):
         manifest_from_text(manifest_to_text(shifted), where="here")
 
 
 REFUSED = {
-    "cut": (lambda text: text[: len(text) // 2], "not valid JSON"),
-    "foreign": (lambda _: json.dumps({"weights": []}), "not the manifest of a 'vescale-checkpoint'"),
-    "future": (lambda text: text.replace('"version": 1', '"version": 99'), "version 99, this vescale-ckpt reads"),
+    "cut": (lambda text: text[: len(text) // 2], "expected JSON in manifest"),
+    "foreign": (
+        lambda _: json.dumps({"weights": []}),
+        "expected format 'vescale-checkpoint' .*, got None",
+    ),
+    "future": (
+        lambda text: text.replace('"version": 1', '"version": 99'),
+        "expected .* version 1, got 99",
+    ),
 }
 
 

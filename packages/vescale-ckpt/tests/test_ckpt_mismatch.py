@@ -1,4 +1,4 @@
-"""A checkpoint of another model is refused on all ranks alike, and the state stays as it was."""
+"""A checkpoint of another model is refused with one text on all ranks, and the state is not modified."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def build(width: int = 4, *, extra: bool = False) -> torch.nn.ModuleDict:
 
 
 def load_refused(path, state) -> str:
-    """Return the message, after making sure that it is the same on all ranks and no value changed."""
+    """Return the message, after a check that it is the same on all ranks and no value changed."""
     before = {name: value.clone() for name, value in state["model"].state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
         load(path, state)
@@ -31,29 +31,29 @@ def load_refused(path, state) -> str:
 
 
 @ranks(2)
-def test_another_model_is_told_in_one_message_on_all_ranks(tmp_path):
+def test_another_model_is_reported_in_one_message_on_all_ranks(tmp_path):
     save(tmp_path / "c", {"model": build(), "step": 1})
     text = load_refused(tmp_path / "c", {"model": build(8, extra=True), "step": 0})
-    assert "c: the checkpoint does not fit the state:" in text
-    assert "asked for and not stored (2): 'model/gate.bias' (ranks 0-1)" in text
-    assert "different global shape (3): 'model/up.weight' is (4, 4) in the checkpoint, (8, 4) here (ranks 0-1)" in text
+    assert "c: expected a checkpoint that fits the state, got" in text
+    assert "requested and not stored (2): 'model/gate.bias' (ranks 0-1)" in text
+    assert "shape (3): 'model/up.weight': expected (8, 4), got (4, 4) in the checkpoint (ranks 0-1)" in text
 
 
 @ranks(3)
 def test_one_rank_with_another_model_stops_all(tmp_path):
     save(tmp_path / "c", {"model": build()})
     text = load_refused(tmp_path / "c", {"model": build(extra=dist.get_rank() == 1)})
-    assert "asked for and not stored (2): 'model/gate.bias' (rank 1)" in text
+    assert "requested and not stored (2): 'model/gate.bias' (rank 1)" in text
     state = {"model": build()}
     load(tmp_path / "c", state)
 
 
 @ranks(2)
-def test_a_stage_that_nobody_asks_for_is_told(tmp_path):
+def test_a_stage_that_no_rank_requests_is_reported(tmp_path):
     model = build()
     save(tmp_path / "c", {"model": model})
     text = load_refused(tmp_path / "c", {"model": torch.nn.ModuleDict({"up": model["up"]})})
-    assert "stored and asked for by no rank (2): 'model/down.bias', 'model/down.weight'" in text
+    assert "stored and requested by no rank (2): 'model/down.bias', 'model/down.weight'" in text
 
 
 @ranks(2)
@@ -61,7 +61,7 @@ def test_an_unreadable_state_on_one_rank_stops_all(tmp_path):
     save(tmp_path / "c", {"model": build(), "w": torch.ones(4)})
     own = torch.ones(4, device="meta" if dist.get_rank() == 1 else "cpu")
     text = load_refused(tmp_path / "c", {"model": build(), "w": own})
-    assert text.startswith("rank 1: tensor 'w' is on the meta device")
+    assert text.startswith("rank 1: tensor 'w': expected values, got the meta device")
 
 
 @ranks(2)
@@ -72,7 +72,8 @@ def test_an_object_that_refuses_its_state_is_named_on_all_ranks(tmp_path):
                 raise RuntimeError("not today")
 
     save(tmp_path / "c", {"model": torch.nn.Linear(2, 2)})
-    with pytest.raises(CheckpointError, match=r"'model': Picky\.load_state_dict refused the loaded state: not today"):
+    match = r"'model': expected Picky\.load_state_dict to accept the loaded state, got not today"
+    with pytest.raises(CheckpointError, match=match):
         load(tmp_path / "c", {"model": Picky(2, 2)})
 
 

@@ -1,10 +1,9 @@
-"""Loading reads exactly the overlaps, and a checkpoint that does not fit is told in one message about all ranks."""
+"""A load reads exactly the overlaps, and a checkpoint that does not fit is reported in one message about all ranks."""
 
 import torch
 
-from vescale.ckpt import Manifest, Piece, StoredTensor, TensorMeta
-from vescale.ckpt._boxes import Box
-from vescale.ckpt._plan_load import Request, compare, find_mismatch, plan_load
+from vescale.ckpt import Box, Manifest, Piece, StoredTensor, TensorMeta
+from vescale.ckpt._load.plan import Request, compare, find_mismatch, plan_load
 
 
 def stored(shape: tuple[int, ...], *boxes: Box, dtype: str = "float32") -> StoredTensor:
@@ -32,7 +31,7 @@ def test_reads_fill_each_target_once_from_the_pieces_that_overlap():
             counts[read.box.slices(inside=target)] += 1
     assert (counts == 1).all()
     assert list(plan) == [f"data-{i}-0.safetensors" for i in range(3)]
-    assert not any(read.is_whole_piece for reads in plan.values() for read in reads)
+    assert not any(read.box == read.piece.box for reads in plan.values() for read in reads)
 
 
 def test_a_target_apart_from_a_piece_reads_nothing_of_it():
@@ -40,45 +39,45 @@ def test_a_target_apart_from_a_piece_reads_nothing_of_it():
     assert list(plan_load({"w": [Box((2,), (2,))]}, manifest)) == ["data-1-0.safetensors"]
 
 
-MANIFEST = manifest_of({f"model/{n}.weight": stored((4, 4), Box.whole((4, 4))) for n in "abc"}, {"step": 3})
+MANIFEST = manifest_of({f"model/{n}.weight": stored((4, 4), Box.full((4, 4))) for n in "abc"}, {"step": 3})
 META = TensorMeta("float32", (4, 4))
 
 
-def test_stages_that_together_ask_for_all_names_fit():
+def test_stages_that_together_request_all_names_fit():
     stages = [Request({"model/a.weight": META}, {"step": 0}), Request({f"model/{n}.weight": META for n in "bc"}, {})]
     assert mismatch(stages, MANIFEST) is None
-    assert "stored and asked for by no rank (1): 'model/c.weight'" in mismatch(
+    assert "stored and requested by no rank (1): 'model/c.weight'" in mismatch(
         [stages[0], Request({"model/b.weight": META}, {})], MANIFEST
     )
 
 
-def test_names_of_another_model_are_told_with_ranks_and_the_nearest():
+def test_names_of_another_model_are_reported_with_ranks_and_the_nearest():
     asked = {f"model/{n}.weight": META for n in "ab"} | {"model/cc.weight": META}
     text = mismatch([Request(asked, {"step": 0})] * 2, MANIFEST)
-    assert "asked for and not stored (1): 'model/cc.weight' (ranks 0-1) (nearest stored: 'model/c.weight')" in text
-    assert "stored and asked for by no rank (1): 'model/c.weight'" in text
+    assert "requested and not stored (1): 'model/cc.weight' (ranks 0-1) (nearest stored: 'model/c.weight')" in text
+    assert "stored and requested by no rank (1): 'model/c.weight'" in text
 
 
-def test_shapes_and_dtypes_are_told_on_both_sides():
+def test_different_shapes_and_dtypes_are_reported():
     asked = {f"model/{n}.weight": META for n in "ab"} | {"model/c.weight": TensorMeta("bfloat16", (4, 8))}
     requests = [Request(asked, {"step": 0})]
     text = mismatch(requests, MANIFEST)
-    assert "different global shape (1): 'model/c.weight' is (4, 4) in the checkpoint, (4, 8) here" in text
-    assert "different dtype (1): 'model/c.weight' is float32 in the checkpoint, bfloat16 here" in text
+    assert "different global shape (1): 'model/c.weight': expected (4, 8), got (4, 4) in the checkpoint" in text
+    assert "different dtype (1): 'model/c.weight': expected bfloat16, got float32 in the checkpoint" in text
     assert "dtype" not in mismatch(requests, MANIFEST, allow_dtype_cast=True)
     assert "global shape" in mismatch(requests, MANIFEST, strict=False)
 
 
 def test_long_lists_are_cut_and_counted():
     text = mismatch([Request({f"x{i}": META for i in range(1000)}, {})], MANIFEST)
-    assert "asked for and not stored (1000)" in text
+    assert "requested and not stored (1000)" in text
     assert "and 995 more" in text
     assert len(text) < 1500
 
 
 def test_leftovers_can_be_ignored_by_name_and_by_leading_part():
     manifest = manifest_of(
-        {"model/w": stored((4, 4), Box.whole((4, 4))), "optimizer/w": stored((4, 4), Box.whole((4, 4)))}, {"step": 1}
+        {"model/w": stored((4, 4), Box.full((4, 4))), "optimizer/w": stored((4, 4), Box.full((4, 4)))}, {"step": 1}
     )
     asked = [Request({"model/w": META}, {})]
     assert "pass ignore=['optimizer', 'step']" in mismatch(asked, manifest)
@@ -87,13 +86,13 @@ def test_leftovers_can_be_ignored_by_name_and_by_leading_part():
     assert mismatch(asked, manifest, strict=False) is None
 
 
-def test_a_value_that_changed_its_kind_is_told():
+def test_a_value_of_another_kind_is_reported():
     text = mismatch([Request({"step": META}, {"model/a.weight": 1})], MANIFEST, strict=False)
-    assert "'step' is a plain value in the checkpoint and a tensor here" in text
-    assert "'model/a.weight' is a tensor in the checkpoint and a plain value here" in text
+    assert "'step': expected a tensor, got a plain value in the checkpoint" in text
+    assert "'model/a.weight': expected a plain value, got a tensor in the checkpoint" in text
 
 
-def test_another_number_of_parameter_groups_is_told():
+def test_another_number_of_parameter_groups_is_reported():
     manifest = manifest_of(leaves={"optimizer/param_groups": [{"lr": 0.1}, {"lr": 0.2}]})
     text = mismatch([Request({}, {"optimizer/param_groups": [{"lr": 0.1}]})], manifest)
-    assert "different number of groups (1): 'optimizer/param_groups' is 2 in the checkpoint, 1 here" in text
+    assert "different number of groups (1): 'optimizer/param_groups': expected 1, got 2 in the checkpoint" in text

@@ -1,9 +1,9 @@
-"""What was saved under one layout is loaded bit for bit under any other.
+"""A checkpoint saved under one layout loads bit for bit under any other.
 
 The state has tensors of many dtypes and shapes: sharded by tensor parallelism (unevenly, with empty shards),
 replicated, split by pipeline stages, and values sharded over data parallelism as flat ranges, the way ZeRO keeps
 optimizer state.
-Each layout saves once; then each layout loads what every layout saved and compares every local box with the
+Each layout saves once; then each layout loads every checkpoint and compares every local box with the
 corresponding slice of the global tensor.
 """
 
@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from vescale.ckpt import Manifest, Piece, StoredTensor, load, read_manifest, save, verify
-from vescale.ckpt._boxes import Box
-from vescale.ckpt._manifest import manifest_to_text
+from vescale.ckpt import Box, Manifest, Piece, StoredTensor, load, read_manifest, save, verify
+from vescale.ckpt._format.manifest import manifest_to_text
 from vescale_testing import ranks, run_ranks
 
 LAYOUTS = {
@@ -176,7 +175,7 @@ def test_each_element_is_stored_once(saved, source):
             assert sum(piece.box.num_elements for piece in stored.pieces) == torch.Size(shape).numel()
 
 
-def test_two_pieces_that_changed_places_are_seen_by_the_comparison(saved, tmp_path):
+def test_two_swapped_pieces_fail_the_comparison(saved, tmp_path):
     source = saved / "dp1 tp4"
     manifest = read_manifest(source)
     name = "model/layers.1.experts"
@@ -213,7 +212,7 @@ def test_a_large_replicated_tensor_is_written_by_all_its_holders(tmp_path):
 
 
 @ranks(3)
-def test_replicas_that_differ_are_refused_unless_told_otherwise(tmp_path):
+def test_replicas_that_differ_are_refused_by_default(tmp_path):
     state = {"w": torch.zeros(4)}
     if dist.get_rank() == 2:
         state["w"][1] = 1

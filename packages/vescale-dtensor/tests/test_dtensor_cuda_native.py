@@ -13,10 +13,8 @@ from vescale.dtensor._placements import InterleavedShard, RaggedShard
 from vescale.dtensor._random.cuda_replay import replay_bernoulli, replay_fill, replay_native_dropout
 from vescale.dtensor._random.cuda_replay import selftest as _selftest
 from vescale.dtensor._random.cuda_replay.backend import CUDA
-from vescale.dtensor._random.cuda_replay.draws import dropout_part
-from vescale.dtensor._random.cuda_replay.geometry import dropout_rounds, nullary_word, vector_size
-from vescale.dtensor._random.cuda_replay.replay import uniform_of
-from vescale.dtensor._random.cuda_replay.rules import values_per_block
+from vescale.dtensor._random.cuda_replay.geometry import dropout_rounds, nullary_word, values_per_block, vector_size
+from vescale.dtensor._random.cuda_replay.replay import dropout_part, uniform_of
 from vescale.dtensor._random.philox.cipher import words_of_subsequences
 
 pytestmark = [

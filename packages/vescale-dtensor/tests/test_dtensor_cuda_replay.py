@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vescale.dtensor import Replicate, Shard
 from vescale.dtensor._layout.shards import local_shape, pieces
 from vescale.dtensor._placements import InterleavedShard, RaggedShard
-from vescale.dtensor._random.cuda_replay import draws as _draws
+from vescale.dtensor._random.cuda_replay import replay as _replay
 from vescale.dtensor._random.cuda_replay import replay_bernoulli, replay_fill, replay_native_dropout
 from vescale.dtensor._random.cuda_replay import selftest as _selftest
 from vescale.dtensor._random.cuda_replay.geometry import Draw, Rounds
@@ -43,8 +43,8 @@ def _fresh(monkeypatch):
     """Ask the device again in each test, with scratch and launches of a few windows."""
     _selftest.forget()
     monkeypatch.setattr(_selftest, "NUM_TRIAL_PROBABILITIES", 77)
-    monkeypatch.setattr(_draws, "SCRATCH_NUMEL", 150)
-    monkeypatch.setattr(_draws, "DIRECT_NUMEL", 200)
+    monkeypatch.setattr(_replay, "SCRATCH_NUMEL", 150)
+    monkeypatch.setattr(_replay, "DIRECT_NUMEL", 200)
 
 
 def memory(shape, layout, dtype, fill=None):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from vescale.dtensor import Shard, deferred_init, init_device_mesh, materialize
-from vescale.dtensor._random.stock.pieces import MAX_PIECE
+from vescale.dtensor._random.stock.draw import MAX_PIECE
 from vescale.dtensor._torch.recording import TorchDispatchMode
 from vescale.dtensor.extension import leaves
 from vescale_testing import ranks

@@ -149,13 +149,9 @@ def test_a_rank_outside_the_mesh_draws_along():
 @ranks(2)
 def test_pieces_smaller_than_a_shard(monkeypatch):
     """Shards are put together from many pieces; the same values, whatever the size of a piece."""
-    import vescale.dtensor._deferred.shards as shards
-    from vescale.dtensor._random.stock.pieces import draw_pieces
+    from vescale.dtensor._random.stock import draw
 
-    def small_pieces(*args, **kwargs):
-        return draw_pieces(*args, **kwargs, max_piece=50)
-
-    monkeypatch.setattr(shards, "draw_pieces", small_pieces)
+    monkeypatch.setattr(draw, "MAX_PIECE", 50)
     mesh = init_device_mesh("cpu", (2,))
     for shape in ((33, 31), (3, 50, 4)):
         for placements in ([S0], [S1]):

@@ -22,7 +22,6 @@ from vescale.dtensor._layout.shards import local_shape, local_views
 from vescale.dtensor._placements.types import InterleavedShard, RaggedShard
 from vescale.dtensor._random.philox import cipher as _cipher
 from vescale.dtensor._random.philox import elements as _elements
-from vescale.dtensor._random.philox.rules import fill_views
 from vescale.dtensor._random.philox.values import Uniform
 from vescale_testing import ranks
 
@@ -154,18 +153,6 @@ def test_nothing_is_spent_on_the_meta_device():
         assert torch.rand(2**40, device="meta").is_meta
         F.dropout(torch.empty(2**40, device="meta"))
         assert torch.equal(torch.rand(5), expected)
-
-
-def test_parts_of_a_draw_into_memory_of_the_callers():
-    with random.stream("philox", seed=5):
-        expected = torch.empty(6, 4).normal_(1, 2), torch.rand(2)
-    views = [(((1, 0), (2, 4)), torch.empty(2, 4)), (((3, 1), (3, 2)), torch.empty(2, 3).t())]
-    with random.stream("philox", seed=5):
-        op = torch.ops.aten.normal_.default
-        fill_views(op, (1, 2), {}, dtype=torch.float32, shape=(6, 4), views=views)
-        assert torch.equal(torch.rand(2), expected[1])
-    assert torch.equal(views[0][1], expected[0][1:3])
-    assert torch.equal(views[1][1], expected[0][3:6, 1:3])
 
 
 def test_a_deferred_module_gets_the_parameters_of_the_eager_one():

@@ -3,6 +3,7 @@
 Shapes, strides, meshes, placements, operators, and sizes of pieces are chosen by hypothesis.
 """
 
+import itertools
 import math
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from vescale.dtensor._layout import shards as _layout
 from vescale.dtensor._placements.types import InterleavedShard, RaggedShard
-from vescale.dtensor._random.global_position import BatchWindow, Place, _cut, _laid_out
+from vescale.dtensor._random.global_position import BatchWindow, GlobalPosition, _cut, _in_memory
 from vescale.dtensor._random.stock import draw as _draw
 from vescale.dtensor._random.stock import spans as _spans
 
@@ -29,8 +30,8 @@ OPERATORS = {
     aten.geometric_.default: ((0.4,), (torch.float32, torch.int64)),
     aten.log_normal_.default: ((0.2, 0.5), FLOATS),
     aten.cauchy_.default: ((0.0, 2.0), FLOATS),
-    aten.random_.default: ((), (torch.float32, torch.int64, torch.int32)),
-    aten.random_.to: ((100,), (torch.float32, torch.int64)),
+    aten.random_.default: ((), (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)),
+    aten.random_.to: ((100,), (*FLOATS, torch.int64, torch.int16, torch.uint8)),
     getattr(aten.random_, "from"): ((-5, 2**30), (torch.int64,)),
 }
 
@@ -128,12 +129,16 @@ def coordinates(mesh):
     return [tuple(int(c) for c in torch.unravel_index(torch.tensor(r), mesh)) for r in range(math.prod(mesh))]
 
 
+def laid_out(shape, stride, held):
+    return _in_memory(GlobalPosition(shape, tuple(range(len(shape))), True, held), stride)
+
+
 def draws_alike(case, coord):
     """Draw the part of one coordinate; return whether values and state are those of one device."""
     whole, state = reference(case)
     shape, mesh, placements = case["shape"], case["mesh"], case["placements"]
     held = _layout.pieces(shape, mesh, coord, placements)
-    place = _laid_out(shape, case["stride"], held)
+    position = laid_out(shape, case["stride"], held)
     local_shape = _layout.local_shape(shape, mesh, coord, placements) if coord is not None else (0,)
     local, expected = (torch.zeros(local_shape, dtype=case["dtype"]) for _ in range(2))
     for piece in held:
@@ -144,7 +149,7 @@ def draws_alike(case, coord):
         mock.patch.multiple(_draw, MAX_PIECE=case["max_piece"]),
         mock.patch.multiple(_spans, MIN_DIRECT=case["min_direct"]),
     ):
-        _draw.draw_into(case["op"], local, place, case["args"], {"generator": generator})
+        _draw.draw_into(case["op"], local, position, case["args"], {"generator": generator})
     return torch.equal(local, expected) and torch.equal(generator.get_state(), state)
 
 
@@ -153,6 +158,36 @@ def draws_alike(case, coord):
 def test_every_rank_draws_its_part(case):
     for coord in (*coordinates(case["mesh"]), None):
         assert draws_alike(case, coord), (case, coord)
+
+
+NUMELS = (1, 7, 15, 16, 17, 31, 33, 255, 256, 257, 1003)
+
+
+@pytest.mark.parametrize("op", OPERATORS, ids=str)
+def test_sizes_around_the_blocks_of_normal(op):
+    """Every dtype, flat tensors in halves, nothing held, and pieces of few elements."""
+    args, dtypes = OPERATORS[op]
+    case = {"stride": (1,), "mesh": (2,), "placements": (Shard(0),), "op": op, "args": args, "min_direct": 16}
+    for dtype, numel, cached in itertools.product(dtypes, NUMELS, (False, True)):
+        for max_piece, coord in itertools.product((16, 100, 2**17), ((0,), (1,), None)):
+            one = case | {"shape": (numel,), "dtype": dtype, "max_piece": max_piece, "cached": cached}
+            assert draws_alike(one, coord), (one, coord)
+
+
+def test_every_operator_is_tested():
+    assert OPERATORS.keys() == _draw.PIECEWISE_OPS
+
+
+def test_draws_share_a_scratch():
+    """The memory of pieces is used again by the next draw, so that none leaves a hole in the memory of the process."""
+    scratch, addresses = _draw.Scratch(), set()
+    columns = laid_out((300, 40), (40, 1), _layout.pieces((300, 40), (2,), (1,), (Shard(1),)))
+    for op in (aten.uniform_.default, aten.normal_.default):
+        local = torch.zeros(300, 20)
+        with mock.patch.multiple(_draw, MAX_PIECE=1000):
+            _draw.draw_into(op, local, columns, (), {}, scratch)
+        addresses.add(scratch.take(1, local).data_ptr())
+    assert len(addresses) == 1
 
 
 @pytest.mark.parametrize("broken", ["tail", "scalar", "words"])
@@ -165,7 +200,7 @@ def test_the_comparison_sees_a_wrong_walk(broken, monkeypatch):
         case["stride"] = (1, 50)
     assert draws_alike(case, (1,))
     if broken == "tail":
-        monkeypatch.setattr(Place, "block_spans", property(lambda place: _spans.spans(place.shape, place.boxes)))
+        monkeypatch.setattr(_draw, "NORMAL_BLOCK", 1)
     elif broken == "scalar":
         monkeypatch.setattr(_draw, "_scalar_normal", aten.normal_.default)
     else:
@@ -201,9 +236,9 @@ def test_windows_on_the_batch(case, count, outer):
     whole, state = reference(case, shape)
     for index in range(count):
         held = _layout.pieces(case["shape"], case["mesh"], (0,) * len(case["mesh"]), case["placements"])
-        place = _laid_out(case["shape"], local_stride, held)
+        position = laid_out(case["shape"], local_stride, held)
         for window in (BatchWindow(index, count), BatchWindow(outer - 1, outer)):
-            place = _cut(place, window)
+            position = _cut(position, window)
         generator = seeded(case)
         local_shape = _layout.local_shape(case["shape"], case["mesh"], (0,) * len(case["mesh"]), case["placements"])
         local, expected = (torch.zeros(local_shape, dtype=case["dtype"]) for _ in range(2))
@@ -211,7 +246,7 @@ def test_windows_on_the_batch(case, count, outer):
         for piece in held:
             index_ = tuple(slice(o, o + s) for o, s in zip(*piece.box, strict=True))
             piece.view(expected).copy_(whole[first : first + rows][index_])
-        _draw.draw_into(case["op"], local, place, case["args"], {"generator": generator})
+        _draw.draw_into(case["op"], local, position, case["args"], {"generator": generator})
         assert torch.equal(local, expected), case
         assert torch.equal(generator.get_state(), state), case
 
@@ -234,5 +269,5 @@ def test_scratch_is_bounded_for_every_memory_order(monkeypatch):
             for placement in (Shard(0), Shard(1)):
                 held = _layout.pieces(shape, (2,), (1,), (placement,))
                 local = torch.zeros(_layout.local_shape(shape, (2,), (1,), (placement,)), dtype=dtypes[0])
-                _draw.draw_into(op, local, _laid_out(shape, stride, held), args, {})
+                _draw.draw_into(op, local, laid_out(shape, stride, held), args, {})
     assert 0 < max(sizes) <= _draw.MAX_PIECE + 16

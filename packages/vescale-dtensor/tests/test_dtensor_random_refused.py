@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from vescale.dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
-from vescale.dtensor._random.stock.rules import handlers
+from vescale.dtensor._random.rules import handlers
 from vescale.dtensor._torch import dispatch as ours
 from vescale_testing import ranks
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from vescale.dtensor import Shard, disabled, init_device_mesh, random
-from vescale.dtensor._random import streams as _streams
 from vescale.dtensor._random.philox import state as _state
+from vescale.dtensor._random.state import STREAMS
 from vescale_testing import ranks
 
 
@@ -242,7 +242,7 @@ def test_nested_streams():
 def test_a_stream_for_the_whole_program():
     with random.stream("philox", seed=0):
         expected = draws(), draws()
-    _streams._streams.num_open -= 1  # leave the fixture's context for a moment
+    STREAMS.num_open -= 1  # leave the fixture's context for a moment
     try:
         random.set_stream("philox", seed=0)
         assert random.current_stream() == "philox"
@@ -261,7 +261,7 @@ def test_a_stream_for_the_whole_program():
         assert torch.equal(actual, draws())
     finally:
         random.set_stream("torch")
-        _streams._streams.num_open += 1
+        STREAMS.num_open += 1
 
 
 def test_what_does_not_follow_the_stream_gets_proper_numbers():

@@ -198,7 +198,7 @@ def test_the_end_of_a_program_waits():
     at_exit = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(atexit, "register", at_exit.append)
-        patch.setattr(_gathers, "_is_registered", False)
+        _gathers._finish_at_exit_and_fork.cache_clear()
         model, optimizer = wrapped()
     train(model, optimizer)
     assert waiting(model) == [0, 1, 2]

@@ -14,8 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, deferred_init, distribute_tensor
 from vescale.optim import DDP, DistributedOptimizer, Muon
-from vescale.optim._buckets.granularity import resolve_blocks
-from vescale.optim._buckets.local_shapes import is_even, local_shapes
+from vescale.optim._buckets.granularity import is_even, local_shapes, resolve_blocks
 from vescale.optim._buckets.plan import ParamInfo, plan_buckets
 from vescale_testing import TrainingRecord, assert_same_training, ranks
 

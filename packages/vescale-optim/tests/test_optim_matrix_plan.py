@@ -10,8 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, RaggedShard
 from vescale.optim._muon.layout import MatrixLayout, Part
-from vescale.optim._muon.owners import matrix_cost
-from vescale.optim._muon.plan import share_matrices
+from vescale.optim._muon.plan import matrix_cost, share_matrices
 
 
 @dataclass(frozen=True)

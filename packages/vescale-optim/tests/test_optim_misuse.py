@@ -138,7 +138,7 @@ def test_loading_by_assignment():
 def test_batch_statistics_of_a_local_batch():
     model = wrapped(0, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     with pytest.raises(
-        RuntimeError, match=r"'1' \(BatchNorm1d\) normalises by statistics of the local batch.*SyncBatch"
+        RuntimeError, match=r"'1' \(BatchNorm1d\) normalizes by statistics of the local batch.*SyncBatch"
     ):
         model(torch.ones(4, 3))
     model.eval()(torch.ones(4, 3))

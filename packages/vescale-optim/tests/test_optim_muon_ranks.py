@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer, Muon
-from vescale.optim._muon import step as _matrix_step
 from vescale.optim._muon.newton_schulz import NewtonSchulz
+from vescale.optim._ranks.axis import Axis
 from vescale_testing import TrainingRecord, assert_same_training, gather_state, ranks, run_ranks
 
 SETTINGS = {"lr": 0.02, "adamw": ["embedding.*"], "adamw_lr": 0.01}
@@ -85,14 +85,14 @@ def test_any_number_of_ranks_stage_and_bucket_size(world_size):
 
 def with_lost_results():
     """The mistake of an exchange whose way back is lost."""
-    real = _matrix_step.all_to_all
+    real = Axis.exchange_uneven
     calls = []
 
-    def lossy(*args):
+    def lossy(*args, **kwargs):
         calls.append(args)
-        return [torch.zeros_like(each) if len(calls) % 2 == 0 else each for each in real(*args)]
+        return [torch.zeros_like(each) if len(calls) % 2 == 0 else each for each in real(*args, **kwargs)]
 
-    pytest.MonkeyPatch().setattr(_matrix_step, "all_to_all", lossy)
+    pytest.MonkeyPatch().setattr(Axis, "exchange_uneven", lossy)
     return on_ranks(zero=1)
 
 

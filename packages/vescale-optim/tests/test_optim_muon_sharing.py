@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, RaggedShard, distribute_tensor
 from vescale.optim import DDP, DistributedOptimizer, Muon
-from vescale.optim._muon import step as _matrix_step
 from vescale.optim._muon.newton_schulz import NewtonSchulz
-from vescale.optim._muon.owners import matrix_cost
+from vescale.optim._muon.plan import matrix_cost
+from vescale.optim._ranks.axis import Axis
 from vescale.optim._state.pieces import StatePiece
 from vescale_testing import ranks
 
@@ -193,16 +193,16 @@ def test_four_ranks_have_a_quarter_each():
 @ranks(2)
 def test_lost_parts_and_lost_results_are_seen():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    real = _matrix_step.all_to_all
+    real = Axis.exchange_uneven
     for lost in (0, 1):
         calls = []
 
-        def lossy(*args, calls=calls, lost=lost):
+        def lossy(*args, calls=calls, lost=lost, **kwargs):
             calls.append(args)
-            return [torch.zeros_like(each) if len(calls) % 2 != lost else each for each in real(*args)]
+            return [torch.zeros_like(each) if len(calls) % 2 != lost else each for each in real(*args, **kwargs)]
 
         with watched(mesh, 1) as (model, optimizer, watch), pytest.MonkeyPatch().context() as patch:
-            patch.setattr(_matrix_step, "all_to_all", lossy)
+            patch.setattr(Axis, "exchange_uneven", lossy)
             step(model, optimizer, 0)
             differ = 0
             try:

@@ -67,7 +67,7 @@ def homes(model, optimizer):
 
 def on_device(model):
     """Return the bytes of everything that lies on the compute device for parameters and gradients."""
-    values = [b for unit in model._sharded._units for b in unit.buckets]
+    values = [b for unit in model._sharded.units.all for b in unit.buckets]
     buffers = [bucket._values for bucket in values] + [bucket.grads for bucket in model._sharded.buckets]
     return sum(storages(buffers).values())
 
@@ -116,7 +116,7 @@ def check_homes(model, optimizer):
     values, grads, _ = homes(model, optimizer)
     updated = storages(piece.tensor for piece in optimizer.pieces)
     assert updated.keys() <= values.keys()
-    buffers = [bucket._values for bucket in model._sharded._units[0].buckets]
+    buffers = [bucket._values for bucket in model._sharded.units.all[0].buckets]
     with model.unsharded():
         assert not values.keys() & storages(buffers).keys()
     assert not values.keys() & grads.keys()
@@ -149,7 +149,7 @@ def test_each_use_and_each_reduction_is_a_copy(monkeypatch):
     monkeypatch.setattr(HostMemory, "keep", counted_keep)
     model, optimizer = wrapped(2, offload=True)
     values, grads, _ = (sum(memory.values()) for memory in homes(model, optimizer))
-    root = sum(bucket.shard.nbytes for bucket in model._sharded._units[-1].buckets)
+    root = sum(bucket.shard.nbytes for bucket in model._sharded.units.all[-1].buckets)
     model(torch.ones(2, WIDTH)).sum().backward()
     assert copied["bring"] == 2 * values - root  # which stays from forward to backward
     assert copied["keep"] == grads

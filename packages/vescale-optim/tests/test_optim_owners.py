@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from vescale.optim._muon.owners import assign_owners, matrix_cost
+from vescale.optim._muon.plan import assign_owners, matrix_cost
 
 
 def loads(costs, owners, num_owners):

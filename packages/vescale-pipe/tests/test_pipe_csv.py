@@ -68,5 +68,5 @@ def test_other_cells_are_refused_with_their_place(tmp_path, cell):
 
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "schedule.csv").write_text("\n")
-    with pytest.raises(ValueError, match="holds no action"):
+    with pytest.raises(ValueError, match="expected one row per rank with cells like '0F0', got no action"):
         from_csv(tmp_path / "schedule.csv")

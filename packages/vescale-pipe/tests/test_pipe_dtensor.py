@@ -158,7 +158,7 @@ def test_partial_values_cross_and_their_gradients_are_replicated(train_one_proce
 
 
 class Gathers(nn.Linear):
-    """A layer without DTensor parameters: it does not know the tp mesh."""
+    """A layer without DTensor parameters, so without the tp mesh."""
 
     def forward(self, x):
         return super().forward(x.full_tensor() if isinstance(x, DTensor) else x)
@@ -182,7 +182,7 @@ def test_a_receiver_without_the_mesh_is_given_it(train_one_process):
             parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(use_local_output=False)})
         return engine
 
-    match = r"stage 1 receives a DTensor over the mesh axes \('tp',\).*meshes=\[mesh\['tp'\]\]"
+    match = r"stage 1: expected a mesh with the axes \('tp',\) for a received DTensor.*meshes=\[mesh\['tp'\]\]"
     with pytest.raises(PipelineError, match=match):
         make_engine(build(Model))(data())
     expected = train_one_process(build(Model), loss_of, {"x": data()}, 2)

@@ -44,7 +44,7 @@ def test_a_name_alone_is_not_a_split():
 
 @pytest.mark.parametrize("split", [3, [1, 2], [["a"], "b"], [[1]]])
 def test_other_forms_of_split(split):
-    with pytest.raises(ValueError, match="split must be 'uniform', a list of module names"):
+    with pytest.raises(ValueError, match="expected split 'uniform', a list of the modules that begin stages"):
         PipelinePlan(split=split)
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline cannot do is refused on every rank, with the place and the fix, and nothing hangs."""
+"""Unsupported programs are refused on every rank, with the call and the fix, and nothing hangs."""
 
 import datetime
 import time
@@ -13,7 +13,7 @@ from vescale_testing import ranks
 
 
 class Body(nn.Module):
-    """Two blocks; subclasses say what happens between and after them."""
+    """Two blocks; subclasses define the code between and after them."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def test_control_flow_on_values(pipeline_mesh):
             del x
             return h if h.sum() > 0 else -h
 
-    check_refused(Model(), pipeline_mesh, PipelineError, "`__bool__` reads the elements of a value of stage 0")
+    check_refused(Model(), pipeline_mesh, PipelineError, "got `__bool__`, which reads the elements of a value")
 
 
 @pytest.mark.parametrize("read", ["item", "tolist", "__float__"])
@@ -62,7 +62,7 @@ def test_reading_a_value(read, pipeline_mesh):
             getattr(h.mean(), read)()
             return h.mean()
 
-    match = "reads the elements of a value of stage 1 outside of the stages' modules.*move this code into a module"
+    match = "expected tensor operators outside of stage modules, got .*, which reads the elements of a value of stage 1"
     check_refused(Model(), pipeline_mesh, PipelineError, match)
 
 
@@ -73,8 +73,8 @@ def test_a_value_of_a_later_stage(pipeline_mesh):
             return self.first(h).mean()
 
     match = (
-        r"`first` runs on stage 0 but needs output 0 of `second` \(stage 1\): values can only go to later stages. "
-        r"Put `first` on stage 1 or later"
+        r"`first` on stage 0: expected arguments of this or earlier stages, got output 0 of `second` \(stage 1\); "
+        r"put `first` on stage 1 or later"
     )
     check_refused(Model(), pipeline_mesh, PipelineError, match)
 
@@ -85,9 +85,9 @@ def test_a_parameter_of_another_stage(pipeline_mesh):
         def after(self, h):
             return (h @ self.first.weight).mean()
 
-    # raised by the attribute on stage 1, and handed on to stage 0
+    # raised by the attribute on stage 1, and again on stage 0
     error = (PipelineError, AttributeError)
-    check_refused(Model(), pipeline_mesh, error, "`first` lives on pipeline stage 0, so its attribute `weight`")
+    check_refused(Model(), pipeline_mesh, error, "attribute `weight` of `first` is available on pipeline stage 0 only")
 
 
 @ranks(2)
@@ -97,7 +97,7 @@ def test_an_unused_last_stage(pipeline_mesh):
             self.second(x)
             return self.first(x).mean()
 
-    match = r"the loss is output 0 of `mean` \(stage 0\), but the last stage is 1"
+    match = r"expected a loss of the last stage 1, got output 0 of `mean` \(stage 0\)"
     check_refused(Model(), pipeline_mesh, PipelineError, match)
 
 
@@ -108,15 +108,15 @@ def test_a_loss_of_no_stage(pipeline_mesh):
             self.second(self.first(x))
             return x.mean()
 
-    check_refused(Model(), pipeline_mesh, PipelineError, "the loss does not depend on the output of any stage")
+    check_refused(Model(), pipeline_mesh, PipelineError, "expected a loss that depends on the output of a stage")
 
 
-# --- what leaves a module by another door ---
+# --- tensors that leave a module other than by its output ---
 
 
 @ranks(2)
 def test_a_tensor_captured_by_a_hook(pipeline_mesh):
-    """A hook that collects inner tensors collects this stage's only: a loss over them would be silently wrong."""
+    """A hook collects the internal tensors of this stage alone: a loss over them would be silently wrong."""
     captured = []
 
     class Model(Body):
@@ -130,7 +130,7 @@ def test_a_tensor_captured_by_a_hook(pipeline_mesh):
         def after(self, h):
             return h.mean() + torch.stack(captured).mean()
 
-    match = "`stack` uses a tensor made inside `.*` that is not an output of it.*or switch its capture off"
+    match = "`stack`: expected outputs of stage modules, got an internal tensor of `.*or switch its capture off"
     check_refused(Model(), pipeline_mesh, PipelineError, match)
 
 
@@ -170,7 +170,7 @@ def test_a_value_hidden_in_an_object(pipeline_mesh):
             del x
             return Box(h)
 
-    match = r"ran on output 0 of `first` \(stage 0\), float32\[2, 4\], which this stage does not hold.*hidden in an"
+    match = r"expected values of this stage, got output 0 of `first` \(stage 0\), float32\[2, 4\], inside an opaque"
     check_refused(Model(), pipeline_mesh, PipelineError, match)
 
 
@@ -193,7 +193,7 @@ def test_an_output_that_cannot_be_described(pipeline_mesh):
             del x
             return h[0]
 
-    check_refused(Model(), pipeline_mesh, PipelineError, "`first` returns a object, which the pipeline cannot look")
+    check_refused(Model(), pipeline_mesh, PipelineError, "output of `first`: expected tensors .*, got object")
 
 
 # --- in-place writes ---
@@ -208,7 +208,7 @@ def test_a_write_after_the_send(pipeline_mesh):
             h.detach().add_(1)
             return (out + h).mean()
 
-    match = r"output 0 of `first` \(stage 0\) was written in place after it was sent"
+    match = r"output 0 of `first` \(stage 0\): expected no write after the send"
     check_refused(Model(), pipeline_mesh, PipelineError, match)
 
 
@@ -221,7 +221,7 @@ def test_a_view_of_what_moved_to_another_stage(pipeline_mesh):
             total += h.mean()
             return view.mean() + total.mean()
 
-    match = "`mean` uses a tensor that shares memory with one that `add_` wrote in place with values of another stage"
+    match = "`mean`: expected current values, got a stale view of a tensor that `add_` wrote in place on another stage"
     check_refused(Model(), pipeline_mesh, PipelineError, match)
 
 
@@ -237,8 +237,8 @@ class WithDropout(Body):
 @ranks(2)
 def test_dropout(pipeline_mesh):
     match = (
-        "random operator .* ran in `second`: the random stream is not carried through pipeline stages yet; "
-        "set dropout to 0, or use pp=1"
+        "expected no random operators in a pipeline of several stages, got aten.* in `second`; set dropout to 0, or "
+        "use pp=1"
     )
     check_refused(WithDropout(0.5), pipeline_mesh, RandomOperatorError, match)
     assert issubclass(RandomOperatorError, NotImplementedError)
@@ -265,7 +265,7 @@ def test_attention_dropout_counts_by_its_probability(pipeline_mesh):
     make_engine(Model(), pipeline_mesh)(x)
     model = Model()
     model.p = 0.5
-    check_refused(model, pipeline_mesh, RandomOperatorError, "ran in the code outside of the stages' modules")
+    check_refused(model, pipeline_mesh, RandomOperatorError, "got aten.* in code outside of stage modules")
 
 
 @ranks(2)
@@ -274,7 +274,7 @@ def test_noise_outside_of_modules(pipeline_mesh):
         def between(self, h, x):
             return h + torch.randn_like(x)
 
-    check_refused(Model(), pipeline_mesh, RandomOperatorError, "random operator aten.randn_like")
+    check_refused(Model(), pipeline_mesh, RandomOperatorError, "got aten.randn_like")
 
 
 # --- inputs ---
@@ -283,10 +283,13 @@ def test_noise_outside_of_modules(pipeline_mesh):
 @pytest.mark.parametrize(
     "batch, match",
     [
-        (torch.ones(5, 4), r"input #0 has 5 rows \(shape \[5, 4\]\), which cannot be split into 2 equal micro-batches"),
-        (torch.ones(0, 4), "input #0 has 0 rows"),
-        (torch.ones(4, 4, requires_grad=True), "input #0 requires a gradient.*pass #0.detach"),
-        ({"x": torch.ones(4, 4), "y": [torch.ones(2, 4)]}, r"but #0\[0\] has 4 rows and #0\[1\] has 2; give every"),
+        (torch.ones(5, 4), r"input #0: expected a multiple of num_microbatches=2 rows, got 5 \(shape \[5, 4\]\)"),
+        (torch.ones(0, 4), "input #0: .* rows, got 0"),
+        (torch.ones(4, 4, requires_grad=True), "input #0: .*got requires_grad=True; pass #0.detach"),
+        (
+            {"x": torch.ones(4, 4), "y": [torch.ones(2, 4)]},
+            r"#0\[1\]: expected 4 rows \(dim 0\), as in #0\[0\], got 2",
+        ),
     ],
 )
 @ranks(2)
@@ -298,7 +301,7 @@ def test_inputs_that_cannot_be_split(batch, match, pipeline_mesh):
 def test_ranks_with_different_shapes(pipeline_mesh):
     engine = make_engine(Body(), pipeline_mesh)
     rows = 4 + 4 * engine.stage
-    match = r"given different inputs; pass the same batch on every stage:\n  stage 0: #0=float32\[2, 4\].*\n  stage 1"
+    match = r"same inputs on every stage, got different ones; .*:\n  stage 0: #0=float32\[2, 4\].*\n  stage 1"
     with pytest.raises(PipelineError, match=match):
         engine(torch.ones(rows, 4))
 
@@ -306,7 +309,7 @@ def test_ranks_with_different_shapes(pipeline_mesh):
 @ranks(2)
 def test_ranks_with_different_elements(pipeline_mesh):
     engine = make_engine(Body(), pipeline_mesh)
-    with pytest.raises(PipelineError, match="inputs of the same form and different elements"):
+    with pytest.raises(PipelineError, match="same inputs on every stage, got the same shapes with different elements"):
         engine(torch.full((4, 4), float(engine.stage)))
 
 
@@ -323,7 +326,7 @@ def test_an_output_without_a_loss(pipeline_mesh):
 @ranks(4)
 def test_an_axis_of_two_dimensions():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    with pytest.raises(ValueError, match=r"one mesh axis, got 2 axes .*; pass mesh\['pp'\]"):
+    with pytest.raises(ValueError, match=r"expected a pipeline mesh of one axis, got 2 axes .*; pass mesh\['pp'\]"):
         PipelineEngine(Body(), mesh, PipelinePlan())
 
 
@@ -340,7 +343,7 @@ def test_an_error_in_one_stage_is_raised_on_all(pipeline_mesh):
     engine = make_engine(Model(), pipeline_mesh)
     error = RuntimeError if engine.stage == 1 else PipelineError
     match = "shapes cannot be multiplied"
-    match = match if engine.stage == 1 else f"stage 1 failed during the first micro-batch(.|\n)*{match}"
+    match = match if engine.stage == 1 else f"stage 1 failed in the forward of the first micro-batch(.|\n)*{match}"
     with pytest.raises(error, match=match):
         engine(torch.ones(4, 4))
     with pytest.raises(error, match=match):  # and again: nothing is left half done
@@ -359,7 +362,7 @@ def test_stages_that_run_different_programs(pipeline_mesh):
     model = Model()
     engine = make_engine(model, pipeline_mesh)
     model.extra = engine.stage == 0
-    match = r"the stages run different programs .*stage 0 .*call 1 `mul`.*stage 1 .*`second`"
+    match = r"expected the same program on every stage, got stage 0 after call 1 `mul`.*stage 1 before .*`second`"
     with pytest.raises(PipelineError, match=match):
         engine(torch.ones(4, 4))
 
@@ -375,7 +378,7 @@ def test_a_program_that_changes_later(pipeline_mesh):
             return h * 2 if self.calls > 1 else h
 
     engine = make_engine(Model(), pipeline_mesh)
-    match = r"another program than the first one: call 1 `mul` .* where call 1 `second`"
+    match = r"diverges from the recorded program: expected call 1 `second` .*, got call 1 `mul`"
     with pytest.raises(PipelineError, match=match):
         engine(torch.ones(4, 4))
 
@@ -409,7 +412,7 @@ def test_a_late_failure_ends_the_others_by_timeout(pipeline_mesh):
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
             engine(torch.ones(4, 4))
     assert time.monotonic() - begin < 30
-    with pytest.raises(PipelineError, match=r"an earlier step of this engine failed .*restart from a checkpoint"):
+    with pytest.raises(PipelineError, match=r"expected an engine without failed steps, .*restart from a checkpoint"):
         engine(torch.ones(4, 4))
 
 
@@ -432,7 +435,7 @@ def test_a_shape_that_varies_with_the_data(pipeline_mesh):
     x = torch.ones(4, 4)
     x[3] = -1
     match = (
-        r"output 0 of `first` \(stage 0\) is now float32\[1, 4\].* in the first micro-batch it was float32\[2, 4\]"
+        r"output 0 of `first` \(stage 0\): expected float32\[2, 4\], .*, got float32\[1, 4\]"
         if engine.stage == 0
         else "[Tt]imed out|closed"
     )
@@ -445,6 +448,6 @@ def test_calling_the_model_directly(pipeline_mesh):
     model = Body()
     engine = make_engine(model, pipeline_mesh)
     absent = "first" if engine.stage == 1 else "second"
-    match = f"`{absent}` lives on pipeline stage .*; run the model through its PipelineEngine"
+    match = f"got a direct call of `{absent}`, a module of pipeline stage .*; run the model through its engine"
     with pytest.raises(PipelineError, match=match):
         model(torch.ones(4, 4))

@@ -68,11 +68,11 @@ def test_equal_to_one_process(num_stages, num_microbatches, schedule, helpers):
 @ranks(2)
 def test_a_wrong_gradient_on_the_wire_is_seen(helpers, monkeypatch):
     """The sibling that breaks it: gradients sent to earlier stages are doubled."""
-    from vescale.pipe import _backward
+    from vescale.pipe._run import backward as _backward
 
     train_one_process, pipeline_mesh, differences = helpers
-    real = _backward.laid_out_as_gradient
-    monkeypatch.setattr(_backward, "laid_out_as_gradient", lambda gradient, meta: 2 * real(gradient, meta))
+    real = _backward.local_gradient
+    monkeypatch.setattr(_backward, "local_gradient", lambda gradient, meta: 2 * real(gradient, meta))
     batch = data(4)
     expected = train_one_process(build(), loss_of, batch, 2)
     model = build()
@@ -84,7 +84,7 @@ def test_a_wrong_gradient_on_the_wire_is_seen(helpers, monkeypatch):
 @ranks(2)
 def test_a_wrong_value_on_the_wire_is_seen(helpers, monkeypatch):
     """The sibling that breaks it: a transfer delivers zeros."""
-    from vescale.pipe import _frame
+    from vescale.pipe._run import frame as _frame
 
     train_one_process, pipeline_mesh, differences = helpers
     monkeypatch.setattr(_frame, "from_local_part", lambda local, *_: torch.zeros_like(local))

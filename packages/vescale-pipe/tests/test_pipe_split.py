@@ -1,4 +1,4 @@
-"""Which modules go to which stage, found by names and identities alone."""
+"""Modules are assigned to stages by names and identities alone."""
 
 import pytest
 import torch
@@ -112,53 +112,53 @@ def test_fewer_blocks_than_stages():
         Blocks(2),
         4,
         "uniform",
-        "4 pipeline stages need at least 4 blocks, but `model.layers` has 2; use a pipeline degree of at most 2",
+        "expected at least 4 blocks for 4 pipeline stages, got 2 in `model.layers`; use a pipeline degree of at most 2",
     )
 
 
 def test_no_blocks_for_a_uniform_split():
-    check_refused(Flat(), 2, "uniform", "needs a ModuleList .* and Flat has none; name the modules")
+    check_refused(Flat(), 2, "uniform", "expected a ModuleList or Sequential of blocks, got none in Flat; name")
 
 
 def test_wrong_number_of_starts():
-    check_refused(Flat(), 3, ["up2"], r"split names 1 modules \['up2'\], which makes 2 stages, but .* 3 ranks")
+    check_refused(Flat(), 3, ["up2"], r"expected 2 modules .* axis of 3 ranks, got 1: \['up2'\]; name the")
 
 
 def test_starts_out_of_order():
-    check_refused(Flat(), 3, ["up2", "down2"], "`down2` does not come after `up2` in the model")
-    check_refused(Flat(), 2, ["down1"], "`down1` does not come after `down1` in the model, so a stage would be empty")
+    check_refused(Flat(), 3, ["up2", "down2"], "expected `down2` after `up2` in the model, got an empty stage")
+    check_refused(Flat(), 2, ["down1"], "expected `down1` after `down1` in the model, got an empty stage")
 
 
 def test_unknown_name_with_the_nearest():
-    check_refused(Flat(), 2, ["midle"], "`midle`, which is not a module of the model; nearest names: middle")
+    check_refused(Flat(), 2, ["midle"], "got `midle`, which is not in the model; nearest names: middle")
     check_refused(Flat(), 2, ["act"], "`act`, which has no parameters")
 
 
 def test_a_module_that_no_stage_lists():
-    check_refused(Flat(), 2, [["down1", "down2"], ["up2", "up1"]], "`middle` holds parameters, and no stage lists it")
+    check_refused(Flat(), 2, [["down1", "down2"], ["up2", "up1"]], "expected `middle` in one .*, got no stage")
 
 
 def test_a_module_that_two_stages_list():
     split = [["down1", "down2", "middle"], ["middle", "up2", "up1"]]
-    check_refused(Flat(), 2, split, r"`middle` holds parameters, and stages \[0, 1\] all list it")
+    check_refused(Flat(), 2, split, r"expected `middle` in one stage's list, got stages \[0, 1\]")
 
 
 def test_wrong_number_of_lists():
-    check_refused(Flat(), 3, [["down1"], ["up1"]], "split has 2 lists of modules, but the pipeline axis has 3 ranks")
+    check_refused(Flat(), 3, [["down1"], ["up1"]], "expected 3 lists in PipelinePlan.split, .*, got 2")
 
 
 def test_a_stage_without_modules():
     split = [["down1", "down2", "middle", "up2", "up1"], []]
-    check_refused(Flat(), 2, split, "stage 1 holds no parameters")
+    check_refused(Flat(), 2, split, r"stage 1: expected modules with parameters .*, got \[\]")
 
 
 def test_a_parameter_held_by_a_container():
     model = Blocks(2)
     model.model.position = nn.Parameter(torch.zeros(4))
-    check_refused(model, 2, "uniform", "parameter `model.position` is held directly by `model`.*move it into a module")
+    check_refused(model, 2, "uniform", "got `model.position` held directly by container `model`.*move it into its")
     model = Blocks(2)
     model.scales = nn.ParameterList([nn.Parameter(torch.zeros(4))])
-    check_refused(model, 2, "uniform", "parameter `scales.0` is held directly by `Blocks`")
+    check_refused(model, 2, "uniform", "got `scales.0` held directly by container `Blocks`")
 
 
 def test_a_tied_parameter_on_two_stages():
@@ -168,7 +168,7 @@ def test_a_tied_parameter_on_two_stages():
         model,
         2,
         "uniform",
-        r"`model.embed.weight` \(stage 0\) and `head.weight` \(stage 1\) are one tied parameter.*"
+        r"expected tied parameters on one stage, got `model.embed.weight` \(stage 0\) and `head.weight` \(stage 1\).*"
         "tie_word_embeddings=False",
     )
 

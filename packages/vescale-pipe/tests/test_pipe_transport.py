@@ -1,19 +1,16 @@
-"""Transfers between two ranks: any dtype, shape and strides, in order; groups made with and without the whole world."""
+"""Values of any dtype, shape and strides cross stages; groups are created with and without the full world."""
 
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.pipe._transport import BACKWARD, FORWARD, Transport, new_groups
+from vescale.pipe import PipelineEngine, PipelinePlan
+from vescale.pipe._run.transport import new_groups
 from vescale_testing import ranks
-
-
-def make_transport():
-    return Transport(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))["pp"], timeout=None)
-
 
 TENSORS = {
     "float64": lambda: torch.arange(6.0, dtype=torch.float64).reshape(2, 3),
@@ -31,43 +28,68 @@ TENSORS = {
 }
 
 
+class Emits(nn.Module):
+    """Return a hidden value and the tensors of ``make(micro-batch)``."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.linear, self.make, self.calls = nn.Linear(4, 4), make, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x), self.make(self.calls - 1)
+
+
+class Receives(nn.Module):
+    """Keep the received tensor of each micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.received = nn.Linear(4, 4), []
+
+    def forward(self, hidden, tensor):
+        self.received.append(tensor)
+        return self.linear(hidden)
+
+
+class Model(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.first, self.second = Emits(make), Receives()
+
+    def forward(self, x):
+        return self.second(*self.first(x)).square().mean()
+
+
+def run(make, pipeline_mesh, num_microbatches=2):
+    """Return the tensors received by the last stage, one per micro-batch; empty on the first stage."""
+    model = Model(make)
+    engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", num_microbatches, ["second"]))
+    engine(torch.ones(2 * num_microbatches, 4)).backward()
+    return model.second.received if engine.stage == 1 else []
+
+
 @pytest.mark.parametrize("name", TENSORS)
 @ranks(2)
-def test_tensor_arrives(name):
-    transport = make_transport()
-    tensor = TENSORS[name]()
-    for direction, source in ((FORWARD, 0), (BACKWARD, 1)):
-        if transport.stage == source:
-            transport.send(tensor, 1 - source, direction)
-            transport.wait_sends()
-        else:
-            where = {"device": torch.device("cpu"), "source": source, "direction": direction}
-            got = transport.receive(tensor.shape, tensor.stride(), tensor.dtype, **where)
-            assert torch.equal(got, tensor)
-            if name in ("transposed", "channels last"):
-                assert got.stride() == tensor.stride()
+def test_tensor_arrives(name, pipeline_mesh):
+    expected = TENSORS[name]()
+    for received in run(lambda _: TENSORS[name](), pipeline_mesh):
+        assert received.dtype == expected.dtype
+        assert torch.equal(received, expected)
+        if name in ("transposed", "channels last"):
+            assert received.stride() == expected.stride()
 
 
 @ranks(2)
-def test_messages_keep_their_order_and_strides_can_be_asked_for():
-    transport = make_transport()
+def test_values_arrive_in_order_with_the_recorded_strides(pipeline_mesh):
     matrix = torch.arange(6.0).reshape(2, 3)
-    if transport.stage == 0:
-        for i in range(4):
-            transport.send(matrix + i, 1, FORWARD, stride=(1, 2))
-        transport.wait_sends()
-    else:
-        where = {"device": torch.device("cpu"), "source": 0, "direction": FORWARD}
-        for i in range(4):
-            assert torch.equal(transport.receive((2, 3), (1, 2), torch.float32, **where), matrix + i)
 
+    def make(microbatch):
+        return (matrix + microbatch).t().contiguous().t() if microbatch == 0 else matrix + microbatch
 
-@ranks(3)
-def test_small_objects():
-    transport = make_transport()
-    assert transport.gather_objects({"stage": transport.stage}) == [{"stage": 0}, {"stage": 1}, {"stage": 2}]
-    assert transport.gather_integers([transport.stage, 1]) == [[0, 1], [1, 1], [2, 1]]
-    assert transport.broadcast_from_last(torch.tensor(float(transport.stage))).item() == 2.0
+    for microbatch, received in enumerate(run(make, pipeline_mesh, num_microbatches=4)):
+        assert torch.equal(received, matrix + microbatch)
+        assert received.stride() == (1, 2)
 
 
 @pytest.mark.parametrize("everyone", [False, True])
@@ -84,12 +106,11 @@ def test_groups_of_two_pipelines_side_by_side(everyone):
 
 
 @ranks(2)
-def test_stages_that_know_different_groups():
-    """Stock would name the pipeline's groups after how many others the stage knows."""
+def test_stages_in_different_numbers_of_groups(pipeline_mesh):
+    """Stock torch would name the pipeline's groups after the number of groups of each stage."""
     dist.new_group([0])
-    transport = make_transport()
-    assert transport.gather_objects(transport.stage) == [0, 1]
-    assert make_transport().gather_objects(transport.stage) == [0, 1]
+    for _ in range(2):
+        run(lambda _: torch.ones(1), pipeline_mesh)
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)
     with pytest.raises(RuntimeError):

@@ -5,24 +5,25 @@
     save("runs/step-100", {"model": model, "optimizer": optimizer, "step": 100})
     load("runs/step-100", {"model": model, "optimizer": optimizer, "step": 0})
 
-A checkpoint is a directory of safetensors files and one ``manifest.json``; there is no pickle in it. Every tensor is
-stored by its name and its place in the global tensor, once, by one of the ranks that hold it. Loading asks only for
-names and boxes, so a model and its optimizer move freely between data, tensor and pipeline parallel degrees, and
-one process.
+A checkpoint is a directory of safetensors files and one ``manifest.json``, without pickle. Each element of a tensor is
+stored once, by one of the ranks that hold it, under the tensor's name and its offsets in the global tensor. A load uses
+names and boxes alone, so a state moves between any data, tensor and pipeline parallel degrees, and one process.
 
-The package knows plain tensors, torch's ``DTensor``, and any value with
+Supported values are plain tensors, torch's ``DTensor``, and any value with
 
     value.__global_shape__      the shape of the global tensor
-    value.__boxes__()           list of (offsets in the global tensor, tensor view of that block)
+    value.__boxes__()           list of (offsets in the global tensor, view of that block)
 """
 
 from ._errors import CheckpointError
-from ._load import load
-from ._manifest import Manifest, Piece, StoredTensor, TensorMeta
-from ._read import read_manifest, verify
-from ._save import save
+from ._format.boxes import Box
+from ._format.inspect import read_manifest, verify
+from ._format.manifest import Manifest, Piece, StoredTensor, TensorMeta
+from ._load.load import load
+from ._save.save import save
 
 __all__ = [
+    "Box",
     "CheckpointError",
     "Manifest",
     "Piece",

@@ -1,12 +1,12 @@
-"""Rounds: every rank works, rank 0 decides, every rank gets its share of the decision or the same error.
+"""Rounds: every rank works, rank 0 decides, and every rank gets its share of the decision or the same error.
 
     rank 0   work --+--> decide --+--> share
     rank 1   work --+             +--> share          two object collectives per round,
     rank 2   work --+             +--> share          on a CPU backend
 
-A save and a load are a few such rounds. An exception anywhere in a round (in the work of any rank or in the decision)
-becomes one ``CheckpointError`` with one text on every rank, so no rank is left waiting in the next collective. "rank"
-is the rank in the process group.
+A save and a load consist of a few rounds. An exception in a round (in the work of any rank, or in the decision) becomes
+one ``CheckpointError`` with one text on every rank, so no rank blocks in the next collective. "rank" is the rank in the
+process group.
 """
 
 import atexit
@@ -26,14 +26,14 @@ _LAST_COLLECTIVE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception as it travels between ranks."""
+    """The text of an exception, sent between ranks."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Control:
-    """The ranks that save or load together.
+    """The ranks of a save or a load.
 
     Attributes:
         group: a process group with a CPU backend; None for one process.
@@ -55,18 +55,18 @@ class Control:
         """Run one round and return this rank's share.
 
         Args:
-            work: run on every rank.
-            decide: run on rank 0 with the results of all ranks; returns one share per rank.
-            on_failure: run on rank 0 before any rank sees the error.
+            work: runs on every rank.
+            decide: runs on rank 0 with the results of all ranks; returns one share per rank.
+            on_failure: runs on rank 0 before the error is sent to the other ranks.
 
         Raises:
-            CheckpointError: on all ranks, if ``work`` fails on any or ``decide`` fails.
+            CheckpointError: on all ranks, if ``work`` fails on any rank or ``decide`` fails.
         """
         cause: Exception | None = None
         try:
             result: Any = work()
         except Exception as error:
-            cause, result = error, _Failure(_tell(error))
+            cause, result = error, _Failure(_text_of(error))
         results = self._gather(result)
         shares: Sequence[Any] | None = None
         if self.rank == 0:
@@ -75,7 +75,7 @@ class Control:
             except Exception as error:
                 cause = cause or error
                 on_failure()
-                shares = [_Failure(_tell(error))] * self.size
+                shares = [_Failure(_text_of(error))] * self.size
         share = self._scatter(shares)
         if isinstance(share, _Failure):
             if isinstance(cause, CheckpointError) and str(cause) == share.text:
@@ -84,7 +84,7 @@ class Control:
         return share
 
     def no_shares(self, _results: list[Any]) -> list[None]:
-        """Decide nothing: for rounds that only make sure that all ranks succeeded."""
+        """Return no shares, for rounds that only check that all ranks succeeded."""
         return [None] * self.size
 
     def _gather(self, item: Any) -> list[Any]:
@@ -105,28 +105,33 @@ class Control:
 
 @contextlib.contextmanager
 def open_control(process_group: dist.ProcessGroup | None) -> Iterator[Control]:
-    """Yield the ranks of ``process_group``; of the default group if None; of this process if none is initialised.
+    """Yield the ranks of ``process_group``, of the default group if None, or of this process without any group.
 
-    A default group without a CPU backend (plain NCCL) cannot carry objects without device memory, so a gloo group is
-    made for the duration.
+    A default group without a CPU backend (plain NCCL) needs device memory for object collectives, so a temporary gloo
+    group is created.
 
     Raises:
-        ValueError: if ``process_group`` has no CPU backend or this process is not in it.
+        ValueError: ``process_group`` has no CPU backend, or this process is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None:
-            raise ValueError("process_group given, but torch.distributed is not initialised; leave it out")
+            raise ValueError(
+                "expected torch.distributed to be initialized for process_group, got no default group; leave out "
+                "process_group"
+            )
         yield Control(None, 0, 1)
         return
     _let_gloo_finish_at_exit()
     if process_group is not None and dist.get_rank(process_group) < 0:
-        raise ValueError(f"rank {dist.get_rank()} is not in process_group; only its members save and load with it")
+        raise ValueError(
+            f"expected a member of process_group, got rank {dist.get_rank()}; call save and load on its members only"
+        )
     if _has_cpu_backend(process_group):
         yield _control_of(process_group)
     elif process_group is not None:
         raise ValueError(
-            f"process_group has backend {dist.get_backend(process_group)!r}: save and load exchange small Python "
-            'objects on the CPU; pass a group made by torch.distributed.new_group(backend="gloo"), or leave it out'
+            f"expected a process_group with a CPU backend, got {dist.get_backend(process_group)!r}; pass a group of "
+            'torch.distributed.new_group(backend="gloo"), or leave out process_group'
         )
     else:
         group = dist.new_group(backend="gloo")
@@ -138,12 +143,12 @@ def open_control(process_group: dist.ProcessGroup | None) -> Iterator[Control]:
 
 @functools.cache
 def _let_gloo_finish_at_exit() -> None:
-    """Give gloo's worker threads a moment before the interpreter shuts down.
+    """Sleep at exit so that gloo's worker threads finish before the interpreter shuts down.
 
-    Note [the last collective]: a worker thread frees the tensors of a collective after it has told the caller that it
-    is done, and needs Python's lock for that. If the program ends right after a save or a load, the interpreter may be
-    shutting down by then; the thread is ended instead, and the process aborts after its last line. A barrier does not
-    help, for it has such a last moment, too. Sleeping gives the lock away while the interpreter is still whole.
+    Note [the last collective]: a worker thread frees the tensors of a collective after the collective returns to the
+    caller, and needs the GIL to do so. If the program ends right after a save or a load, the interpreter may already be
+    shutting down; it then kills the thread, and the process aborts after its last line. A barrier does not help,
+    because it ends in the same way. The sleep releases the GIL while the interpreter still runs.
     """
     atexit.register(time.sleep, _LAST_COLLECTIVE_SECONDS)
 
@@ -163,10 +168,10 @@ def _refuse_failures(results: list[Any]) -> list[Any]:
             ranks_of.setdefault(result.text, []).append(rank)
     if ranks_of:
         if list(map(len, ranks_of.values())) == [len(results)]:
-            raise CheckpointError(next(iter(ranks_of)))  # all ranks alike
+            raise CheckpointError(next(iter(ranks_of)))  # the same text on all ranks
         raise CheckpointError("\n".join(f"{format_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()))
     return results
 
 
-def _tell(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

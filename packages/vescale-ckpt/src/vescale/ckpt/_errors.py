@@ -1,18 +1,18 @@
-"""The one exception of this package, and how ranks are named in its messages.
+"""The exception of this package, and helpers for its texts.
 
-Whatever makes a save or a load impossible is raised as ``CheckpointError`` on every rank alike, with the same text: a
-job whose ranks disagree about an error hangs in its next collective.
+Every failure of a save or a load raises ``CheckpointError`` with the same text on every rank. Otherwise the other
+ranks of the job would block in their next collective.
 """
 
 from collections.abc import Iterable
 
 
 class CheckpointError(ValueError):
-    """Say why a checkpoint cannot be written, read or used, with the names, ranks and the fix."""
+    """Raised if a checkpoint cannot be written, read or used; the text has names, ranks and the fix."""
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Name ranks compactly: ``rank 2``, ``ranks 0-3, 6``."""
+    """Return ranks as compact text: ``rank 2``, ``ranks 0-3, 6``."""
     ordered = sorted(set(ranks))
     runs: list[list[int]] = []
     for rank in ordered:
@@ -25,7 +25,7 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def format_some(items: Iterable[str], *, limit: int = 5) -> str:
-    """Join the first ``limit`` items with commas and count the others."""
+    """Return the first ``limit`` items, joined by commas, and the number of the others."""
     listed = list(items)
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"

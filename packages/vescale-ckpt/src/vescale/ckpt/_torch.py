@@ -1,8 +1,8 @@
-"""All that this package knows about torch's private names and versions (2.11 to 2.13): the box of a DTensor's shard.
+"""The only module of this package with private names of torch (2.11 to 2.13): the box of a DTensor's shard.
 
-The offsets come from ``DTensor.__create_chunk_list__``, the protocol through which torch's own checkpoint reads them;
-it is the same in these versions. It gives only the first index of a shard, so for ``_StridedShard`` (FSDP2 over tensor
-parallel on the same dim) the indices are worked out here as well and must be consecutive.
+The offsets come from ``DTensor.__create_chunk_list__``, the protocol of torch's own checkpoint, which is the same in
+these versions. It returns only the first index of a shard. For ``_StridedShard`` (FSDP2 over tensor parallel on the
+same dim), this module also computes the indices, which must be consecutive.
 """
 
 from itertools import pairwise
@@ -11,15 +11,15 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ._boxes import Box
 from ._errors import CheckpointError
+from ._format.boxes import Box
 
 
 def dtensor_box(tensor: DTensor) -> tuple[Box, torch.Tensor] | None:
-    """Return the box of the local shard and the local tensor, or None when this rank holds no element.
+    """Return the box of the local shard and the local tensor, or None for an empty shard.
 
     Raises:
-        CheckpointError: if the local shard is not a box of the global tensor.
+        CheckpointError: the local shard is not a box of the global tensor.
     """
     _refuse_unknown(tensor)
     coord = tensor.device_mesh.get_coordinate()
@@ -31,8 +31,8 @@ def dtensor_box(tensor: DTensor) -> tuple[Box, torch.Tensor] | None:
     box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
     if box.sizes != tuple(local.shape):
         raise CheckpointError(
-            f"local shard {tuple(local.shape)} is not the {box.sizes} that placements {tensor.placements} give for "
-            f"global shape {tuple(tensor.shape)} at mesh coordinate {tuple(coord)}; pass shape and stride to "
+            f"expected local shape {box.sizes} for placements {tensor.placements}, global shape {tuple(tensor.shape)} "
+            f"and mesh coordinate {tuple(coord)}, got {tuple(local.shape)}; pass shape and stride to "
             "DTensor.from_local for uneven shards"
         )
     for dim in {p.dim for p in tensor.placements if isinstance(p, _StridedShard)}:
@@ -46,15 +46,17 @@ def _refuse_unknown(tensor: DTensor) -> None:
             continue
         name = (tensor.device_mesh.mesh_dim_names or {axis: axis})[axis]
         if placement.is_partial():
-            raise CheckpointError(f"{placement!r} on mesh axis {name!r}: an unreduced value; redistribute it first")
+            raise CheckpointError(
+                f"expected a reduced value, got {placement!r} on mesh axis {name!r}; redistribute it first"
+            )
         raise CheckpointError(
-            f"placement {placement!r} on mesh axis {name!r} does not say which box of the tensor this rank holds; "
-            "Shard and Replicate do, other layouts must offer __global_shape__ and __boxes__()"
+            f"expected Shard or Replicate, or a value with __global_shape__ and __boxes__(), got {placement!r} on mesh "
+            f"axis {name!r}"
         )
 
 
 def _check_consecutive(tensor: DTensor, dim: int, coord: tuple[int, ...], box: Box) -> None:
-    """Split the indices of ``dim`` as the placements do, left to right, and compare with the box."""
+    """Split the indices of ``dim`` by the placements, left to right, and compare them with the box."""
     indices = torch.arange(tensor.shape[dim])
     for axis, placement in enumerate(tensor.placements):
         if getattr(placement, "dim", None) != dim:
@@ -68,8 +70,8 @@ def _check_consecutive(tensor: DTensor, dim: int, coord: tuple[int, ...], box: B
     held = indices.tolist()
     if not held or held[0] != box.offsets[dim] or any(b - a != 1 for a, b in pairwise(held)):
         raise CheckpointError(
-            f"placements {tensor.placements} give this rank indices of dim {dim} that are not consecutive; "
-            "redistribute the tensor to Shard or Replicate before it is saved or loaded"
+            f"expected consecutive indices of dim {dim} on a rank, got others for placements {tensor.placements}; "
+            "redistribute the tensor to Shard or Replicate before save or load"
         )
 
 

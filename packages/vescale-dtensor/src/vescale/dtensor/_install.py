@@ -39,9 +39,8 @@ from ._placements.hooks import (
 from ._placements.redistribute import shard_gradient
 from ._placements.rules import decide
 from ._placements.types import InterleavedShard, RaggedShard
-from ._random.stock.factories import draw_as_one_device
-from ._random.stock.rules import handlers
-from ._random.streams import switchable
+from ._random.rules import handlers
+from ._random.stock.fills import draw_as_one_device
 from ._torch import patches
 from .debug._repr import repr_with_layout
 
@@ -77,7 +76,7 @@ def handler_families() -> dict[str, Table]:
     others = operator_handlers() | composite_handlers() | scalar_handlers()
     for special in (attention_handlers(), loss_handlers(), vocab_handlers()):
         others |= special
-    random = {op: switchable(handler) for op, handler in handlers().items() if op not in attention_handlers()}
+    random = {op: handler for op, handler in handlers().items() if op not in attention_handlers()}
     return {"random": random, "operators": {op: handler for op, handler in others.items() if op not in random}}
 
 

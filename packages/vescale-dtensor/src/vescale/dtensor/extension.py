@@ -26,8 +26,8 @@ from ._layout.agreement import describe_difference, differing_texts
 from ._layout.boxes import Box, flat_range_boxes
 from ._layout.groups import group_of_ranks
 from ._layout.shards import local_views
-from ._random.batch import is_watched, is_watched_alone, unwatched, watched
-from ._random.stream_position import Position, random_position
+from ._random.state import Position, random_position
+from ._random.streams import is_watched, is_watched_alone, unwatched, watched
 
 __all__ = [
     "Box",

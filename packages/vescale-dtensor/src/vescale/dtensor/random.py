@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._random import state as _random_state
 from ._random import streams as _streams
-from ._random.batch import MicroBatches, RandomMode, window
+from ._random.batch import MicroBatches, window
 from ._random.global_position import BatchWindow
 from ._torch import dispatch as _torch
 from .errors import UnsupportedRandomOperator
@@ -123,7 +123,7 @@ def current_stream() -> str:
         ...     current_stream()
         'philox'
     """
-    return _streams.current()
+    return _random_state.current()
 
 
 def manual_seed(seed: int) -> None:
@@ -296,5 +296,5 @@ def forbidden(reason: str) -> Iterator[None]:
         tensor = next((a for a in args if isinstance(a, Tensor)), None)
         raise UnsupportedRandomOperator.for_tensor(op, tensor, reason)
 
-    with RandomMode(refuse):
+    with _streams.RandomMode(refuse):
         yield

@@ -2,7 +2,7 @@
 
 parameter._vescale_takes_gradients    a `Taker`: takes local gradients from elsewhere than autograd (`_taker.py`)
 parameter._vescale_memory             a `Memory`: hears of tensors over the memory of the parameter, which are then
-                                      guarded as the parameter is (`_awaited.py`, `_sharded_values.py`)
+                                      guarded as the parameter is (`_parameters/guard.py`)
 """
 
 from __future__ import annotations

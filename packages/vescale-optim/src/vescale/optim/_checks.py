@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,8 +17,6 @@ __all__ = [
     "check_grad_dtype",
     "check_module",
     "check_shared_memory",
-    "check_units",
-    "check_zero",
     "executions_of",
     "mark_wrapped",
     "refuse_local_statistics",
@@ -34,20 +31,6 @@ _WRAPPED = "_vescale_ddp"
 _EXECUTION = "_vescale_execution"
 
 _LOCAL_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-def check_zero(zero: int) -> None:
-    if zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
-
-
-def check_units(zero: int, units: object) -> None:
-    if units is None:
-        return
-    if zero != 3:
-        raise ValueError(f"units= says which parameters are gathered together, which needs zero=3, got zero={zero}")
-    if isinstance(units, str) or not all(isinstance(unit, (str, re.Pattern)) for unit in units):
-        raise ValueError(f"units must be a list of module names or regular expressions, got {units!r}")
 
 
 def check_module(
@@ -119,9 +102,9 @@ def mark_wrapped(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def executions_of(module: nn.Module) -> list[Any]:
-    """Return what `vescale.dmodule` knows of how a module, or parts of it, run.
+    """Return what `vescale.dmodule` has noted of how a module, or parts of it, run.
 
-    Its attribute ``any_rank`` is a function that tells whether a flag is set on any of the ranks that must make the
+    Its attribute ``any_rank`` is a function that returns whether a flag is set on any of the ranks that must make the
     same calls; None if there are no others.
     """
     found = (vars(part).get(_EXECUTION) for part in module.modules())
@@ -138,7 +121,7 @@ def refuse_local_statistics(module: nn.Module, axis: Axis) -> None:
             def refuse(part: nn.Module, _args: tuple, fqn: str = fqn) -> None:
                 if part.training:
                     raise RuntimeError(
-                        f"{fqn!r} ({type(part).__name__}) normalises by statistics of the local batch, which is not "
+                        f"{fqn!r} ({type(part).__name__}) normalizes by statistics of the local batch, which is not "
                         "what one device computes; use torch.nn.SyncBatchNorm.convert_sync_batchnorm before DDP, or "
                         ".eval() it"
                     )

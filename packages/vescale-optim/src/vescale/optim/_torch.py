@@ -1,4 +1,4 @@
-"""The only file of ``vescale.optim`` that touches private torch names, and the only one that knows torch versions.
+"""The only file of ``vescale.optim`` with private names of torch, and the only one that depends on torch versions.
 
 Everything here exists in torch 2.11 to 2.13 with the same meaning; what differs is bridged here and nowhere else.
 """
@@ -90,7 +90,7 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
 
 
 def has_strided_shard(tensor: DTensor) -> bool:
-    """Tell whether a placement interleaves shards, so that a rank's part is not one rectangle."""
+    """Return whether a placement interleaves shards, so that a rank's part is not one rectangle."""
     return any(isinstance(placement, _StridedShard) for placement in tensor.placements)
 
 
@@ -118,7 +118,7 @@ def grad_dtype(param: Tensor) -> torch.dtype:
 
 
 def is_deferred_storage(tensor: Tensor) -> bool:
-    """Tell whether a parameter has a shape but no values yet."""
+    """Return whether a parameter has a shape but no values yet."""
     return tensor.device.type == "meta" or local_tensor(tensor).device.type == "meta"
 
 
@@ -136,22 +136,22 @@ class GeneratorListener(TorchDispatchMode):
     """Call a function whenever an operator is given a generator.
 
     Args:
-        hear: The function.
+        on_generator: The function.
     """
 
-    def __init__(self, hear: Callable[[], None]):
+    def __init__(self, on_generator: Callable[[], None]):
         super().__init__()
-        self._hear = hear
+        self._on_generator = on_generator
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
-            self._hear()
+            self._on_generator()
         return func(*args, **kwargs)
 
 
 def is_captured(leaf: Tensor) -> bool:
-    """Tell whether the running backward is ``torch.autograd.grad``, which returns the gradient of ``leaf``."""
+    """Return whether the running backward is ``torch.autograd.grad``, which returns the gradient of ``leaf``."""
     with torch.enable_grad(), plain_functions():
         node = leaf.view_as(leaf).grad_fn.next_functions[0][0]
     try:
@@ -194,22 +194,22 @@ def num_holders(tensor: Tensor) -> int:
 
 
 def in_transform() -> bool:
-    """Tell whether a transform of ``torch.func``, such as ``grad`` or ``vmap``, is running."""
+    """Return whether a transform of ``torch.func``, such as ``grad`` or ``vmap``, is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether a module or a part of it has been given to ``torch.compile``."""
+    """Return whether a module or a part of it has been given to ``torch.compile``."""
     return has_compiled_calls(module) or any(map(is_compiler_wrapper, module.modules()))
 
 
 def is_compiler_wrapper(module: nn.Module) -> bool:
-    """Tell whether a module is what ``torch.compile`` has returned for another."""
+    """Return whether a module is what ``torch.compile`` has returned for another."""
     return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def has_compiled_calls(module: nn.Module) -> bool:
-    """Tell whether ``compile()`` of a module or of a part of it has been called."""
+    """Return whether ``compile()`` of a module or of a part of it has been called."""
     return any(part._compiled_call_impl is not None for part in module.modules())
 
 

@@ -10,8 +10,8 @@ p-norm of all of them is the p-th root of a sum in which every element counts on
     one all-reduce of that number over all ranks: of tp, dp and norm_axes, whose ranks hold different parameters
 
 So there is one all-reduce of one number, whatever the number of parameters, classes and axes, and all ranks receive the
-same bits (`_counting.py`, `_span.py`: also of axes that are not slices of one mesh). For the infinity norm sum is max;
-exact norms take one all-reduce more (`_exact_norm.py`). Nothing waits for the host, unless ``error_if_nonfinite``.
+same bits (`_norm/counting.py`, `_ranks/span.py`). For the infinity norm sum is max;
+exact norms take one all-reduce more (`_norm/exact.py`). Nothing waits for the host, unless ``error_if_nonfinite``.
 Replicas (tp of a gain, those of hybrid sharding) count once.
 """
 

@@ -11,15 +11,15 @@ flat buckets while backward runs. What is left after ``backward()``:
 
 ``reduction="ordered"`` replaces these collectives: an all-to-all, a sum in the order of coords, and for ZeRO 0 an
 all-gather of the sums. An element's sum then has the same bits whatever the bucket size, overlap and stage are; the
-table of costs is in `_reduction.py`, the dtypes of gradients and of sums in `_rules.py`.
+table of costs is in `_gradients/reduction.py`, the dtypes of gradients and of sums in `_gradients/rules.py`.
 
 With ZeRO 1 and 2 ``DistributedOptimizer`` updates this rank's part of the parameters, with 1/N of the optimizer state,
-and gathers them while the next forward runs (`_gathers.py`). With ZeRO 3 (`_zero3.py`) it updates the shard, and the
-next forward gathers. The mean over ranks of the gradients of local means is the gradient of the mean over the global
-batch: the convention of torch's DistributedDataParallel, for local batches of equal size.
+and gathers them while the next forward runs (`_parameters/gathers.py`). With ZeRO 3 it updates the shard, and the next
+forward gathers (`_parameters/zero3.py`). The mean over ranks of the gradients of local means is the gradient of the
+mean over the global batch: the convention of torch's DistributedDataParallel, for local batches of equal size.
 
-On a mesh of two axes (hybrid sharding, `_axes.py`) N is the size of the second: shards lie along it, replicas of them
-along the first, and the sums of shards are all-reduced over that one.
+On a mesh of two axes (hybrid sharding) N is the size of the second: shards lie along it, replicas of them along the
+first, and the sums of shards are all-reduced over that one (`_ranks/data_axes.py`).
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2019), section 5.
 """
@@ -27,7 +27,6 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import contextlib
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -37,36 +36,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor import is_deferred, materialize
-
 from . import _torch
-from ._buckets.granularity import check_granularity, param_info, resolve_blocks, warn_of_padding
-from ._buckets.plan import BucketPlan, plan_buckets
-from ._checks import (
-    check_grad_dtype,
-    check_module,
-    check_units,
-    check_zero,
-    mark_wrapped,
-    refuse_local_statistics,
-    set_grad_dtype,
-)
+from ._checks import refuse_local_statistics
 from ._forward.global_mean import global_mean_scale
 from ._forward.local_batch import attach_local_batch
-from ._gradients.bucket import FlatBucket, FlatSlot
+from ._gradients.bucket import FlatSlot
 from ._gradients.reducer import Reducer
-from ._gradients.rules import ReduceRules
+from ._options import Options
 from ._parameters.gathers import ParameterGathers
-from ._parameters.offload import check_offload
-from ._parameters.precast import Originals, check_param_dtype
-from ._parameters.zero3 import ShardedModule, materialize_in_shards
-from ._ranks.data_axes import DataAxes
 from ._state.module_state import full_values, load_pieces, sharded_parameters, state_of_pieces, with_metadata
-from ._state.spread import spreads_of
+from ._wrap import WrappedModule
 
 __all__ = ["DDP"]
-
-logger = logging.getLogger("vescale.optim")
 
 
 class DDP(_torch.UnmovableModule):
@@ -75,9 +56,9 @@ class DDP(_torch.UnmovableModule):
     Parameters are plain tensors, or DTensors over other axes (tensor parallelism); they stay the same objects. At
     construction a deferred module is materialized, and parameters and buffers of coord 0 overwrite those of the other
     coords. Tied parameters are reduced once, frozen ones not at all. Gradients are reduced in any ``backward()`` that
-    reaches the parameters, also one that a pipeline engine runs without calling this wrapper. What is a partial sum
-    over other axes is summed over these once per step (`_partials.py`). Dropout draws, on each rank, its slice of the
-    mask that one device would draw for the global batch.
+    reaches the parameters, also one that a pipeline engine runs without calling this wrapper. Partial
+    gradients are summed over the other axes once per step (`_gradients/partials.py`). Dropout draws, on each rank, its
+    slice of the mask that one device would draw for the global batch.
 
     Attributes the wrapper does not have are looked up in the module; ``state_dict``, ``load_state_dict`` and
     ``named_parameters`` use the module's names. Copies of the module (``copy.deepcopy(model.module)``) are plain
@@ -102,7 +83,7 @@ class DDP(_torch.UnmovableModule):
             and with them parameters and state of element-wise optimizers, have the same bits for any ``bucket_bytes``,
             ``overlap``, ``zero`` and mesh of the same ranks. Both send, per rank of N and reduction, 2 (N-1)/N of the
             bytes of the gradients with ZeRO 0, and (N-1)/N with others (gloo has no reduce-scatter: ``"backend"`` sends
-            twice that there). In hybrid sharding ``"ordered"`` sends more between replicas, see `_reduction.py`.
+            twice that there). With hybrid sharding ``"ordered"`` sends more between replicas.
             ``"ordered"`` needs up to three more buffers of ``bucket_bytes`` during backward, and adds N - 1 times a
             shard in torch. `clip_grad_norm_` then takes its norm of order 1 or 2 exactly, too, whatever the layout.
         grad_dtype: Dtype in which gradients are kept, and added over several backwards; ``param.grad`` has it, too. By
@@ -116,7 +97,7 @@ class DDP(_torch.UnmovableModule):
             then. Without it the module has the dtypes that it has.
         find_unused_parameters: Find out, in each backward, which parameters no rank has used: they keep ``grad`` None,
             as in one process. It takes one small all-reduce that the host waits for. If False, every trainable
-            parameter must get a gradient on every rank in each synchronising backward; a missing one is an error.
+            parameter must get a gradient on every rank in each synchronizing backward; a missing one is an error.
         units: With ``zero=3``: names of modules, or regular expressions for whole names, whose parameters are made
             whole and freed together. By default the elements of the outermost ``nn.ModuleList`` and ``nn.Sequential``
             containers. The rest, and what several units share, is whole from the beginning of the forward to the end of
@@ -140,6 +121,15 @@ class DDP(_torch.UnmovableModule):
             operator. By default only in those modules whose own code draws in their first call (in training, and in
             evaluation), in torch's dropout modules, and in modules that hold a `torch.Generator`. A draw of another
             module is an error when its call ends; of a draw from a generator that is held elsewhere nothing shows.
+
+    Attributes:
+        module: The module.
+        mesh_axis: The mesh.
+        data_axes: Its axes by what their ranks share: parts of the batch, shards, or replicas.
+        zero: The stage.
+        reduction: The order of sums.
+        originals: Values from before ``param_dtype``, until the optimizer takes them.
+        spreads: How each parameter is spread over the ranks.
 
     Raises:
         ValueError: If ``mesh_axis`` is neither 1-D nor 2-D with ranks that ascend along its axes, ``zero`` or
@@ -186,65 +176,35 @@ class DDP(_torch.UnmovableModule):
         watch_draws: bool = False,
     ):
         super().__init__()
-        check_zero(zero)
-        units = units if units is None or isinstance(units, str) else list(units)
-        check_units(zero, units)
-        check_offload(offload, zero, module, mesh_axis)
-        check_granularity(zero, granularity)
-        blocks = resolve_blocks(module, granularity)
-        rules = ReduceRules(reduction, grad_dtype, reduce_dtype)
-        axes = DataAxes.of(mesh_axis, sharded=zero > 0, ordered=rules.ordered)
-        shards = {}
-        if is_deferred(module) and zero == 3 and axes.shard.size > 1:
-            shards = materialize_in_shards(module, axes)
-        elif is_deferred(module):
-            materialize(module)
-        trainable = {fqn: p for fqn, p in module.named_parameters() if p.requires_grad}
-        frozen = {fqn: p for fqn, p in module.named_parameters() if not p.requires_grad}
-        check_module(module, trainable, axes, moves_parameters=zero > 0 or param_dtype is not None)
-        check_param_dtype(param_dtype, trainable)
-        self.originals = originals = Originals(dict(module.named_parameters()), param_dtype, shards)
-        check_grad_dtype(trainable, rules)
-        sharded = None
-        if zero == 3:
-            layout = {"units": units, "bucket_bytes": bucket_bytes, "blocks": blocks, "offload": offload}
-            sharded = ShardedModule(module, axes, shards=shards, **layout)
-            plan = sharded.plan
-        else:
-            infos = [param_info(fqn, p, blocks) for fqn, p in trainable.items()]
-            parts = {"num_shards": axes.shard.size, "num_pieces": axes.replicate.size}
-            plan = plan_buckets(infos, bucket_bytes=bucket_bytes, **parts)
-        settings = f"zero={zero} find_unused_parameters={find_unused_parameters}\n{rules}\n{originals}"
-        settings += f"\n{reshard_after_forward} {prefetch} offload={offload}\n{sharded}" if sharded else ""
-        axes.all.check_same(f"{settings}\n{_describe(module, plan)}", what="the module given to DDP, or a setting,")
-        logger.debug("zero=%d over %r\n%s", zero, axes, plan)
-        placed = [*plan.buckets, *(sharded.frozen_buckets if sharded else ())]
-        warn_of_padding(placed, blocks)
-        tensors = [*(p for fqn, p in module.named_parameters() if fqn not in shards), *module.buffers()]
-        axes.all.broadcast_([originals.local(t) for t in tensors], chunk_bytes=bucket_bytes)
-        originals.round()
-
+        options = Options(
+            zero=zero,
+            bucket_bytes=bucket_bytes,
+            overlap=overlap,
+            reduction=reduction,
+            grad_dtype=grad_dtype,
+            reduce_dtype=reduce_dtype,
+            param_dtype=param_dtype,
+            find_unused_parameters=find_unused_parameters,
+            units=units if units is None or isinstance(units, str) else tuple(units),
+            reshard_after_forward=reshard_after_forward,
+            prefetch=prefetch,
+            granularity=granularity,
+            offload=offload,
+            watch_draws=watch_draws,
+        )
+        wrapped = WrappedModule.of(module, mesh_axis, options)
         self.module = module
         self.mesh_axis = mesh_axis
-        self.data_axes = axes
         self.zero = zero
         self.reduction = reduction
-        set_grad_dtype(trainable, rules)
-        mark_wrapped(trainable.values())
-        self.spreads = spreads_of(mesh_axis, dict(module.named_parameters()), placed)
-        self._order = {fqn: position for position, fqn in enumerate(trainable)}
-        self._sharded = sharded
-        coord = axes.shard.coord
-        parts = [part for bucket in plan.buckets for part in bucket.parts(coord)]
-        originals.cut((part.fqn, trainable[part.fqn], (part.start, part.stop)) for part in parts)
-        if sharded is not None:
-            buckets = sharded.make(rules)
-        else:
-            buckets = [
-                FlatBucket(b, [trainable[s.fqn] for s in b.slots], axes, zero=zero, rules=rules) for b in plan.buckets
-            ]
-        self._reducer = Reducer(buckets, frozen, axes.all, overlap=overlap, find_unused=find_unused_parameters)
-        self._gathers = ParameterGathers(module, buckets if sharded is None else (), overlap=overlap)
+        self.data_axes = axes = wrapped.data_axes
+        self.originals = wrapped.originals
+        self.spreads = wrapped.spreads
+        self._order = {fqn: position for position, fqn in enumerate(wrapped.names)}
+        self._sharded = sharded = wrapped.sharded
+        settings = {"overlap": overlap, "find_unused": find_unused_parameters}
+        self._reducer = Reducer(wrapped.buckets, wrapped.frozen, axes.all, **settings)
+        self._gathers = ParameterGathers(module, wrapped.buckets if sharded is None else (), overlap=overlap)
         refuse_local_statistics(module, axes.all)
         attach_local_batch(module, axes.meshes, watch_draws=watch_draws)
         if sharded is not None:
@@ -346,7 +306,7 @@ class DDP(_torch.UnmovableModule):
     def gather_parameters(self, num_views: Mapping[int, int] | None = None) -> None:
         """Start filling the parameters with what the optimizers of all ranks have made of their parts (ZeRO 1, 2).
 
-        Whoever reads or writes a parameter before it is filled waits; with ``overlap=False`` this method does. With
+        A read or write of a parameter waits until it is filled; with ``overlap=False`` this method does. With
         ZeRO 3 nothing is filled: whole parameters are forgotten, and the next forward gathers them.
 
         Args:
@@ -379,7 +339,7 @@ class DDP(_torch.UnmovableModule):
         self._reducer.reset()
         if self._sharded is not None:
             self._sharded.backward_failed()
-        with _torch.plain_functions():  # gradients need no values of parameters that are on their way
+        with _torch.plain_functions():  # gradients need no values of parameters that are in flight
             super().zero_grad(set_to_none)
 
     def sharded_parameters(self) -> dict[str, DTensor]:
@@ -450,12 +410,3 @@ class DDP(_torch.UnmovableModule):
             if name == "module":
                 raise
             return getattr(self.module, name)
-
-
-def _describe(module: nn.Module, plan: BucketPlan) -> str:
-    """Return everything that must be the same on all ranks of the axis, as lines."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    shapes = [
-        f"{fqn}: {tuple(_torch.local_tensor(t).shape)} {t.dtype} trainable={t.requires_grad}" for fqn, t in tensors
-    ]
-    return "\n".join([*shapes, str(plan)])

@@ -1,16 +1,16 @@
 """Any element-wise torch optimizer, and Muon, on plain, tensor-parallel and ZeRO-sharded parameters.
 
 An element-wise optimizer computes each element of a parameter from that element's gradient and state alone, so it may
-be given any part of a parameter. This one gives it, for every parameter, the part that this rank owns (`_pieces.py`):
+be given any part of a parameter. This one gives it the part of every parameter that this rank owns, a piece:
 
     backward          DDP leaves the mean gradient, or this rank's shard of it
     step              clip by the global norm | torch optimizer on the pieces | ZeRO 1, 2: launch gathers of parameters
-    next forward      waits for each bucket at its first use (`_gathers.py`)
+    next forward      waits for each bucket at its first use (`_parameters/gathers.py`)
     state_dict        by parameter name, every state as rectangles of the global tensor (`StatePiece`)
-    full_state_dict   whole tensors, as the torch optimizer of one process has them (`_full_state.py`)
+    full_state_dict   whole tensors, as the torch optimizer of one process has them (`_state/full_state.py`)
 
-The update of an element is the same arithmetic whoever owns it: with equal gradients, all ZeRO stages give the same
-bits. Muon, whose update of a matrix needs all of it, brings matrices together (`_matrices.py`).
+The update of an element is the same arithmetic on every rank: with equal gradients, all ZeRO stages give the same
+bits. Muon, whose update of a matrix needs all of it, brings matrices together (`_muon/matrices.py`).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip, update what this rank owns, and start gathering parameters. Every rank calls it.
 
-        With ZeRO 1 and 2 gathers go on while the next forward runs; whoever reads a parameter waits for its values.
+        With ZeRO 1 and 2 all-gathers stay in flight while the next forward runs; a read of a parameter waits for it.
 
         Args:
             closure: Clears gradients, computes the loss, runs backward and returns the loss.

@@ -6,8 +6,8 @@
     adamw    all others, and those listed in ``adamw``     as AdamW          as AdamW
 
 A matrix is updated as ``torch.optim.Muon`` would update it, with the same bits. What needs a whole matrix is left to
-`_matrices.py`: in one process it is at hand; ``DistributedOptimizer`` brings it to one rank, of all data-parallel and
-tensor-parallel ones that have parts or copies of it, and the result back.
+`_muon/matrices.py`: in one process it is at hand; ``DistributedOptimizer`` brings it to one rank, of all data-parallel
+and tensor-parallel ones that have parts or copies of it, and the result back.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); for ``match_rms_adamw`` Liu et
 al., "Muon is Scalable for LLM Training" (2025).

@@ -1,15 +1,14 @@
-"""The private names of torch that this package uses; the only file that knows them.
-
-What each stands for:
+"""The only module of this package with private names of torch.
 
 - ``make_wrapper``: a tensor that reports sizes and a device and owns no storage.
-- ``no_torch_function``: as ``__torch_function__`` of a subclass, leaves functions to the modes and the dispatcher.
-- ``function_mode_on_top``: the innermost active TorchFunctionMode; ``push_mode`` and ``pop_mode`` move one in and out.
-- ``OperatorMode``: base class of a mode that sees every operator below autograd.
-- ``tree_flatten`` / ``tree_unflatten``: nested containers, dataclasses registered by libraries included.
+- ``no_torch_function``: the ``__torch_function__`` of a subclass that leaves functions to modes and the dispatcher.
+- ``function_mode_on_top``: the innermost active TorchFunctionMode; ``push_mode`` and ``pop_mode`` change it.
+- ``OperatorMode``: base class of a mode that intercepts every operator below autograd.
+- ``tree_flatten`` / ``tree_unflatten``: torch's pytree.
 - ``tensor_hooks``: the dictionary of hooks that ``Tensor.register_hook`` fills, or None.
 - ``graph_task_id``: identity of the backward pass in progress.
-- ``new_group``: a process group made by its members alone, under a name that does not depend on their other groups.
+- ``new_group``: a process group created by its members alone, under a name that does not depend on other groups.
+- ``bound_device``: the device of ``init_process_group(device_id=...)``.
 """
 
 from __future__ import annotations
@@ -74,17 +73,17 @@ def pop_mode() -> None:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
-    """Return the live dictionary of the hooks registered on a tensor, by handle id."""
+    """Return the live dictionary of a tensor's hooks, by handle id."""
     return tensor._backward_hooks
 
 
 def graph_task_id() -> int:
-    """Return the identity of the backward pass in progress, -1 outside of one."""
+    """Return the identity of the backward pass in progress, or -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def is_random(operator: Any, args: tuple, kwargs: dict) -> bool:
-    """Return whether an operator call draws from a generator; attention with ``dropout_p=0`` does not."""
+    """Return whether an operator call advances a generator; attention with ``dropout_p=0`` does not."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     for position, argument in enumerate(operator._schema.arguments):
@@ -95,20 +94,20 @@ def is_random(operator: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the counter that in-place writes advance, shared by all views; 0 where torch keeps none."""
+    """Return the counter of in-place writes, shared by all views; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor behind an unfinished functional collective."""
+    """Return a tensor after its functional collective, if any, completes."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def new_group(ranks: tuple[int, ...], number: int, **kwargs: Any) -> dist.ProcessGroup:
-    """Return a new process group of ``ranks``, made by them alone; ``number`` tells groups of the same ranks apart.
+    """Return a new process group of ``ranks``, created by them alone; ``number`` makes its name unique.
 
-    Torch names such a group after the number of groups that the calling rank knows. Stages may know different numbers
-    of groups, and would then wait for each other under different names, for ever.
+    Torch derives the name of such a group from the number of groups of the calling rank. Stages may belong to different
+    numbers of groups; their names would differ, and the creation would deadlock.
     """
     stock = distributed_c10d._process_group_name
     named: Any = lambda *_, **__: f"vescale.pipe:{ranks}:{number}"  # noqa: E731
@@ -120,5 +119,5 @@ def new_group(ranks: tuple[int, ...], number: int, **kwargs: Any) -> dist.Proces
 
 
 def bound_device() -> torch.device | None:
-    """Return the device that ``init_process_group(device_id=...)`` bound, which makes NCCL split communicators."""
+    """Return the device bound by ``init_process_group(device_id=...)``, with which NCCL splits communicators."""
     return torch.distributed.distributed_c10d._get_default_group().bound_device_id

@@ -1,21 +1,22 @@
 """The pipeline engine: runs a step of micro-batches over the stages of one mesh axis.
 
     engine = PipelineEngine(model, mesh["pp"], PipelinePlan(num_microbatches=8))
-    loss = engine(input_ids, labels=labels)      # the whole schedule runs: forwards, backwards, transfers
-    loss.backward()                              # gradients reach the parameters, as always
+    loss = engine(input_ids, labels=labels)      # runs the full schedule: forwards, backwards, transfers
+    loss.backward()                              # accumulates the gradients into the parameters
     optimizer.step()
 
-Every rank of the axis runs the user's own forward, with the modules of other stages replaced by stubs (``_mode.Stub``).
-The first micro-batch of a new form of inputs is run in lockstep and records which values cross stages (``_recorder``);
-from then on stages run on their own and exchange exactly these (``_frame``).
+Every rank of the axis runs the user's own forward, with stubs in place of the modules of other stages
+(``_stages/stub.py``). The first micro-batch of each input signature runs in lockstep and records the values that
+cross stages (``_run/recorder.py``). Later micro-batches run without lockstep and exchange the recorded values
+(``_run/frame.py``).
 
-Guarantee: the gradients are the sums, in the order of micro-batches, that a gradient-accumulation loop of one process
-computes, bit for bit where every crossing value has at most two consumers per stage (additions of three gradients are
-grouped by stage).
+Guarantee: the gradients are the sums, in the order of micro-batches, of a gradient-accumulation loop in one process.
+They are equal bit for bit if each value that crosses stages has at most two consumers per stage; additions of three
+gradients are grouped by stage.
 
-A failure in the first micro-batch is raised on every stage, and the engine can be called again. A failure later is
-raised on the stage where it happens; the others fail when their transfer reaches the ``timeout`` of the process groups,
-or when the failed process ends. The engine then refuses further steps.
+A failure in the first micro-batch is raised on every stage, and the engine can be called again. A later failure is
+raised on its own stage; the other stages fail when a transfer reaches the ``timeout`` of the process groups, or when
+the failed process ends. The engine then refuses further steps.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.profiler import record_function
 
-from ._actions import FORWARD, Schedule
-from ._backward import Boundary, GradientSum, HookGate, connect, run_backward
-from ._frame import Frame
-from ._hooks import hooked_units
-from ._microbatch import checksum, describe_inputs, digest, split_inputs
-from ._mode import RunState, TraceMode
-from ._program import Program, Transfer
-from ._recorder import RandomGuard, Recorder
-from ._split import StageSplit, split_units
-from ._stub import install_stubs
-from ._transport import Transport
-from ._values import PipelineError, meta_of
+from ._run.backward import Boundary, GradientSum, HookGate, connect, run_backward
+from ._run.frame import Frame
+from ._run.microbatch import checksum, describe_inputs, digest, split_inputs
+from ._run.mode import RunState, TraceMode
+from ._run.program import Program, Transfer
+from ._run.recorder import RandomGuard, Recorder
+from ._run.transport import Transport
+from ._run.values import PipelineError, meta_of
+from ._schedule.actions import FORWARD, Schedule
+from ._stages.hooks import hooked_units
+from ._stages.split import StageSplit, split_units
+from ._stages.stub import install_stubs
 from .plan import PipelinePlan
 
 logger = logging.getLogger("vescale.pipe")
@@ -51,29 +52,29 @@ logger = logging.getLogger("vescale.pipe")
 class PipelineEngine:
     """Train or evaluate a model as a pipeline over one mesh axis.
 
-    The modules of other stages are replaced in ``model`` by stubs, in place: names of what remains do not change, and
-    ``model.parameters()`` are this stage's. Construct the engine before parameters get storage, if the model is
-    deferred: no tensor is read here.
+    The engine replaces the modules of other stages in ``model`` by stubs, in place. The names of the remaining modules
+    do not change, and ``model.parameters()`` yields this stage's parameters. No tensor is read, so a deferred model
+    can be materialized after the engine is constructed.
 
     Args:
-        model: the whole model, the same on every rank of the axis.
+        model: the full model, the same on every rank of the axis.
         axis: one-dimensional device mesh, for example ``mesh["pp"]``; its ranks are the stages, in order.
-        plan: schedule, number of micro-batches, and where the model is cut.
-        loss_fn: computes the loss from the model's output. Called as ``loss_fn(output)``, or as
-            ``loss_fn(output, target)`` where the engine is called with ``target=``. Without it the loss is
+        plan: schedule, number of micro-batches, and split into stages.
+        loss_fn: computes the loss from the model's output. It is called as ``loss_fn(output)``, or as
+            ``loss_fn(output, target)`` if the engine is called with ``target=``. Without it the loss is
             ``output.loss``, ``output["loss"]`` or the output itself, a scalar tensor.
-        meshes: meshes for DTensors that cross stages, beside those of this stage's parameters.
-        timeout: after which a transfer to or from another stage fails; the backend's default if None.
+        meshes: meshes for DTensors that cross stages, in addition to those of this stage's parameters.
+        timeout: time limit of a transfer between stages; the backend's default if None.
 
     Attributes:
         model: the model, with stubs.
-        plan: as given.
-        stage: index of this rank's stage, out of ``num_stages``.
+        plan: the given plan.
+        stage: index of this rank's stage, below ``num_stages``.
         schedule: the actions of every rank.
         split: the units of every stage; None with one stage.
 
     Raises:
-        SplitError: the model cannot be cut as the plan says.
+        SplitError: the model cannot be split by the plan.
         ValueError: the axis is not one-dimensional.
 
     Example:
@@ -102,7 +103,7 @@ class PipelineEngine:
         timeout: timedelta | None = None,
     ) -> None:
         if axis.ndim != 1:
-            raise ValueError(f"a pipeline runs over one mesh axis, got {axis.ndim} axes {axis}; pass mesh['pp']")
+            raise ValueError(f"expected a pipeline mesh of one axis, got {axis.ndim} axes {axis}; pass mesh['pp']")
         self.model = model
         self.plan = plan
         self.num_stages = axis.size()
@@ -124,14 +125,14 @@ class PipelineEngine:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """The values that cross stages, for the form of inputs seen last; empty before the first call."""
+        """The values that cross stages, for the last input signature; empty before the first call."""
         return tuple(self._current.transfers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run one step and return its loss, the mean over micro-batches, on every stage.
+        """Run one step and return its loss on every stage, the mean over micro-batches.
 
-        With gradients enabled the returned loss carries the step's gradients: ``loss.backward()`` delivers them. Under
-        ``torch.no_grad()`` only the forwards run.
+        With gradients enabled, ``loss.backward()`` on the returned loss accumulates the step's gradients into the
+        parameters. Under ``torch.no_grad()`` only the forwards run.
 
         Args:
             *args: positional arguments of the model; tensors are split along dim 0 into micro-batches.
@@ -140,12 +141,13 @@ class PipelineEngine:
         Raises:
             ValueError: an input cannot be split.
             PipelineError: the program cannot run as a pipeline, or another stage failed.
-            RandomOperatorError: a random operator ran, with more than one stage.
+            RandomOperatorError: a random operator ran in a pipeline of several stages.
         """
         if self._failure is not None:
             raise PipelineError(
-                f"an earlier step of this engine failed ({type(self._failure).__name__}: {self._failure}), which may "
-                "have left messages between the stages; restart from a checkpoint with a new engine"
+                "expected an engine without failed steps, got a call after "
+                f"{type(self._failure).__name__}: {self._failure}; messages may be left between the stages, so restart "
+                "from a checkpoint with a new engine"
             )
         microbatches = split_inputs(args, kwargs, self.plan.num_microbatches)
         program = self._program_for(*microbatches[0])
@@ -157,7 +159,7 @@ class PipelineEngine:
                 step.run()
         except BaseException as error:
             self._transport.drop_sends()
-            # a recording fails on all stages with nothing in flight; after that, messages may be left unreceived
+            # a recording fails on all stages with nothing in flight; later failures may leave unreceived messages
             self._failure = error if program.recorded or not isinstance(error, Exception) else None
             raise
         if not program.loss_meta.requires_grad:
@@ -167,10 +169,10 @@ class PipelineEngine:
     # --- programs ---
 
     def _program_for(self, args: tuple, kwargs: dict) -> Program:
-        """Return the program for this form of inputs; one that is not recorded yet on all stages or on none.
+        """Return the program of this input signature. It is recorded on all stages or on none.
 
         Raises:
-            PipelineError: the stages were given different inputs.
+            PipelineError: the stages got different inputs.
         """
         if self.num_stages == 1:
             return Program()
@@ -183,7 +185,9 @@ class PipelineEngine:
         if any(other != key for other, _ in arrivals):
             forms = self._transport.gather_objects(form)
             lines = "\n".join(f"  stage {stage}: {text}" for stage, text in enumerate(forms))
-            raise PipelineError(f"the stages were given different inputs; pass the same batch on every stage:\n{lines}")
+            raise PipelineError(
+                f"expected the same inputs on every stage, got different ones; pass the same batch:\n{lines}"
+            )
         if program is None or any(stale for _, stale in arrivals):
             self._check_same_elements(args, kwargs)
             program = self._programs[key] = Program(stage_form=stage_form)
@@ -194,12 +198,12 @@ class PipelineEngine:
         sums = self._transport.gather_integers([checksum(args, kwargs)])
         if any(other != sums[0] for other in sums):
             raise PipelineError(
-                "the stages were given inputs of the same form and different elements: all ranks of the pipeline axis "
-                "need the same batch (shard the data over the data-parallel axis only)"
+                "expected the same inputs on every stage, got the same shapes with different elements; pass the same "
+                "batch to all ranks of the pipeline axis (shard the data over the data-parallel axis only)"
             )
 
     def forget(self, program: Program) -> None:
-        """Drop a program whose recording failed, so that the next step records again."""
+        """Drop a program after a failed recording; the next step records again."""
         self._programs = {key: kept for key, kept in self._programs.items() if kept is not program}
 
     def _mode_text(self) -> str:
@@ -208,10 +212,10 @@ class PipelineEngine:
         return f"grad={torch.is_grad_enabled()}, training={self.model.training}, autocast={autocast}"
 
     def _parameters_text(self) -> str:
-        """Return what this stage alone knows and its outputs' metadata depend on."""
+        """Return the part of the input signature that only this stage has: ``requires_grad`` and dtypes."""
         return " ".join(f"{p.requires_grad:d}{p.dtype}" for p in self.model.parameters())
 
-    # --- what a step needs ---
+    # --- used by a step ---
 
     def loss_of(self, args: tuple, kwargs: dict) -> torch.Tensor:
         """Run the model (and ``loss_fn``) on one micro-batch."""
@@ -224,10 +228,10 @@ class PipelineEngine:
         return _default_loss(loss)
 
     def find_mesh(self, axis_names: tuple[str, ...]) -> DeviceMesh:
-        """Return this stage's mesh with these axis names.
+        """Return this stage's mesh with the given axis names.
 
         Raises:
-            PipelineError: neither the parameters' meshes nor ``meshes`` has them.
+            PipelineError: no mesh of the parameters or of ``meshes`` has these axes.
         """
         candidates = [*self._meshes, *(p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor))]
         for mesh in candidates:
@@ -237,16 +241,15 @@ class PipelineEngine:
             if set(axis_names) <= set(names):
                 return mesh[axis_names]
         raise PipelineError(
-            f"stage {self.stage} receives a DTensor over the mesh axes {axis_names}, and none of its parameters is on "
-            "such a mesh; pass it as PipelineEngine(..., meshes=[mesh['tp']])"
+            f"stage {self.stage}: expected a mesh with the axes {axis_names} for a received DTensor, got none in its "
+            "parameters; pass it as PipelineEngine(..., meshes=[mesh['tp']])"
         )
 
 
 class _Step:
     """One step in progress: runs this rank's actions in order.
 
-    ``boundaries`` holds what the forwards leave for their backwards; it is emptied as backwards are done, which frees a
-    micro-batch's activations.
+    ``_saved`` holds each micro-batch's boundary and loss from its forward to its backward, which frees its activations.
     """
 
     def __init__(
@@ -262,23 +265,23 @@ class _Step:
         self._microbatches: list[Any] = list(microbatches)
         self._program = program
         self._is_last = engine.stage == engine.num_stages - 1
-        self._left: dict[int, tuple[Boundary, torch.Tensor | None]] = {}
+        self._saved: dict[int, tuple[Boundary, torch.Tensor | None]] = {}
         self._losses: list[torch.Tensor] = []
         self.loss: torch.Tensor
 
     def run(self) -> None:
-        """Run the schedule; then ``loss`` is the step's loss and ``total`` holds its gradients."""
+        """Run the schedule. Afterwards ``loss`` is the step's loss and ``total`` holds its gradients."""
         for action in self._engine.schedule.ranks[self._engine.stage]:
             with record_function(f"vescale.pipe/{action}"):
                 if action.kind == FORWARD:
-                    left = self._forward(action.microbatch)
+                    saved = self._forward(action.microbatch)
                     if self._program.loss_meta.requires_grad:
-                        self._left[action.microbatch] = left
-                    del left
+                        self._saved[action.microbatch] = saved
+                    del saved
                 elif self._program.loss_meta.requires_grad:
-                    left = self._left.pop(action.microbatch)
-                    run_backward(*left, self.total, transport=self._transport, program=self._program)
-                    del left
+                    saved = self._saved.pop(action.microbatch)
+                    run_backward(*saved, self.total, transport=self._transport, program=self._program)
+                    del saved
         self._transport.wait_sends()
         self.loss = self._shared_loss()
 
@@ -323,14 +326,14 @@ class _Step:
                 if recorder is None:
                     loss = engine.loss_of(args, kwargs)
                 else:
-                    with RandomGuard(lambda: mode.place):
+                    with RandomGuard(lambda: mode.current_module):
                         loss = engine.loss_of(args, kwargs)
         finally:
             engine._state.mode = None
         return frame.boundary, frame.end(loss, last_stage=engine.num_stages - 1)
 
     def _shared_loss(self) -> torch.Tensor:
-        """Return the sum of the micro-batches' parts, in their order, from the last stage to all."""
+        """Return the sum of the micro-batches' losses, in order, broadcast from the last stage."""
         if self._is_last:
             total = self._losses[0]
             for part in self._losses[1:]:
@@ -345,7 +348,7 @@ def _default_loss(output: Any) -> torch.Tensor:
     """Return the loss in a model's output.
 
     Raises:
-        TypeError: there is none.
+        TypeError: the output has no scalar loss.
     """
     loss = output
     if not isinstance(output, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The plan of a pipeline as data: which schedule, how many micro-batches, where the model is cut."""
+"""The plan of a pipeline as data: the schedule, the number of micro-batches, and the split into stages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ._actions import Schedule
+from ._schedule.actions import Schedule
 from .schedules import gpipe, one_f_one_b
 
 SCHEDULES = {"1f1b": one_f_one_b, "gpipe": gpipe}
@@ -22,15 +22,15 @@ class PipelinePlan:
 
     Args:
         schedule: ``"1f1b"`` or ``"gpipe"``.
-        num_microbatches: number of equal chunks that a batch is split into along dim 0.
+        num_microbatches: number of equal chunks of a batch, taken along dim 0.
         split: where stages begin. One of
 
-            - ``"uniform"``: the entries of the model's longest ``ModuleList`` are shared out evenly;
+            - ``"uniform"``: the entries of the model's longest ``ModuleList`` are distributed evenly;
             - names of the modules that begin stages 1, 2, ..., num_stages-1, as in ``["layers.4", "layers.8"]``;
             - one list of module names per stage, as in ``[["embed", "down1"], ["down2", "up2"], ["up1", "head"]]``.
 
     Raises:
-        ValueError: an unknown schedule, fewer than one micro-batch, or a split of another form.
+        ValueError: the schedule is unknown, there is less than one micro-batch, or the split has another form.
 
     Example:
         >>> plan = PipelinePlan(schedule="1f1b", num_microbatches=8)
@@ -51,7 +51,7 @@ class PipelinePlan:
         object.__setattr__(self, "split", _normalized_split(self.split))
 
     def actions(self, num_stages: int) -> Schedule:
-        """Return the schedule for this many stages."""
+        """Return the schedule for ``num_stages`` stages."""
         return SCHEDULES[self.schedule](num_stages, self.num_microbatches)
 
     def to_json(self) -> str:
@@ -68,7 +68,9 @@ class PipelinePlan:
         data = json.loads(text)
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(data, dict) or set(data) - set(known):
-            raise ValueError(f"expected a JSON object with the keys {', '.join(known)}, got {text}")
+            raise ValueError(
+                f"expected a JSON object with the keys {', '.join(known)}, got {text}; pass the text of to_json()"
+            )
         return cls(**data)
 
 
@@ -77,8 +79,8 @@ def _normalized_split(split: Any) -> Split:
     if isinstance(split, str):
         if split != UNIFORM:
             raise ValueError(
-                f"split={split!r} is not known. Expected 'uniform', a list of the modules that begin stages 1, 2, ..., "
-                f"or one list of module names per stage; for two stages write split=[{split!r}]"
+                "expected split 'uniform', a list of the modules that begin stages 1, 2, ..., or one list of module "
+                f"names per stage, got {split!r}; for two stages write split=[{split!r}]"
             )
         return split
     if isinstance(split, Sequence) and all(isinstance(item, str) for item in split):
@@ -89,6 +91,6 @@ def _normalized_split(split: Any) -> Split:
     ):
         return tuple(tuple(stage) for stage in split)
     raise ValueError(
-        "split must be 'uniform', a list of module names (the modules that begin stages 1, 2, ...), "
-        f"or one list of module names per stage, got {split!r}"
+        "expected split 'uniform', a list of the modules that begin stages 1, 2, ..., or one list of module names per "
+        f"stage, got {split!r}"
     )

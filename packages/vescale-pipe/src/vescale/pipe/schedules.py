@@ -1,4 +1,4 @@
-"""Generators of pipeline schedules, and the check that a schedule can run.
+"""Generate pipeline schedules, and validate a schedule from any source.
 
 With p stages and m micro-batches (F = forward, B = backward, equal stages):
 
@@ -9,8 +9,8 @@ With p stages and m micro-batches (F = forward, B = backward, equal stages):
     one_f_one_b(4, 8), rank 0:   F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
                        rank 3:   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
 
-``validate`` accepts any placement of stages on ranks (several stages per rank, V-shaped ...), so that schedules from
-elsewhere can be checked too.
+``validate`` accepts any placement of stages on ranks (several stages per rank, V-shaped, ...), so it also checks
+schedules from other tools.
 
 Sources: Huang et al. 2019 (GPipe); Narayanan et al. 2019 (PipeDream, 1F1B), 2021 (Megatron-LM).
 """
@@ -19,17 +19,17 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ._actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
+from ._schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run, or that does not compute each gradient exactly once."""
+    """Raised for a schedule that cannot run or does not compute each gradient exactly once."""
 
 
 def _check_sizes(num_stages: int, num_microbatches: int) -> None:
     if num_stages < 1 or num_microbatches < 1:
         raise ValueError(
-            "a schedule needs num_stages >= 1 and num_microbatches >= 1, "
+            "expected num_stages >= 1 and num_microbatches >= 1, "
             f"got num_stages={num_stages}, num_microbatches={num_microbatches}"
         )
 
@@ -52,7 +52,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Return the 1F1B schedule, stage r on rank r. Any number of micro-batches, also fewer than stages.
+    """Return the 1F1B schedule, stage r on rank r, for any number of micro-batches.
 
     Raises:
         ValueError: a size is below 1.
@@ -78,9 +78,9 @@ def _one_f_one_b_rank(stage: int, num_stages: int, num_microbatches: int) -> tup
 
 
 def dependencies(action: Action, schedule: Schedule, *, split_backward: frozenset[tuple[int, int]]) -> list[Action]:
-    """Return the actions that must be done before ``action`` may start.
+    """Return the actions that must finish before ``action`` starts.
 
-    ``split_backward`` holds the (stage, micro-batch) pairs whose backward is an I and a W instead of one B.
+    ``split_backward`` holds the (stage, micro-batch) pairs with an I and a W in place of one B.
     """
     stage, m = action.stage, action.microbatch
     if action.kind == FORWARD:
@@ -95,18 +95,18 @@ def dependencies(action: Action, schedule: Schedule, *, split_backward: frozense
 
 
 def split_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """Return the (stage, micro-batch) pairs whose backward is split into I and W."""
+    """Return the (stage, micro-batch) pairs with the backward split into I and W."""
     return frozenset((a.stage, a.microbatch) for _, a in schedule if a.kind == INPUT_GRAD)
 
 
 def validate(schedule: Schedule) -> None:
-    """Check that a schedule computes everything exactly once and never deadlocks.
+    """Check that a schedule computes each result exactly once and does not deadlock.
 
-    Checked: indices are in range; a stage lives on one rank; each (stage, micro-batch) has one F and either one B or
-    one I and one W; run in order, every rank reaches its end (so dependencies within and across ranks hold).
+    The checks are: indices are in range; each stage runs on one rank; each (stage, micro-batch) has one F and either
+    one B or one I and one W; run in order, every rank reaches its end, so dependencies within and between ranks hold.
 
     Raises:
-        ScheduleError: naming the rank and the action.
+        ScheduleError: a check fails; the text names the rank and the action.
 
     Example:
         >>> validate(one_f_one_b(4, 8))
@@ -120,17 +120,17 @@ def _check_indices(schedule: Schedule) -> None:
     home: dict[int, int] = {}
     for rank, actions in enumerate(schedule.ranks):
         if not actions:
-            raise ScheduleError(f"rank {rank} has no action; every rank runs at least one stage")
+            raise ScheduleError(f"rank {rank}: expected at least one action, got none; give every rank a stage")
     for rank, action in schedule:
         if action.stage >= schedule.num_stages or action.microbatch >= schedule.num_microbatches:
             raise ScheduleError(
-                f"rank {rank}: {action} is outside {schedule.num_stages} stages x "
-                f"{schedule.num_microbatches} micro-batches"
+                f"rank {rank}: expected an action within {schedule.num_stages} stages x "
+                f"{schedule.num_microbatches} micro-batches, got {action}"
             )
         if home.setdefault(action.stage, rank) != rank:
             raise ScheduleError(
-                f"rank {rank}: {action} runs stage {action.stage}, which also runs on rank {home[action.stage]}; "
-                "a stage lives on one rank"
+                f"expected stage {action.stage} on one rank, got {action} on rank {rank} and other actions on rank "
+                f"{home[action.stage]}; move all actions of a stage to one rank"
             )
 
 
@@ -138,13 +138,13 @@ def _check_counts(schedule: Schedule) -> None:
     counts = Counter(action for _, action in schedule)
     repeated = [str(action) for action, count in counts.items() if count > 1]
     if repeated:
-        raise ScheduleError(f"these actions appear more than once: {', '.join(repeated)}")
+        raise ScheduleError(f"expected each action once, got several of {', '.join(repeated)}")
     for stage in range(schedule.num_stages):
         for m in range(schedule.num_microbatches):
             kinds = "".join(kind for kind in "FBIW" if counts[Action(stage, kind, m)])
             if kinds not in ("FB", "FIW"):
                 raise ScheduleError(
-                    f"stage {stage}, micro-batch {m} has the actions {list(kinds)}; expected F and B, or F, I and W"
+                    f"stage {stage}, micro-batch {m}: expected the actions F and B, or F, I and W, got {list(kinds)}"
                 )
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._random.stock.pieces import PIECEWISE_OPS
+from .._random.stock.draw import PIECEWISE_OPS
 from .._torch.recording import Op
 from .ops import GEOMETRY_FACTORIES, RANDOM_FACTORIES, UNINITIALIZED
 from .tape import Call, Tape

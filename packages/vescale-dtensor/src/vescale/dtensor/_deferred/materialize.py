@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from .._layout.shards import local_shape, pieces
-from .._random.stock.rules import WINDOWS
+from .._random.global_position import WINDOWS
 from .liveness import needed_calls
 from .record import Recording
 from .replay import Replay, stream_entries, unskippable_draws

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .._random.stock.pieces import PIECEWISE_OPS
+from .._random.stock.draw import PIECEWISE_OPS
 from .._torch.recording import Op, operators
 
 __all__ = [

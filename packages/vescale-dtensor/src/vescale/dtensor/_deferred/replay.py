@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._containers import leaves, map_leaves
-from .._random.stock.pieces import Scratch
+from .._random.stock.draw import Scratch
 from .generators import GeneratorLog
 from .liveness import last_uses, skippable_draw
 from .ops import FILLS, GEOMETRY_FACTORIES, fill_number

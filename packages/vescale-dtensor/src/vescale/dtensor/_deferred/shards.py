@@ -17,19 +17,18 @@ Guarantee: the shard is bit for bit this rank's part of the tensor that one devi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .._containers import leaves
-from .._layout.boxes import Box, flat_offset, index_from, overlaps
+from .._layout.boxes import Box, index_from, overlaps
 from .._layout.shards import Piece
-from .._random import streams as _streams
-from .._random.cuda_replay import replay_fill
-from .._random.philox.rules import fill_views
-from .._random.stock.pieces import Scratch, draw_pieces
+from .._random.global_position import GlobalPosition
+from .._random.rules import draw_part
+from .._random.stock.draw import Scratch
 from .liveness import Draw, skippable_draw
 from .ops import EXACT_POINTWISE, FILLS, GEOMETRY_FACTORIES, scale_of_second
 from .tape import Call, Tape, Value
@@ -168,23 +167,11 @@ def _keeps_dtype(tape: Tape, value: Value) -> bool:
 
 
 def draw_into(shard: Tensor | None, region: Region | None, draw: Draw, scratch: Scratch) -> None:
-    """Advance the generator by a whole draw, and keep the values of the region in `shard`, if there is one."""
-    shape = (draw.numel,) if region is None else region.shape
-    views = [] if shard is None else list(region.views(shard))
-    if draw.generator is None and _streams.current() == _streams.PHILOX:
-        fill_views(draw.op, draw.args, draw.kwargs, dtype=draw.dtype, shape=shape, views=views)
-        return
-    options = {"dtype": draw.dtype, "device": draw.device, "args": draw.args, "kwargs": draw.kwargs}
-    if replay_fill(draw.op, views, shape=shape, generator=draw.generator, **options):  # on CUDA, where it is exact
-        return
-    args = (draw.op, draw.numel, draw.dtype, draw.device, draw.args, draw.kwargs, draw.generator)
-    pieces = draw_pieces(*args, scratch=scratch)
-    for start, piece in pieces:
-        for box, view in views:
-            for (offsets, sizes), common in overlaps(region.shape, box, start, start + piece.numel()):
-                first = flat_offset(region.shape, offsets) - start
-                values = piece[first : first + math.prod(sizes)].view(sizes)
-                view[index_from(box[0], common)].copy_(values[index_from(offsets, common)])
+    """Advance the generator by a full draw, and keep the values of the region in ``shard``, if there is one."""
+    if shard is None or region is None:
+        shard, region = torch.empty(0, dtype=draw.dtype, device=draw.device), Region((draw.numel,), (0,), ())
+    position = GlobalPosition(region.shape, tuple(range(len(region.shape))), True, region.pieces)
+    draw_part(draw.op, shard, position, draw.args, draw.kwargs, generator=draw.generator, scratch=scratch)
 
 
 def fill_range(shard: Tensor, region: Region, start: int, stop: int, number: object) -> None:

@@ -1,13 +1,17 @@
-"""Where this rank's elements lie in the tensor that one device would draw.
+"""Global positions: where the local elements of a tensor lie in the tensor that one device would draw.
 
-A random operator on a shard must know three things: the **global shape**, the **boxes** of this rank in it, and the
-**memory order** of the global tensor, since stock generators fill memory, not logical, order: the dims in the order of
-their strides, whether the memory is dense or not. Two sources say so:
+A rule for a random operator needs three facts: the **global shape**, the **boxes** of it that this rank holds, and the
+**memory order** of the global tensor. Stock generators fill memory, not logical order: the dims in the order of their
+strides, whether the memory is dense or not. Two sources give them:
 
-* a ``DTensor``: its placements give the boxes, its global strides the order;
-* an enclosing :func:`vescale.dtensor.random.local_batch`: dim 0 of every tensor is this rank's part of a larger batch.
+* the placements and the global strides of a DTensor;
+* batch windows, from `random.local_batch` and `random.micro_batches`: dim 0 of every tensor is one part of a batch.
 
-Both compose: attention scores of a tensor-parallel model inside data parallelism are a box in dims 1 (heads) and 0.
+Both compose. Attention scores of a tensor-parallel model under data parallelism are a box in dims 1 (heads) and 0::
+
+    placements   Shard(1) on tp, coord 1 of 2          global shape (B, H)
+    window       index 1 of 2 on dp                    . . . .
+                                                       . . x x      the box of this rank
 """
 
 from __future__ import annotations
@@ -24,10 +28,8 @@ from .._layout.groups import rank_set
 from .._layout.shards import Piece, pieces
 from .._torch import dispatch as _torch
 from ..errors import UnsupportedRandomOperator
-from .stock.pieces import NORMAL_BLOCK
-from .stock.spans import Span, spans
 
-__all__ = ["WINDOWS", "BatchWindow", "Place", "fills_memory", "memory_order", "place_of"]
+__all__ = ["WINDOWS", "BatchWindow", "GlobalPosition", "fills_memory", "local_of", "memory_order", "position_of"]
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,19 @@ class BatchWindow:
     ranks: tuple[int, ...] = ()
 
 
-# The batch windows declared around the running code, innermost first (set by ``random.local_batch``).
+# The batch windows around the running code, innermost first (set by `random.local_batch`, `random.micro_batches`).
 WINDOWS: ContextVar[tuple[BatchWindow, ...]] = ContextVar("vescale_batch_windows", default=())
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class GlobalPosition:
     """The boxes of a global tensor that a rank holds.
 
     Attributes:
         shape: shape of the tensor that one device would draw.
         order: dims of that tensor from the slowest to the fastest varying in memory.
         is_contiguous: whether that tensor is row-major and dense; `normal_` draws another stream where it is not.
-        pieces: what this rank holds, each piece with its place in the local tensor.
+        pieces: the boxes that this rank holds, each with its position in the local tensor.
         shift: what the batch windows add to the row of a piece's box.
     """
 
@@ -80,18 +82,8 @@ class Place:
     @functools.cached_property
     def memory_slices(self) -> tuple[slice, ...]:
         """The only box, as an index into the global tensor with its slowest dim first."""
-        ((offsets, sizes),) = self.memory_boxes
-        return tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-
-    @functools.cached_property
-    def spans(self) -> tuple[Span, ...]:
-        """What of the draw to skip, to draw in place, and to draw in scratch."""
-        return spans(self.memory_shape, self.memory_boxes)
-
-    @functools.cached_property
-    def block_spans(self) -> tuple[Span, ...]:
-        """The same with all cuts where `normal_` allows them."""
-        return spans(self.memory_shape, self.memory_boxes, NORMAL_BLOCK)
+        (box,) = self.memory_boxes
+        return _index(box)
 
     @functools.cached_property
     def is_local(self) -> bool:
@@ -105,76 +97,107 @@ class Place:
         return [piece.view(local).permute(self.order) for piece in self.pieces]
 
     def boxed_views(self, local: Tensor) -> list[tuple[Box, Tensor]]:
-        """Return the global boxes, each with the view of the local tensor that stores it, in logical order."""
+        """Return the global boxes in logical order, each with the view of ``local`` that stores it."""
         return [(box, piece.view(local)) for box, piece in zip(self.boxes, self.pieces, strict=True)]
 
-    def keep(self, whole: Tensor, local: Tensor) -> None:
-        """Copy what this rank holds of the global tensor ``whole`` to ``local``."""
-        for (offsets, sizes), piece in zip(self.boxes, self.pieces, strict=True):
-            index = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-            piece.view(local).copy_(whole[index])
+    def keep(self, full: Tensor, local: Tensor) -> None:
+        """Copy this rank's part of the global tensor ``full`` to ``local``."""
+        for box, view in self.boxed_views(local):
+            view.copy_(full[_index(box)])
+
+    def put(self, local: Tensor, full: Tensor) -> None:
+        """Copy ``local`` to this rank's part of the global tensor ``full``."""
+        for box, view in self.boxed_views(local):
+            full[_index(box)] = view
 
 
-def place_of(op: object, tensor: Tensor, windows: tuple[BatchWindow, ...]) -> Place:
-    """Return the place of ``tensor``'s local elements.
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor; a plain tensor is its own."""
+    return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def position_of(
+    op: object, tensor: Tensor, windows: tuple[BatchWindow, ...] | None = None, *, logical: bool = False
+) -> GlobalPosition:
+    """Return the global position of the local elements of ``tensor``.
+
+    Args:
+        op: the random operator, for messages.
+        tensor: a DTensor or a plain tensor.
+        windows: batch windows, innermost first; None takes those in force.
+        logical: number the elements in logical order, whatever the memory of the tensor is.
 
     Raises:
-        UnsupportedRandomOperator: no rank holds elements (`Partial`), several elements share memory (an expanded
-            tensor), or a batch window is declared around a tensor without dims, around one row of unknown memory
-            order, or around a DTensor that spans the window's ranks.
+        UnsupportedRandomOperator: a placement is `Partial`, or mesh axes cut one dim in an order of their own; in
+            memory order, several elements share memory (an expanded tensor); in a batch window, the tensor has no dims,
+            has one row of unknown memory order, or is a DTensor over ranks of the window.
     """
-    place = (
-        _sharded(_torch.spec(tensor)) if isinstance(tensor, DTensor) else _plain(tuple(tensor.shape), tensor.stride())
-    )
-    if isinstance(place, str):
-        raise UnsupportedRandomOperator.for_tensor(op, tensor, place)
-    for window in windows:
-        _check_window(op, tensor, window)
-        place = _cut(place, window)
-    return place
+    if isinstance(tensor, DTensor):
+        spec = _torch.spec(tensor)
+        position, stride = _sharded(spec), tuple(spec.stride)
+    else:
+        position, stride = _plain(tuple(tensor.shape)), tensor.stride()
+    if isinstance(position, GlobalPosition) and not logical:
+        position = _in_memory(position, stride)
+    if isinstance(position, str):
+        raise UnsupportedRandomOperator.for_tensor(op, tensor, position)
+    for window in WINDOWS.get() if windows is None else windows:
+        _check_window(op, tensor, window, logical=logical)
+        position = _cut(position, window)
+    return position
 
 
 @functools.lru_cache(maxsize=4096)
-def _sharded(spec: _torch.Spec) -> Place | str:
-    """Return the place, or what to do about a tensor that has none."""
+def _sharded(spec: _torch.Spec) -> GlobalPosition | str:
+    """Return the position in logical order, or the way out for a DTensor that has none."""
     if any(placement.is_partial() for placement in spec.placements):
         return "redistribute to Shard or Replicate before the random operator"
     if not _torch.has_default_order(spec):
         return "its mesh axes cut one dim in an order of their own: redistribute to the default order first"
-    mesh, shape, stride = spec.mesh, tuple(spec.shape), tuple(spec.stride)
+    mesh, shape = spec.mesh, tuple(spec.shape)
     coord = mesh.get_coordinate()
     held = pieces(shape, tuple(mesh.shape), None if coord is None else tuple(coord), tuple(spec.placements))
-    return _laid_out(shape, stride, held)
+    return GlobalPosition(shape, tuple(range(len(shape))), True, held)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plain(shape: tuple[int, ...], stride: tuple[int, ...]) -> Place | str:
+def _plain(shape: tuple[int, ...]) -> GlobalPosition:
     origin = tuple(0 for _ in shape)
-    return _laid_out(shape, stride, (Piece((origin, shape), origin),) if 0 not in shape else ())
+    held = (Piece((origin, shape), origin),) if 0 not in shape else ()
+    return GlobalPosition(shape, tuple(range(len(shape))), True, held)
 
 
-def _laid_out(shape: tuple[int, ...], stride: tuple[int, ...], held: tuple[Piece, ...]) -> Place | str:
+@functools.lru_cache(maxsize=4096)
+def _in_memory(position: GlobalPosition, stride: tuple[int, ...]) -> GlobalPosition | str:
+    """Return the position in the order of the memory, or the way out where elements share memory."""
+    shape = position.shape
     if any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True)) and 0 not in shape:
         return "call .contiguous() first: several of its elements share memory"
     order = memory_order(shape, stride)
-    is_contiguous = order == tuple(range(len(shape))) and fills_memory(shape, stride)
-    return Place(shape, order, is_contiguous, held)
+    is_contiguous = order == position.order and fills_memory(shape, stride)
+    return position if is_contiguous else GlobalPosition(shape, order, False, position.pieces)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cut(place: Place, window: BatchWindow) -> Place:
-    rows = place.shape[0]
-    shape = (rows * window.count, *place.shape[1:])
-    return Place(shape, place.order, place.is_contiguous, place.pieces, place.shift + window.index * rows)
+def _cut(position: GlobalPosition, window: BatchWindow) -> GlobalPosition:
+    """Return the position in the batch of which the tensor is one part."""
+    rows, *others = position.shape
+    shift = position.shift + window.index * rows
+    shape = (rows * window.count, *others)
+    return GlobalPosition(shape, position.order, position.is_contiguous, position.pieces, shift)
 
 
-def _check_window(op: object, tensor: Tensor, window: BatchWindow) -> None:
+def _check_window(op: object, tensor: Tensor, window: BatchWindow, *, logical: bool) -> None:
     if tensor.ndim == 0:
         way_out = "a tensor without dims has no batch dim: draw it outside random.local_batch"
     elif isinstance(tensor, DTensor) and len(rank_set(tensor.device_mesh).intersection(window.ranks)) > 1:
         way_out = "its mesh spans the axis of random.local_batch already: use one of the two"
-    elif tensor.shape[0] == 1 and tensor.numel() > 0 and tensor.stride(0) != tensor.numel():
-        # with more rows, dim 0 may come anywhere in memory: the strides of a single row do not tell
+    elif not logical and tensor.shape[0] == 1 and tensor.numel() > 0 and tensor.stride(0) != tensor.numel():
+        # With more rows, dim 0 has a known position in memory order. The stride of a single row is arbitrary.
         way_out = "one row does not tell the memory order of the batch: .clone(memory_format=torch.contiguous_format)"
     else:
         return
@@ -197,7 +220,7 @@ def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
 
 
 def fills_memory(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Tell whether the elements fill one block of memory without gaps.
+    """Return whether the elements fill one block of memory without gaps.
 
     Example:
         >>> fills_memory((3, 4), (1, 3)), fills_memory((3, 2), (4, 1))

@@ -1,9 +1,17 @@
-"""Seeds and states of the random generators: save, restore, fork.
+"""The random generators of the process: which stream is in force, and their seeds and states.
 
-A saved state is a flat dict of tensors and integers, which ``torch.save``, ``pickle`` and checkpoint formats take:
+A stream is a state of torch's default CPU generator and a way to read it (`philox.state` for the stream "philox"). The
+state of the stream that is not in force is parked here, so that neither stream moves while the other one draws::
+
+    stream in force     default CPU generator       parked
+    torch               state of "torch"            state of "philox"
+    philox              state of "philox"           state of "torch"
+
+A saved state (`get_state`) is a flat dict of tensors and integers, which ``torch.save``, ``pickle`` and checkpoint
+formats accept:
 
 ==================  ==========================================  ========================================================
-key                 value                                       what
+key                 value                                       content
 ==================  ==========================================  ========================================================
 ``version``         int                                         1
 ``torch.cpu``       uint8, ``(5056,)``                          torch's CPU generator (the stream "torch")
@@ -18,42 +26,139 @@ Batch windows are no part of it: they belong to the program, not to the generato
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import streams as _streams
-from .philox import state as _state
+from .philox import state as _philox
 
-__all__ = ["fork", "get_state", "manual_seed", "set_state"]
+__all__ = [
+    "PHILOX",
+    "STREAMS",
+    "TORCH",
+    "Position",
+    "Snapshot",
+    "current",
+    "fork",
+    "get_state",
+    "manual_seed",
+    "random_position",
+    "set_state",
+]
+
+TORCH, PHILOX = "torch", "philox"
 
 VERSION = 1
 CPU, SEED, COUNTER = "torch.cpu", "philox.seed", "philox.counter"
 REQUIRED = {"version": int, CPU: Tensor, SEED: int, COUNTER: int}
 
 
+class _Streams:
+    """The stream in force, the generator state of the parked one, and the contexts that are open."""
+
+    def __init__(self) -> None:
+        self.active = TORCH
+        self.parked: dict[str, Tensor] = {}
+        self.num_open = 0  # contexts of `random.stream` and `random.fork`
+        self.program = contextlib.ExitStack()  # what `random.set_stream` entered
+        self.num_program = 0  # how many of the open contexts that is
+
+    def parked_state(self, name: str) -> Tensor:
+        """Return the generator state of the stream that is not in force; a new one starts at torch's seed."""
+        if name not in self.parked:
+            self.parked[name] = _philox.started(torch.initial_seed())
+        return self.parked[name]
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Count a context that restores streams at its end."""
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+
+# Process-wide, as torch's default generator is: a backward pass may run in other threads than its forward pass.
+STREAMS = _Streams()
+
+
+def current() -> str:
+    """Return the name of the stream in force."""
+    return STREAMS.active
+
+
+# ------------------------------------------------------------------------------------------------- all generators
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The states of all generators of this process, and which stream is in force."""
+
+    active: str
+    generator: Tensor
+    parked: dict[str, Tensor]
+    devices: dict[str, list[Tensor]]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        """Copy the present states."""
+        return cls(STREAMS.active, torch.get_rng_state(), dict(STREAMS.parked), _device_states())
+
+    def restore(self) -> None:
+        """Restore these states."""
+        STREAMS.active = self.active
+        STREAMS.parked = dict(self.parked)
+        torch.set_rng_state(self.generator)
+        _set_device_states(self.devices)
+
+
+def _device_states() -> dict[str, list[Tensor]]:
+    """Return the states of all generators on accelerators that are in use, by device type."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return {}
+    module = torch.get_device_module(accelerator.type)
+    is_initialized = getattr(module, "is_initialized", lambda: False)
+    if not is_initialized():
+        return {}
+    return {accelerator.type: [module.get_rng_state(index) for index in range(module.device_count())]}
+
+
+def _set_device_states(states: dict[str, list[Tensor]]) -> None:
+    """Undo `_device_states`."""
+    for device_type, of_devices in states.items():
+        for index, state in enumerate(of_devices):
+            torch.get_device_module(device_type).set_rng_state(state, index)
+
+
+# ------------------------------------------------------------------------------------------------- seeds and states
+
+
 def manual_seed(seed: int) -> None:
     """See :func:`vescale.dtensor.random.manual_seed`."""
-    begun = _state.started(seed)  # before anything changes: it checks the seed
+    begun = _philox.started(seed)  # before anything changes: it checks the seed
     before = torch.get_rng_state()
     torch.manual_seed(seed)
-    if _streams.current() == _streams.PHILOX:
-        _streams.park(_streams.TORCH, torch.get_rng_state())
-        torch.set_rng_state(_state.write(_state.read(begun), before))
+    if STREAMS.active == PHILOX:
+        STREAMS.parked[TORCH] = torch.get_rng_state()
+        torch.set_rng_state(_philox.write(_philox.read(begun), before))
     else:
-        _streams.park(_streams.PHILOX, begun)
+        STREAMS.parked[PHILOX] = begun
 
 
 def get_state() -> dict[str, Any]:
     """See :func:`vescale.dtensor.random.get_state`."""
-    in_philox = _streams.current() == _streams.PHILOX
+    in_philox = STREAMS.active == PHILOX
     here = torch.get_rng_state()
-    there = _streams.parked_state(_streams.TORCH if in_philox else _streams.PHILOX).clone()
+    there = STREAMS.parked_state(TORCH if in_philox else PHILOX).clone()
     cpu, philox = (there, here) if in_philox else (here, there)
-    position = _state.read(philox)
-    devices = {f"torch.{kind}": torch.stack(states) for kind, states in _streams.device_states().items()}
+    position = _philox.read(philox)
+    devices = {f"torch.{kind}": torch.stack(states) for kind, states in _device_states().items()}
     return {
         "version": VERSION,
         CPU: cpu,
@@ -66,21 +171,21 @@ def get_state() -> dict[str, Any]:
 def set_state(state: dict[str, Any]) -> None:
     """See :func:`vescale.dtensor.random.set_state`."""
     _check(state)
-    position = _state.Position(state[SEED], state[COUNTER])
-    if _streams.current() == _streams.PHILOX:
-        _streams.park(_streams.TORCH, state[CPU].clone())
-        torch.set_rng_state(_state.write(position, torch.get_rng_state()))
+    position = _philox.Position(state[SEED], state[COUNTER])
+    if STREAMS.active == PHILOX:
+        STREAMS.parked[TORCH] = state[CPU].clone()
+        torch.set_rng_state(_philox.write(position, torch.get_rng_state()))
     else:
-        _streams.park(_streams.PHILOX, _state.write(position, _state.started(position.seed)))
+        STREAMS.parked[PHILOX] = _philox.write(position, _philox.started(position.seed))
         torch.set_rng_state(state[CPU])
-    _streams.set_device_states({kind: list(state[f"torch.{kind}"]) for kind in _devices_of(state)})
+    _set_device_states({kind: list(state[f"torch.{kind}"]) for kind in _devices_of(state)})
 
 
 @contextlib.contextmanager
 def fork(seed: int | None = None) -> Iterator[None]:
     """See :func:`vescale.dtensor.random.fork`."""
-    before = _streams.Snapshot.take()
-    with _streams.opened():
+    before = Snapshot.take()
+    with STREAMS.opened():
         try:
             if seed is not None:
                 manual_seed(seed)
@@ -134,3 +239,49 @@ def _check_devices(kind: str, states: object) -> None:
         here = 0
     if here != len(states):
         raise ValueError(f"a random state of {len(states)} {kind} devices; this process sees {here}")
+
+
+# ------------------------------------------------------------------------------------------------- positions
+
+_compare_memory = ctypes.CDLL(None).memcmp
+_compare_memory.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
+
+class Position:
+    """The state of torch's default generators; see :func:`random_position`.
+
+    It is made and compared at the start and at the end of every call of a module, so both take about a microsecond
+    (``torch.equal`` of two states takes several).
+    """
+
+    __slots__ = ("_state",)
+
+    def __init__(self, device_type: str):
+        state = torch.get_rng_state()  # also where the stream "philox" of all devices is
+        if device_type != "cpu":
+            device = torch.get_device_module(device_type)
+            if not getattr(device, "is_current_stream_capturing", bool)():  # then no generator answers
+                state = torch.cat([state, device.get_rng_state()])
+        self._state = state
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Position) or self._state.nbytes != other._state.nbytes:
+            return NotImplemented
+        return not _compare_memory(self._state.data_ptr(), other._state.data_ptr(), self._state.nbytes)
+
+
+def random_position(device_type: str = "cpu") -> Position:
+    """Return the positions of the random streams of the CPU and of a kind of device; equal until something draws.
+
+    A position covers every draw from torch's default generators, by any code, and seeding; of a device, those of the
+    current one. It does not cover generators that a program has created. On the CPU it takes about a microsecond.
+
+    Example:
+        >>> before = random_position()
+        >>> random_position() == before
+        True
+        >>> dropped = torch.nn.functional.dropout(torch.ones(3), 0.5)
+        >>> random_position() == before
+        False
+    """
+    return Position(device_type)

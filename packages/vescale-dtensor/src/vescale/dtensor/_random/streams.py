@@ -1,4 +1,4 @@
-"""Which random stream is in force, and how handlers follow it.
+"""Switching streams, and random operators on plain tensors.
 
 ============ =============================================== ==================================================
 stream       numbers                                         equal to
@@ -7,107 +7,38 @@ stream       numbers                                         equal to
 ``philox``   a function of (seed, draw, global index)        one device inside ``random.stream("philox")``
 ============ =============================================== ==================================================
 
-A stream is a state of torch's default CPU generator and a way to read it. The state of the stream that is not in force
-is parked here, so neither moves while the other one draws. All of it belongs to the process, as the generator does:
-backward may run in other threads than forward.
+Random operators on DTensors reach ``rules`` through DTensor's own dispatch. Those on plain tensors need a dispatch
+mode: `PhiloxMode` in the stream "philox", `RandomMode` in a batch window. `unwatched` takes both off around code that
+draws nothing, because a mode costs some microseconds per operator.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextvars import ContextVar
 
 import torch
-from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from .._containers import tensors_in
 from .._operators.attention import is_fused_without_dropout
 from .._torch import dispatch as _torch
-from .._torch.generator import in_backward
-from .philox import rules as _rules
-from .philox import state as _state
-from .stock import rules as _random_rules
+from .global_position import WINDOWS
+from .philox import state as _philox
+from .rules import handle, is_enabled, philox_handle, runs_stock
+from .state import PHILOX, STREAMS, TORCH, Snapshot, current
 
 __all__ = [
-    "PHILOX",
-    "TORCH",
     "PhiloxMode",
-    "Snapshot",
-    "current",
-    "device_states",
-    "opened",
-    "park",
-    "parked_state",
-    "set_device_states",
+    "RandomMode",
+    "is_watched",
+    "is_watched_alone",
     "set_stream",
     "stream",
-    "switchable",
+    "unwatched",
+    "watched",
 ]
-
-TORCH, PHILOX = "torch", "philox"
-
-
-class _Streams:
-    """The state of the process: the stream in force, the parked one's generator state, and what is open."""
-
-    def __init__(self) -> None:
-        self.active = TORCH
-        self.parked: dict[str, Tensor] = {}
-        self.num_open = 0  # contexts of `stream` and `fork`
-        self.program = contextlib.ExitStack()  # what `set_stream` entered
-        self.num_program = 0  # how many of the open contexts that is
-
-
-_streams = _Streams()
-
-
-def current() -> str:
-    """Return the name of the stream in force."""
-    return _streams.active
-
-
-@functools.cache
-def switchable(handler: _torch.Handler) -> _torch.Handler:
-    """Return a handler that runs ``handler`` in the stream "torch", and the counter-based rules in "philox".
-
-    It costs one look at a global variable. Equal handlers give the same object.
-
-    Raises:
-        RuntimeError: when called, in the stream "torch", while backward repeats a forward that ran in "philox".
-    """
-
-    def handle(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-        if _streams.active == PHILOX:
-            return _rules.handle(op, args, kwargs)
-        if in_backward() and _state.is_marked(torch.get_rng_state()):
-            raise RuntimeError(
-                f'{op} repeats, in backward, a forward that ran inside random.stream("philox"), which has been left: '
-                "call backward() inside the same context"
-            )
-        return handler(op, args, kwargs)
-
-    return handle
-
-
-# ------------------------------------------------------------------------------------------------- plain tensors
-
-
-class PhiloxMode(_torch.TorchDispatchMode):
-    """Run random operators by the rules of the stream "philox" while it is in force."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not _torch.is_random(func) and not (torch.is_inference_mode_enabled() and _torch.is_composite(func)):
-            return func(*args, **kwargs)
-        if _streams.active != PHILOX or _rules.runs_stock() or not _random_rules.is_enabled():
-            return func(*args, **kwargs)
-        if _torch.is_composite(func):
-            with self:  # inference mode shows dropout and the like as one operator: look inside
-                return func.decompose(*args, **kwargs)
-        if not _torch.is_random(func) or is_fused_without_dropout(func, args, kwargs):
-            return func(*args, **kwargs)
-        return _rules.handle(func, args, kwargs)
 
 
 # ------------------------------------------------------------------------------------------------- switching
@@ -117,27 +48,27 @@ class PhiloxMode(_torch.TorchDispatchMode):
 def stream(name: str, *, seed: int | None = None) -> Iterator[None]:
     """See :func:`vescale.dtensor.random.stream`."""
     _check_name(name)
-    if seed is None and name == _streams.active:
+    if seed is None and name == STREAMS.active:
         yield
         return
-    mode = PhiloxMode() if name == PHILOX and _streams.active != PHILOX else contextlib.nullcontext()
-    with opened(), _continued(name) if seed is None else _seeded(name, seed), mode:
+    mode = PhiloxMode() if name == PHILOX and STREAMS.active != PHILOX else contextlib.nullcontext()
+    with STREAMS.opened(), _continued(name) if seed is None else _seeded(name, seed), mode:
         yield
 
 
 def set_stream(name: str, *, seed: int | None = None) -> None:
     """See :func:`vescale.dtensor.random.set_stream`."""
     _check_name(name)
-    if _streams.num_open > _streams.num_program:
+    if STREAMS.num_open > STREAMS.num_program:
         raise RuntimeError("set_stream is for the whole program: call it outside of random.stream and random.fork")
-    begun = None if seed is None else _state.started(seed)
-    _streams.program.close()
-    _streams.num_program = 0
+    begun = None if seed is None else _philox.started(seed)
+    STREAMS.program.close()
+    STREAMS.num_program = 0
     if name == PHILOX:
         if begun is not None:
-            _streams.parked[PHILOX] = begun
-        _streams.program.enter_context(stream(PHILOX))
-        _streams.num_program = 1
+            STREAMS.parked[PHILOX] = begun
+        STREAMS.program.enter_context(stream(PHILOX))
+        STREAMS.num_program = 1
     elif seed is not None:
         torch.manual_seed(seed)
 
@@ -148,27 +79,17 @@ def _check_name(name: str) -> None:
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[None]:
-    """Count a context that puts streams back at its end."""
-    _streams.num_open += 1
-    try:
-        yield
-    finally:
-        _streams.num_open -= 1
-
-
-@contextlib.contextmanager
 def _seeded(name: str, seed: int) -> Iterator[None]:
     """Start a stream, and forget it at the end."""
-    begun = _state.started(seed)
+    begun = _philox.started(seed)
     before = Snapshot.take()
-    _streams.active = name
+    STREAMS.active = name
     try:
         if name == TORCH:
             torch.manual_seed(seed)
         else:
             torch.set_rng_state(begun)
-            _state.swap_windows(_random_rules.WINDOWS.get())
+            _philox.swap_windows(WINDOWS.get())
         yield
     finally:
         before.restore()
@@ -177,75 +98,140 @@ def _seeded(name: str, seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _continued(name: str) -> Iterator[None]:
     """Take up a stream where it was left, and park it at the end."""
-    outer = _streams.active
+    outer = STREAMS.active
     _exchange(outer, name)
     try:
         if name == PHILOX:
-            _state.swap_windows(_random_rules.WINDOWS.get())
+            _philox.swap_windows(WINDOWS.get())
         yield
     finally:
         _exchange(name, outer)
 
 
 def _exchange(leave: str, enter: str) -> None:
-    parked = parked_state(enter)
-    _streams.parked[leave] = torch.get_rng_state()
+    parked = STREAMS.parked_state(enter)
+    STREAMS.parked[leave] = torch.get_rng_state()
     torch.set_rng_state(parked)
-    del _streams.parked[enter]
-    _streams.active = enter
+    del STREAMS.parked[enter]
+    STREAMS.active = enter
 
 
-# ------------------------------------------------------------------------------------------------- generators
+# ------------------------------------------------------------------------------------------------- dispatch modes
 
 
-def parked_state(name: str) -> Tensor:
-    """Return the generator state of the stream that is not in force; one that never was starts at torch's seed."""
-    if name not in _streams.parked:
-        _streams.parked[name] = _state.started(torch.initial_seed())
-    return _streams.parked[name]
+class PhiloxMode(_torch.TorchDispatchMode):
+    """Run random operators by the rules of the stream "philox" while it is in force."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not _torch.is_random(func) and not (torch.is_inference_mode_enabled() and _torch.is_composite(func)):
+            return func(*args, **kwargs)
+        if current() != PHILOX or runs_stock() or not is_enabled():
+            return func(*args, **kwargs)
+        if _torch.is_composite(func):
+            with self:  # inference mode shows dropout and the like as one operator: look inside
+                return func.decompose(*args, **kwargs)
+        if not _torch.is_random(func) or is_fused_without_dropout(func, args, kwargs):
+            return func(*args, **kwargs)
+        return philox_handle(func, args, kwargs)
 
 
-def park(name: str, state: Tensor) -> None:
-    """Set the generator state of the stream that is not in force."""
-    _streams.parked[name] = state
+class RandomMode(_torch.TorchDispatchMode):
+    """Give random operators on plain tensors to a handler; leave everything else alone."""
+
+    def __init__(self, handler: _torch.Handler):
+        super().__init__()
+        self.handler = handler
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if _torch.is_composite(func) and (torch.is_inference_mode_enabled() or _torch.is_random(func)):
+            with self:  # only below autograd dropout and the like are one operator: look inside
+                return func.decompose(*args, **kwargs)
+        if not _torch.is_random(func) or runs_stock() or not is_enabled():
+            return func(*args, **kwargs)
+        if is_fused_without_dropout(func, args, kwargs):
+            return func(*args, **kwargs)
+        if any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)  # they reach the same rules by their own dispatch
+        return self.handler(func, args, kwargs)
 
 
-def device_states() -> dict[str, list[Tensor]]:
-    """Return the states of all generators on accelerators that are in use, by device type."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return {}
-    module = torch.get_device_module(accelerator.type)
-    is_initialized = getattr(module, "is_initialized", lambda: False)
-    if not is_initialized():
-        return {}
-    return {accelerator.type: [module.get_rng_state(index) for index in range(module.device_count())]}
+# ------------------------------------------------------------------------------------------------- watching
+
+# The modes that `unwatched` has taken off around the running code, the outermost first.
+TAKEN_OFF: ContextVar[tuple[_torch.TorchDispatchMode, ...]] = ContextVar("vescale_modes_taken_off", default=())
 
 
-def set_device_states(states: dict[str, list[Tensor]]) -> None:
-    """Undo `device_states`."""
-    for device_type, of_devices in states.items():
-        for index, state in enumerate(of_devices):
-            torch.get_device_module(device_type).set_rng_state(state, index)
+def is_watched() -> bool:
+    """Tell whether random operators on plain tensors are followed here, inside of `unwatched`, too.
+
+    They are in `local_batch`, in `micro_batches` and in the stream "philox".
+
+    Example:
+        >>> is_watched()
+        False
+    """
+    return bool(TAKEN_OFF.get()) or any(map(_is_ours, _torch.dispatch_modes()))
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """All of this process's generators, and which stream is in force."""
+def is_watched_alone() -> bool:
+    """Tell whether operators on plain tensors are watched for what `is_watched` names, and by nobody else."""
+    modes = _torch.dispatch_modes()
+    return bool(modes) and all(map(_is_ours, modes))
 
-    active: str
-    generator: Tensor
-    parked: dict[str, Tensor]
-    devices: dict[str, list[Tensor]]
 
-    @classmethod
-    def take(cls) -> Snapshot:
-        """Copy what there is."""
-        return cls(_streams.active, torch.get_rng_state(), dict(_streams.parked), device_states())
+def _is_ours(mode: _torch.TorchDispatchMode) -> bool:
+    return isinstance(mode, PhiloxMode) or (isinstance(mode, RandomMode) and mode.handler is handle)
 
-    def restore(self) -> None:
-        """Put everything back."""
-        _streams.active = self.active
-        _streams.parked = dict(self.parked)
-        torch.set_rng_state(self.generator)
-        set_device_states(self.devices)
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Run code that draws nothing without looking for random operators in it, as `local_batch` otherwise does.
+
+    Looking takes some microseconds per operator, and a compiler refuses to run meanwhile. Random operators on DTensors
+    still draw their part of the batch; those on plain tensors draw as if there were no other ranks, in torch's stream,
+    unless `watched` is around them. Nothing changes where somebody else watches operators, too: ask `is_watched_alone`
+    where that matters.
+
+    Example:
+        >>> with random.local_batch(mesh["dp"]), extension.unwatched():    # doctest: +SKIP
+        ...     hidden = compiled_layer(hidden)
+    """
+    if not is_watched_alone():
+        yield
+        return
+    modes = tuple(_torch.dispatch_modes())
+    token = TAKEN_OFF.set(modes)
+    for mode in reversed(modes):
+        mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.__enter__()
+        TAKEN_OFF.reset(token)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Look for random operators again, inside of `unwatched`; nothing changes elsewhere.
+
+    For operators of one's own that compiled code calls, and that draw.
+
+    Example:
+        >>> with random.local_batch(mesh["dp"]), extension.unwatched():    # doctest: +SKIP
+        ...     with extension.watched():
+        ...         torch.rand(3)                                       # this rank's part of what one device draws
+    """
+    if not (modes := TAKEN_OFF.get()):
+        yield
+        return
+    token = TAKEN_OFF.set(())
+    try:
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            yield
+    finally:
+        TAKEN_OFF.reset(token)

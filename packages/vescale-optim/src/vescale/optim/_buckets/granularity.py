@@ -6,12 +6,15 @@
     "expert"         between indices of dim 0 of a stack of matrices (three dims)
     n                between blocks of n elements, in row-major order
 
-All of it speaks of a rank's local tensor: of a tensor-parallel parameter, its shard.
+All of it speaks of a rank's local tensor: of a tensor-parallel parameter, its shard. An uneven shard is larger on some
+ranks, and an error must be the same on all. So a granularity is checked against the local shapes of all ranks
+(`local_shapes`), which every rank computes without communication.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
 import warnings
@@ -19,12 +22,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .. import _torch
-from .local_shapes import local_shapes
 from .plan import Bucket, ParamInfo
 
-__all__ = ["check_granularity", "param_info", "resolve_blocks", "warn_of_padding"]
+__all__ = ["check_granularity", "is_even", "local_shapes", "param_info", "resolve_blocks", "warn_of_padding"]
 
 #: Buffers that are more times larger than the parameters in them are worth a warning.
 _WORTH_A_WARNING = 1.5
@@ -177,7 +180,7 @@ def warn_of_padding(buckets: Iterable[Bucket], blocks: Mapping[str, int]) -> Non
         f"granularity makes the buffer of {held} elements {worst.numel} large: no shard can be smaller "
         f"than a block of {fqn!r} ({blocks[fqn]} elements), and there are {worst.num_shards} shards of equal size; let "
         "it be cut (granularity 'rows'), shard over fewer ranks, or (zero=3) choose larger units",
-        stacklevel=3,
+        stacklevel=4,  # the caller of DDP
     )
 
 
@@ -189,3 +192,40 @@ def param_info(fqn: str, param: Tensor, blocks: Mapping[str, int]) -> ParamInfo:
 
 def _has_blocks(bucket: Bucket, blocks: Mapping[str, int]) -> bool:
     return any(slot.fqn in blocks for slot in bucket.slots)
+
+
+def local_shapes(tensor: Tensor) -> list[tuple[int, ...]]:
+    """Return every shape that a local tensor of ``tensor`` has on some rank of its mesh; a plain tensor has one.
+
+    Example:
+        >>> import torch
+        >>> local_shapes(torch.zeros(3, 2))
+        [(3, 2)]
+    """
+    sizes = [{size} for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            dim = getattr(placement, "dim", None)
+            if dim is not None:
+                num_parts = getattr(placement, "split_factor", 1)
+                num_ranks = tensor.device_mesh.size(axis)
+                sizes[dim] = {part for size in sizes[dim] for part in _cut(size, num_parts, num_ranks)}
+    return sorted(itertools.product(*map(sorted, sizes)))
+
+
+def _cut(size: int, num_parts: int, num_ranks: int) -> set[int]:
+    """Return what ranks have of a dim of which each gets its chunk of every part; chunks are cut as by torch.chunk."""
+    held = []
+    for index in range(num_ranks):
+        held.append(sum(_chunk(_chunk(size, num_parts, part), num_ranks, index) for part in range(num_parts)))
+    return set(held)
+
+
+def _chunk(size: int, num_chunks: int, index: int) -> int:
+    full = -(-size // num_chunks)
+    return min(full, max(size - full * index, 0))
+
+
+def is_even(tensor: Tensor) -> bool:
+    """Return whether the local tensors of all ranks have the same shape."""
+    return len(local_shapes(tensor)) == 1

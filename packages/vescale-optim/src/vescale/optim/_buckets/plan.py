@@ -15,7 +15,7 @@ bits as, tensors of their own.
 **Uneven shards.** Of a tensor-parallel parameter some ranks may have more than others. Its place has room for the
 largest local tensor, so that all ranks cut every parameter at the same places.
 
-**Blocks.** A parameter may consist of blocks that no shard boundary may cut (`_layout.py`). Its bucket is then filled
+**Blocks.** A parameter may consist of blocks that no shard boundary may cut (`layout.py`). Its bucket is then filled
 until every shard has room for the largest of them, even beyond ``bucket_bytes``, for a shard cannot be smaller; the
 last bucket joins the one before if it would be padding for the most part; and parameters may lie in another order. A
 bucket without such parameters is as it always is.
@@ -218,7 +218,7 @@ class _Open:
             self.add(param, other.last_position)
 
     def is_mostly_padding(self, num_pieces: int) -> bool:
-        """Tell whether blocks that must not be cut make the bucket more than twice as large as its parameters."""
+        """Return whether blocks that must not be cut make the bucket more than twice as large as its parameters."""
         return self.longest > 0 and self.close(0, num_pieces).numel > 2 * _round_up(self.end, self.align)
 
     def close(self, index: int, num_pieces: int) -> Bucket:

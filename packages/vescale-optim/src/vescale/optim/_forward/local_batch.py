@@ -1,4 +1,4 @@
-"""Run a module's forward as a part of the global batch, whoever calls it, at full speed where nothing draws.
+"""Run forward with this rank's batch window applied to random operators, at full speed where there are none.
 
 Inside ``vescale.dtensor.random.local_batch`` dropout on a rank's local batch draws this rank's slice of the mask that
 one device would draw. The context must be active whenever the module draws: when the user calls ``DDP``, when a
@@ -13,7 +13,7 @@ the calls of those modules only (own code means all that is not in a hooked subm
     later calls     watched |                   drop                        drop            |
     full speed              | embed | block (attn        mlp) | block (attn        mlp) | head |
 
-A module that draws after all, where nobody looks, would draw as if there were no other ranks. The place of the random
+A module that draws later, while it is not watched, would draw as if there were no other ranks. The place of the random
 stream shows it (`extension.random_position`, a microsecond per call): that is an error, at the end of the call.
 
 Watched in every call, whatever the first did: torch's dropout modules, whose rate may change; modules that hold a
@@ -43,7 +43,7 @@ from .._checks import executions_of
 
 __all__ = ["attach_local_batch"]
 
-#: Leaf modules that draw nothing and that nobody recomputes alone: hooks on them would only cost time.
+#: Leaf modules that draw nothing and are not recomputed alone: hooks on them would only cost time.
 _QUIET = (
     nn.Linear,
     nn.Embedding,
@@ -90,7 +90,7 @@ class _Draws:
                 self._in_evaluation[module] = True
 
     def __call__(self, module: nn.Module) -> bool | None:
-        """Tell whether a module draws; None if it has not been called yet."""
+        """Return whether a module draws; None if it has not been called yet."""
         return self._always or self._of(module).get(module)
 
     def learn(self, module: nn.Module, *, draws: bool) -> None:
@@ -141,7 +141,7 @@ class _LocalBatch(threading.local):
             self.position = self._now()
 
     def leave(self, module: nn.Module, _args: tuple, output: object) -> None:
-        if module not in self.running:  # somebody else's hook has raised before ours
+        if module not in self.running:  # a user's hook has raised before this one
             return
         if self.learns and self.watched_from:
             self._attribute(module)
@@ -166,9 +166,9 @@ class _LocalBatch(threading.local):
             self.context.enter_context(random.local_batch(mesh))
         if learns:
             self.position = self._now()
-            self.context.enter_context(_torch.GeneratorListener(self._hear))
+            self.context.enter_context(_torch.GeneratorListener(self._note_generator))
 
-    def _hear(self) -> None:
+    def _note_generator(self) -> None:
         self.draws.learn(self.running[-1], draws=True)
 
     def _attribute(self, module: nn.Module) -> None:
@@ -179,15 +179,15 @@ class _LocalBatch(threading.local):
         self.position = now
 
     def _check(self, module: nn.Module) -> None:
-        """Raise RuntimeError if somebody has drawn unwatched since the outermost module was entered."""
+        """Raise RuntimeError if there was an unwatched draw since the outermost module was entered."""
         before, self.position = self.position, self._now()
         if self.position != before:
             mode = "training" if module.training else "evaluation"
             raise RuntimeError(
-                f"{self.draws.name(module)}, or a module in it, drew random numbers, or seeded, as it had not in its "
-                f"first call in {mode}. So nobody looked, and rank {dist.get_rank()} has drawn as if there were no "
-                "others. (A rate that was 0? Another thread that draws? A seed that is set in forward?) Pass "
-                "watch_draws=True to DDP, which then looks in every call"
+                f"{self.draws.name(module)}, or a module in it, drew random numbers, or seeded: expected none, as in "
+                f"its first call in {mode}. So it was not watched, and rank {dist.get_rank()} drew as if it were "
+                "alone. (A rate that was 0? Another thread that draws? A seed that is set in forward?) Pass "
+                "watch_draws=True to DDP, which then watches every call"
             )
 
     def _now(self) -> extension.Position:

@@ -250,7 +250,7 @@ def _axis_in_order(mesh: DeviceMesh, dim: int) -> Axis:
 
 
 def _passes_by(fqn: str, placement: Placement, param: DTensor) -> bool:
-    """Tell whether an axis only says which matrices a rank has."""
+    """Return whether an axis only says which matrices a rank has."""
     if isinstance(placement, RaggedShard):
         if param.ndim == 2:
             return sum(units > 0 for units in placement.local_units) == 1

@@ -10,7 +10,7 @@ Muon updates momentum element by element, wherever the elements are, but its ite
 
 Values are cast to bfloat16, with which the iteration begins, before they travel. Every matrix is iterated once, as a
 whole, in the memory layout of one process: so the result has the bits of one process. Owners are balanced by cost over
-all of these ranks, tensor-parallel ones and replicas of shards, too (`_matrix_plan.py`): no rank repeats what another
+all of these ranks, tensor-parallel ones and replicas of shards, too (`plan.py`): no rank repeats what another
 does, but for a single matrix that all have anyway.
 """
 

@@ -1,6 +1,6 @@
 """Who orthogonalizes which matrix, and what travels for it: integers only, the same on all ranks without asking.
 
-The ranks of a matrix's home (`_matrix_layout.py`) have parts or copies of it; one of them is its **owner**. Parts go to
+The ranks of a matrix's home (`layout.py`) have parts or copies of it; one of them is its **owner**. Parts go to
 the owner, and what the home's other ranks have of the result comes back:
 
     tp 0, dp 0   A A B B        owner of A        A: parts from the ranks with the owner's coords on axes that copy
@@ -14,20 +14,20 @@ have to do for larger ones, which they all know. So what a rank decides depends 
 too: a stack of experts may be longer elsewhere. Owners are chosen once, for all parameters: which of these have
 gradients in a step changes what travels, not who owns.
 
-A single matrix that every rank of its home has anyway is repeated: nobody would wait less.
+A single matrix that every rank of its home has anyway is repeated: an owner would save no time.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._ranks.axis import Axis
 from .._ranks.grid import Grid, Ranks
 from .layout import Cell, MatrixLayout
-from .owners import assign_owners, matrix_cost
 
-__all__ = ["Job", "Routes", "Sharing", "Span", "share_matrices"]
+__all__ = ["Job", "Routes", "Sharing", "Span", "assign_owners", "matrix_cost", "share_matrices"]
 
 Home = frozenset[Ranks]
 
@@ -172,7 +172,7 @@ class Sharing:
         return Span(job, job.layout.cell(coords), *job.layout.held(job.index, coords))
 
     def _brings(self, job: Job, place: int) -> bool:
-        """Tell whether the part at a place goes to the owner: of copies, that which is nearest does."""
+        """Return whether the part at a place goes to the owner: of copies, that which is nearest does."""
         holder, owner = self.grid.coords[place], self.grid.coords[job.owner]
         return all(holder[axis.ranks] == owner[axis.ranks] for axis in job.layout.copying)
 
@@ -196,7 +196,7 @@ def share_matrices(layouts: Sequence[MatrixLayout]) -> tuple[list[Job], list[Sha
 
 
 def _is_repeated(layout: MatrixLayout, num_parameters: int) -> bool:
-    """Tell whether a matrix is the only one of its home, and whole on all of its ranks.
+    """Return whether a matrix is the only one of its home, and whole on all of its ranks.
 
     A stack counts as several matrices: how many of them a rank has, others may not know.
     """
@@ -205,3 +205,41 @@ def _is_repeated(layout: MatrixLayout, num_parameters: int) -> bool:
 
 def _home(layout: MatrixLayout) -> Home:
     return frozenset(axis.ranks for axis in layout.home)
+
+
+def matrix_cost(rows: int, cols: int) -> int:
+    """Return the floating-point operations of one Newton-Schulz iteration: with n <= m, about 4 n^2 m + 2 n^3."""
+    n, m = sorted((rows, cols))
+    return 4 * n * n * m + 2 * n**3
+
+
+def assign_owners(costs: Sequence[int], num_owners: int, loads: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Balance jobs: the most expensive first, each to the owner with the least to do; ties to the lowest number.
+
+    The largest sum is at most 4/3 - 1/(3 num_owners) times the best possible, if all loads are 0.
+
+    Args:
+        costs: What each job costs.
+        num_owners: Number of owners.
+        loads: What each of them has to do already.
+
+    Source: Graham, "Bounds on multiprocessing timing anomalies" (1969).
+
+    Raises:
+        ValueError: If ``num_owners`` is not positive or a cost is negative.
+
+    Example:
+        >>> assign_owners([1, 5, 4, 3], num_owners=2)
+        (0, 0, 1, 1)
+    """
+    if num_owners < 1 or any(cost < 0 for cost in costs):
+        raise ValueError(f"num_owners must be positive and costs not negative, got {num_owners} and {list(costs)}")
+    # Operations, then number of jobs: for jobs that cost nothing.
+    heap = [(load, 0, owner) for owner, load in enumerate(loads or [0] * num_owners)]
+    heapq.heapify(heap)
+    owners = [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda job: (-costs[job], job)):
+        load, num_jobs, owner = heap[0]
+        owners[job] = owner
+        heapq.heapreplace(heap, (load + costs[job], num_jobs + 1, owner))
+    return tuple(owners)

@@ -1,7 +1,7 @@
 """The matrices of one step: read where they lie, brought, iterated, returned and written, as planned.
 
 What a rank has of a matrix is a view of its momentum and of the result: of the stack's local tensor, or with ZeRO of a
-flat piece of it. Nothing is decided here (`_matrix_plan.py`), and nothing is sent by other means (`_exchange.py`).
+flat piece of it. Nothing is decided here (`plan.py`), and nothing is sent by other means (`_ranks/axis.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._ranks.exchange import all_to_all, broadcast_each
 from .._ranks.grid import Coords
 from .._state.pieces import Piece
 from .newton_schulz import NewtonSchulz
@@ -80,6 +79,9 @@ class MatrixStep:
         first = self._pieces[job.tensor].start
         return tensor[start - first : stop - first]
 
+    def _exchange(self, sharing: Sharing, outgoing: list[list[Tensor]], num_received: list[int]) -> list[Tensor]:
+        return sharing.grid.axis.exchange_uneven(outgoing, num_received, self._like(), what="matrices")
+
     def _bring(self, sharing: Sharing, routes: Routes) -> dict[Job, list[tuple[Span, Tensor]]]:
         """Send the parts that are here to their owners; return those of the matrices that this rank owns."""
         here = sharing.grid.place
@@ -87,7 +89,7 @@ class MatrixStep:
         arrived: list[Tensor] = []
         if sharing.brings:
             outgoing = [[self._view(span.job, coords, self._values) for span in spans] for spans in routes.sent]
-            arrived = all_to_all(outgoing, _numels(routes.held, but=here), self._like(), sharing.grid.axis)
+            arrived = self._exchange(sharing, outgoing, _numels(routes.held, but=here))
         parts: dict[Job, list[tuple[Span, Tensor]]] = {job: [] for job in routes.owned}
         for place, spans in enumerate(routes.held):
             if place == here:
@@ -110,7 +112,7 @@ class MatrixStep:
             return flats[key][span.start : span.stop]
 
         outgoing = [[part(span) for span in spans] for spans in routes.returned]
-        returned = all_to_all(outgoing, _numels(routes.awaited, but=here), self._like(), sharing.grid.axis)
+        returned = self._exchange(sharing, outgoing, _numels(routes.awaited, but=here))
         for place, spans in enumerate(routes.awaited):
             values = [part(span) for span in spans] if place == here else _split(returned[place], spans)
             self._write(sharing, spans, values)
@@ -118,7 +120,7 @@ class MatrixStep:
     def _tell(self, sharing: Sharing, routes: Routes, done: dict[Job, Tensor]) -> None:
         """Tell every rank the results of this rank's matrices; write those of all."""
         mine = torch.cat([self._like(), *(result.reshape(-1) for result in done.values())])
-        every = broadcast_each(mine, _numels(routes.awaited), sharing.grid.axis)
+        every = sharing.grid.axis.gather_uneven(mine, _numels(routes.awaited), what="matrices")
         for spans, flat in zip(routes.awaited, every, strict=True):
             self._write(sharing, spans, _split(flat, spans))
 

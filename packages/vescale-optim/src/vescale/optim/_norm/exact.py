@@ -8,7 +8,7 @@ tensors and ranks; only the total becomes a floating-point number again:
                        31 bits          31 bits, rounded
     sums over elements and ranks:  [h >> 31, h & mask, l >> 31, l & mask]         one all-reduce, SUM, of integers
 
-It takes two collectives (`_counting.py`): nothing can be rounded before the largest element of all ranks is known.
+It takes two collectives (`counting.py`): nothing can be rounded before the largest element of all ranks is known.
 
 An element contributes with an error of at most 2^-63 of the largest one, so a sum of n elements is off by less than
 n * 2^-63 of itself.

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -245,12 +246,7 @@ def _finish_all() -> None:
             gathers.finish()
 
 
-_is_registered = False
-
-
+@functools.cache  # once per process
 def _finish_at_exit_and_fork() -> None:
-    global _is_registered
-    if not _is_registered:
-        _is_registered = True
-        atexit.register(_finish_all)  # late, so that it runs before process groups are destroyed
-        os.register_at_fork(before=_finish_all)
+    atexit.register(_finish_all)  # late, so that it runs before process groups are destroyed
+    os.register_at_fork(before=_finish_all)

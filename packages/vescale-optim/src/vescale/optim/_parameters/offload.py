@@ -63,7 +63,7 @@ class HostMemory:
     def bring(self, target: Tensor, home: Tensor, then: Callable[[], Awaitable | None]) -> Awaitable | None:
         """Start copying ``home`` to ``target``, on the device, and what is to follow; return what to wait for.
 
-        Nobody may write to ``home`` before `wait_before_writing`.
+        Write to ``home`` only after `wait_before_writing`.
         """
         with self._to_device.is_current():
             target.copy_(home, non_blocking=True)

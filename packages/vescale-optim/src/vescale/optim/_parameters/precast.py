@@ -6,7 +6,7 @@
 
 Until the optimizer takes them, a rank holds the original values of its parts besides the rounded ones; afterwards only
 the optimizer does. A parameter is cast if it has more bits than the dtype of the computation; others stay as they are,
-as do buffers. What is written into parameters in between counts: then the master begins from that (`_master.py`).
+as do buffers. What is written into parameters in between counts: the master begins from that (`_state/masters.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Parameter values of a bucket of which each rank keeps 1/N: made whole for use, freed, and guarded in between.
+"""Parameter values of a bucket of which each rank keeps 1/N: unsharded for use, freed after it, and guarded in between.
 
     shard        | part |                        this coord's part, always there: what the optimizer updates
     values       | slot | slot | slot |pad|      memory exists while the parameters are in use; they are views of it
 
-With offload (`_offload.py`) the shard is in host memory, and copied to its place in ``values`` before the gather.
+With offload (`offload.py`) the shard is in host memory, and copied to its place in ``values`` before the gather.
 
 The parameters stay the same objects, and the storage object of ``values`` stays the same, too: freeing resizes it to
 nothing. So what autograd has saved for backward (the parameters, or views of them) has its values again when the bucket
@@ -31,7 +31,7 @@ __all__ = ["ShardedValues"]
 
 
 class ShardedValues:
-    """The values of one bucket's parameters. With one rank, and without offload, they are whole all the time.
+    """The values of one bucket's parameters. With one rank and no offload they are never freed.
 
     Args:
         plan: Layout.
@@ -79,7 +79,7 @@ class ShardedValues:
         return [self._values[s.start : s.start + s.numel].view(_torch.local_tensor(p).shape) for s, p in places]
 
     def launch(self) -> None:
-        """Start making the parameters whole."""
+        """Start the all-gather of the full parameters."""
         self._values.untyped_storage().resize_(self.plan.num_bytes)
         if self._host is None:
             self._pending = self._gather(self.shard)
@@ -91,7 +91,7 @@ class ShardedValues:
         return self.axis.all_gather(self._values, shard, what=self.label)
 
     def finish(self) -> None:
-        """Wait until they are, and let them be used."""
+        """Wait for the all-gather, and open the guard."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
@@ -99,7 +99,7 @@ class ShardedValues:
         self.is_whole = True
 
     def free(self) -> None:
-        """Free the memory of the whole parameters; they cannot be used any more."""
+        """Free the memory of the full parameters, and close the guard."""
         if not self.frees:
             return
         if self._pending is not None:
@@ -110,7 +110,7 @@ class ShardedValues:
         self.is_whole = False
 
     def give_away(self) -> None:
-        """Take this coord's part of the whole parameters, and leave their memory to views that somebody has made."""
+        """Copy this coord's part of the full parameters to the shard, and leave their memory to views of it."""
         if not self.frees:
             return
         if self._host is not None:
@@ -124,7 +124,7 @@ class ShardedValues:
         self.free()
 
     def holds(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is a view of the whole parameters."""
+        """Return whether a tensor is a view of the full parameters."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.device != self._values.device:
             return False  # a wrapper without memory of its own, or a freed parameter
         first = self._values.data_ptr()

@@ -62,7 +62,7 @@ class _InGraph:
         self.function = function
 
     def __call__(self, *args: object) -> object:
-        with _torch.no_function_modes():  # what a hook asks of tensors is nobody else's business
+        with _torch.no_function_modes():  # a pipeline follows code by such a mode, and a hook is no part of that code
             return self.function(*args)
 
     def __reduce__(self) -> object:
@@ -170,18 +170,18 @@ class UnitHooks:
         if _torch.backward_number() != -1:
             self._linger(unit)
             return
-        # What returns something, and nothing that autograd knows of, may have put it where we do not look: keep it.
+        # An output without autograd nodes: the nodes may be where `_watch` does not look. Keep the unit.
         escapes = torch.is_grad_enabled() and output is not None and not watched and unit.is_trained
         unit.is_kept = escapes or (watched and (unit is self.root or not self.reshard_after_forward))
         if not unit.is_kept:
             self.units.release(unit)
         if unit is self.root:
             self._forward_ended(output is not None, watched)
-            if unit.num_running:  # this was a call inside of a call: a rehearsal
+            if unit.num_running:  # this was a call inside of a call: a recording
                 self._seen, self._follows, self._last = call.around
 
     def _leave_part(self, unit: Unit, output: object) -> None:
-        """Let a backward also enter by what a part of a unit returned: somebody may have taken it out by a hook."""
+        """Let a backward also enter by the outputs of a part of a unit: a hook may have carried them out of it."""
         if torch.compiler.is_compiling():
             return  # what runs in one graph can be entered from outside only
         if torch.is_grad_enabled() and self._stack and self._stack[-1].unit is unit:

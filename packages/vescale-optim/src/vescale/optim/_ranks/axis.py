@@ -1,7 +1,7 @@
-"""The collectives of one mesh axis: thin, silent where the axis has one rank, and named where they fail.
+"""The collectives of one mesh axis: no-ops where the axis has one rank, and named where they fail.
 
-Every call here is made by all ranks of the axis in the same order; who calls is responsible for that. ``what`` says, in
-errors, what a collective was for ("bucket 3"); a rank that is gone is named on all the others (`_failures.py`).
+All ranks of the axis make every call here in the same order; the caller is responsible for that. ``what`` says, in
+errors, what a collective was for ("bucket 3"); a rank that is gone is named on all the others (`failures.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Axis:
         coord: This rank's coord, which is its place in the group, too.
         group: Its process group; an axis of this rank alone may have none.
         device_type: Device type of the mesh.
-        listening: The ranks that hear of failures, if those of the axis are not all that wait for each other.
+        listening: The ranks that are told of failures, if more ranks than those of the axis wait for each other.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Axis:
 
     @cached_property
     def failures(self) -> _failures.Failures:
-        """Where the ranks of the axis tell each other about failures."""
+        """The store in which the ranks of the axis note failures."""
         return _failures.Failures(self.listening or self.ranks, self.ranks[self.coord])
 
     def __repr__(self) -> str:
@@ -130,8 +130,41 @@ class Axis:
             return None
         return self._start("all-to-all", what, dist.all_to_all_single, received, buffer)
 
+    def exchange_uneven(
+        self, pieces: Sequence[Sequence[Tensor]], num_received: Sequence[int], like: Tensor, *, what: str = ""
+    ) -> list[Tensor]:
+        """Send ``pieces[coord]`` to each coord and return a flat tensor per coord, of ``num_received[coord]`` elements.
+
+        All tensors have the dtype and device of ``like``; the order of sending is kept. Values travel as bytes, so that
+        every backend takes every dtype.
+        """
+        size = like.element_size()
+        sent = [sum(piece.numel() for piece in to_one) for to_one in pieces]
+        flat = [piece.reshape(-1) for to_one in pieces for piece in to_one]
+        outgoing = torch.cat(flat) if flat else like.new_empty(0)
+        incoming = like.new_empty(sum(num_received))
+        splits = {
+            "output_split_sizes": [numel * size for numel in num_received],
+            "input_split_sizes": [numel * size for numel in sent],
+        }
+        buffers = incoming.view(torch.uint8), outgoing.view(torch.uint8)
+        self._start("all-to-all", what, dist.all_to_all_single, *buffers, **splits).wait()
+        return list(incoming.split(list(num_received)))
+
+    def gather_uneven(self, mine: Tensor, numels: Sequence[int], *, what: str = "") -> list[Tensor]:
+        """Return the flat tensor of every coord, of ``numels[coord]`` elements; ``mine`` is this coord's."""
+        every = [mine if coord == self.coord else mine.new_empty(numel) for coord, numel in enumerate(numels)]
+        works = [
+            self._start("broadcast", what, dist.broadcast, each.view(torch.uint8), group_src=coord)
+            for coord, each in enumerate(every)
+            if each.numel()
+        ]
+        for work in works:
+            work.wait()
+        return every
+
     def is_elsewhere(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is not on the axis' devices (in host memory, see `_offload.py`): copies travel then."""
+        """Return whether a tensor is not on the devices of the axis but in host memory: copies are sent then."""
         return tensor.device.type != self.device_type
 
     def _start(self, kind: str, what: str, collective: Callable, *tensors: Tensor, **kwargs: object) -> Pending:
@@ -214,7 +247,7 @@ class _Works:
 
 
 class Pending:
-    """A collective on its way. Its failure names it, this rank, and the ranks that are gone.
+    """A collective in flight. Its failure names it, this rank, and the ranks that are gone.
 
     Attributes:
         at_end: What `wait` does, once, when the collective has ended well.
@@ -228,7 +261,7 @@ class Pending:
         self.at_end: Callable[[], object] | None = None
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait no longer than that, and tell whether it has ended, well or not, so that `wait` will not wait."""
+        """Wait at most ``seconds``; return whether it has ended or failed, so that `wait` returns at once."""
         end = time.monotonic() + seconds
         while not self._work.is_completed():
             if time.monotonic() >= end:
@@ -260,7 +293,7 @@ class Pending:
             self.at_end = None
 
     def _wait_and_listen(self) -> bool:
-        """Wait, and tell whether another rank has seen a failure while this one was still waiting."""
+        """Wait; return whether another rank has seen a failure in the meantime."""
         while True:
             began = time.monotonic()
             try:

@@ -52,14 +52,14 @@ class Failures:
         self._store = dist.PrefixStore(f"vescale.optim/failures/{name}", _torch.default_store())
 
     def seen(self) -> bool:
-        """Tell whether another rank has seen a failure."""
+        """Return whether another rank has seen a failure."""
         try:
             return self._store.check(["failed"])
         except _STORE_ERRORS:
             return True  # the host of the store is gone: `describe` will say so
 
     def describe(self, what: str, cause: str) -> str:
-        """Tell the others that ``what`` failed here, hear them, and return the message of the error."""
+        """Note that ``what`` failed here, collect the notes of the others, and return the message of the error."""
         head = f"{what} failed on rank {self.rank}"
         try:
             answers = self._exchange(f"{what}: {cause}" if cause else f"was waiting in {what}")

@@ -6,10 +6,10 @@ Axes that are slices of one mesh span a part of it, whose ranks differ along som
                              and norm_axes=[mesh["pp"]]              span {pp, dp, tp}    all ranks
 
 All ranks of a span must know it alike. Those that share parameters have the same meshes; so without ``norm_axes`` each
-rank knows it, and only the first time it is compared. Pipeline stages may have other meshes, and at other times (a
+rank has it, and only the first time it is compared. Pipeline stages may have other meshes, and at other times (a
 stage of plain tensors, parameters frozen later): there they agree on what any of them has when the same ``norm_axes``
 are first given, and it stays so. An axis outside the span (of a separate mesh, or one that came later) is reduced by
-itself, see `_counting.py`.
+itself, see `_norm/counting.py`.
 
 An axis of another mesh of the same ranks belongs to the span if its ranks are a part of the first mesh, too, along the
 same dims on every rank: for example experts spread over a mesh of their own that unites dp and tp.
@@ -37,7 +37,8 @@ __all__ = ["KnownAxis", "Ranks", "Span", "span_of"]
 Ranks = tuple[int, ...]
 Dims = frozenset[int]
 
-#: What ranks have agreed on, for the life of the default process group.
+#: What ranks have agreed on, for the life of the default process group. Process-wide, because `clip_grad_norm_` is a
+#: function and may get parameters without a DDP: no object outlives its calls.
 _spans: dict[tuple[object, ...], Span] = {}
 
 _WHAT = "the set of mesh axes of the parameters given to clip_grad_norm_"
@@ -78,7 +79,7 @@ class Span:
         return dims if dims is not None and dims <= self.dims else None
 
     def is_first_along(self, dims: Iterable[int]) -> bool:
-        """Tell whether this rank is the first of those that differ from it along ``dims``."""
+        """Return whether this rank is the first of those that differ from it along ``dims``."""
         coord = self.mesh.get_coordinate() if self.mesh is not None else ()
         return all(coord[dim] == 0 for dim in dims)
 
@@ -170,7 +171,7 @@ def _dims(mesh: DeviceMesh, home: DeviceMesh, ranks: Ranks) -> Dims | None:
     if len(ranks) == 1:
         return frozenset()
     if set(home.mesh.flatten().tolist()) != set(mesh.mesh.flatten().tolist()):
-        return None  # nobody here knows where the axis lies on all ranks
+        return None  # where the axis lies on other ranks cannot be computed here
     own = _alike(home, torch.tensor([ranks]))
     if own is None:
         return None

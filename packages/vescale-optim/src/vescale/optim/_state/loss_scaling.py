@@ -114,7 +114,7 @@ def _values(args: Any) -> Any:
 
 
 class PieceList(list):
-    """The tensors of a group, which have gradients for whoever iterates over them between steps."""
+    """The tensors of a group. An iteration between steps gives them gradients first."""
 
     def __init__(self, tensors: Sequence[Tensor], unscaler: Unscaler):
         super().__init__(tensors)

@@ -5,10 +5,10 @@ copy of what this rank owns, and the parameter is that copy, rounded:
 
     gradient --wide--> optimizer --> master (float32) --round--> value (bfloat16) --gather--> parameters
 
-Whoever writes into the parameters between steps (``load_state_dict``, an initialization) means to be heard: before a
-step the master takes the value wherever the value is no longer the rounded master. The versions that torch counts of
-each tensor tell when to look. A write through ``.data`` leaves no trace there: call ``refresh``. The same holds for
-masters that begin from values that were never rounded (`_originals.py`).
+A write into the parameters between steps (``load_state_dict``, an initialization) counts: before a step the master
+takes the value wherever the value is no longer the rounded master. The versions that torch counts of each tensor show
+when to compare. A write through ``.data`` leaves no trace there: call ``refresh``. The same holds for
+masters that begin from values that were never rounded (`_parameters/precast.py`).
 """
 
 from __future__ import annotations

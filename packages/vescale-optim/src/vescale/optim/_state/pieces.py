@@ -39,7 +39,7 @@ class Piece:
         fqn: Name of the parameter.
         param: The parameter.
         tensor: What the torch optimizer updates: the parameter, its local tensor, a flat view of a part of it, or a
-            copy of that in a wider dtype (`_master.py`).
+            copy of that in a wider dtype (`masters.py`).
         value: If ``tensor`` is such a copy, the memory that gets its rounded values.
         spread: How the data-parallel ranks share the parameter, if there are such.
         loaded: The ``param.grad`` for which ``tensor.grad`` is the right part, if that stays so between steps.

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from vescale.dtensor import RaggedShard
 
 from .. import _torch
-from .._buckets.local_shapes import is_even
+from .._buckets.granularity import is_even
 from .._buckets.plan import Bucket, Slot
 
 __all__ = ["Spread", "spreads_of"]

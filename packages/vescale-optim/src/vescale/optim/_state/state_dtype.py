@@ -1,7 +1,7 @@
 """Optimizer state in fewer bits than the optimizer computes with.
 
 Moments and momentum are averages over many steps, for which a training rarely needs all bits of float32. So between
-steps they are kept rounded, and the torch optimizer, which knows nothing of it, works on wide temporary copies:
+steps they are kept rounded, and the torch optimizer, unchanged, works on wide temporary copies:
 
     kept (bfloat16) --widen--> state (float32) --torch optimizer--> state --round to nearest--> kept, in place
 
@@ -122,7 +122,7 @@ class KeptState:
 
 
 def steps_parts_alike(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Tell whether a step of some parameters, then of the others, is known to be the step of all: torch's classes."""
+    """Return whether a step of some parameters, then of the others, is known to be the step of all: torch's classes."""
     return getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
 
 

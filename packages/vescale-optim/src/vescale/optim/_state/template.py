@@ -27,12 +27,12 @@ _SCALARS: dict[str, Callable[[dict], float]] = {
 
 
 def is_scalar(name: str, value: Any) -> bool:
-    """Tell whether a state entry is one number per parameter."""
+    """Return whether a state entry is one number per parameter."""
     return isinstance(value, Tensor) and value.ndim == 0 and name in _SCALARS
 
 
 def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
-    """Tell whether a state entry of ``tensor``, which the optimizer updates, has a value per element."""
+    """Return whether a state entry of ``tensor``, which the optimizer updates, has a value per element."""
     return isinstance(value, Tensor) and not is_scalar(name, value) and value.shape == tensor.shape
 
 

@@ -1,7 +1,7 @@
 """Random operators on CUDA shards: what one device draws, without drawing the whole tensor.
 
 The stock kernels run as they are, from generator offsets that make a window of the global draw a draw of its own
-(``_windows``); the map of random words behind that is in ``_geometry``. Work is proportional to the elements of a row
+(``windows``); the map of random words behind that is in ``geometry``. Work is proportional to the elements of a row
 shard, scratch is bounded, and the generator ends where it ends on one device.
 
 =====================  ====================================================================================
@@ -19,7 +19,7 @@ read nor set), for complex and fake tensors, and where the device does not draw 
 What is assumed of the device and the release, and how each is made sure at run time:
 
 * the map of words, the number of threads (also where a device is shared), values per block: a test draw of each
-  operator and dtype against the native one (``_selftest``), and the generator's move after each launch;
+  operator and dtype against the native one (``selftest``), and the generator's move after each launch;
 * the widest vectorized read of ``native_dropout``, 4 or 8 elements of 16 bits: found out by a test draw;
 * the halves that a fill of more than 2^31 - 1 bytes is split into: a test draw of 2 GiB before the first such fill of
   an operator and dtype (where memory does not suffice, the fill is drawn whole). They are those of a dense tensor;

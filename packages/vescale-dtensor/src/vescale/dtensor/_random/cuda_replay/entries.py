@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from ..._layout.boxes import Box
 from ..._torch import dispatch as _torch
 from .backend import CUDA, Backend
-from .draws import Fill, bernoulli_part, dropout_part, fill_part
-from .replay import UnexpectedAdvance
-from .rules import values_per_block
+from .geometry import values_per_block
+from .replay import Fill, UnexpectedAdvance, bernoulli_part, dropout_part, fill_part
 from .selftest import bernoulli_is_exact, distrust, dropout_is_logical, dropout_vector, fill_is_exact
 
 __all__ = ["Views", "replay_bernoulli", "replay_fill", "replay_native_dropout"]
@@ -48,7 +47,7 @@ def replay_fill(
     """Fill a rank's part of a tensor with what the in-place operator ``op`` draws on one device.
 
     Args:
-        op: one of ``_pieces.PIECEWISE_OPS``.
+        op: one of ``stock.draw.PIECEWISE_OPS``.
         views: global boxes that this rank holds, each with its memory; none if it only moves the generator.
         shape: shape of the global tensor, which must be dense if it has 2^31 bytes or more.
         layout: its dims from the slowest to the fastest in memory; None means row-major.

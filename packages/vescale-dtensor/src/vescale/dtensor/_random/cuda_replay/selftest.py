@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from .backend import Backend, PhiloxGenerator
-from .draws import Fill, bernoulli_part, dropout_part, fill_part
-from .geometry import dropout_rounds, nullary_rounds, split_tree, vector_size
-from .rules import WIDE, trial_args
+from .geometry import WIDE, dropout_rounds, nullary_rounds, split_tree, trial_args, vector_size
+from .replay import Fill, bernoulli_part, dropout_part, fill_part
 
 __all__ = ["bernoulli_is_exact", "distrust", "dropout_is_logical", "dropout_vector", "fill_is_exact", "forget"]
 

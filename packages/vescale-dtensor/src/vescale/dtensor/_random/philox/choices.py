@@ -1,4 +1,4 @@
-"""Rules for operators that choose: ``randperm`` and ``multinomial``.
+"""Rules of the stream "philox" for operators that choose: ``randperm`` and ``multinomial``.
 
 Both are defined by independent random numbers, one for each element of a tensor, so that rows can be drawn alone:
 
@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..._torch import dispatch as _torch
 from ...errors import UnsupportedRandomOperator
+from ..global_position import local_of, position_of
 from . import values as _values
-from .boxes import Draw, check, local_of
+from .elements import Draw
 from .fills import Rule
 
 __all__ = ["choice_rules"]
@@ -94,7 +95,7 @@ def _check(draw: Draw, weights: Tensor, num_samples: int, replacement: bool) -> 
         raise RuntimeError(
             f"{op}: cannot take {num_samples} samples from {weights.shape[-1]} categories, replacement={replacement}"
         )
-    check(op, weights, draw.windows)
+    position_of(op, weights, draw.windows, logical=True)
     if isinstance(weights, DTensor):
         if any(
             not p.is_replicate() and not (type(p) is Shard and p.dim < weights.ndim - 1) for p in weights.placements

@@ -1,4 +1,4 @@
-"""Which words belong to which elements of a box, in pieces of bounded size.
+"""One draw of the stream "philox": which words belong to which elements, in pieces of bounded size.
 
 Element ``e`` of a draw (``e`` counts the elements of the **global** tensor in row-major order) takes words from block
 ``e // per_block``, lane ``e % per_block``. A box is a set of **runs**: consecutive elements of the global tensor, one
@@ -9,28 +9,71 @@ run for each index of the outer dims::
     row 1   . . x x | x x x .       run of 5 from element 10: blocks 2, 3, 4; the first two lanes are dropped
     row 2   . . x x | x x x .       run of 5 from element 18: blocks 4, 5, 6
 
-Blocks are computed for whole runs, as many as fit a piece, or for parts of a long run. So a rank that holds ``n``
-elements in runs of length ``L`` computes at most ``n / 4 + 2 n / L`` blocks, whatever the size of the global tensor.
+Blocks are computed for full runs, as many as fit into a piece, or for parts of a long run. A rank that holds ``n``
+elements in runs of length ``L`` computes at most ``n / 4 + 2 n / L`` blocks, for any size of the global tensor.
+
+Elements are numbered in logical order, so the memory layout of a tensor does not matter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..._layout.boxes import Box, flat_offset, flat_range_boxes, index_from
+from ..global_position import BatchWindow, local_of, position_of
 from .cipher import BLOCKS_AT_A_TIME, Key, blocks
 from .values import Distribution
 
-__all__ = ["sample_box"]
+__all__ = ["Draw", "sample_box"]
 
 ELEMENTS_AT_A_TIME = {"cpu": 4 * BLOCKS_AT_A_TIME}
 ELEMENTS_ELSEWHERE = 2**22
 """Elements of a piece on other devices, where every operation is a kernel launch: 32 MiB of words in 64 bits."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One draw of the stream.
+
+    Attributes:
+        op: the random operator, for messages.
+        key: key of the draw.
+        windows: batch windows, innermost first.
+    """
+
+    op: object
+    key: Key
+    windows: tuple[BatchWindow, ...]
+
+    def each(self, distribution: Distribution, tensor: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield ``(values, view of tensor, views of others)`` for parts that together cover the local elements.
+
+        Args:
+            distribution: how words become values.
+            tensor: the tensor to compute values for.
+            others: local tensors laid out like the local tensor of ``tensor``.
+
+        Raises:
+            UnsupportedRandomOperator: the tensor has no global position, see `position_of`.
+        """
+        position = position_of(self.op, tensor, self.windows, logical=True)
+        local = local_of(tensor)
+        columns = [position.boxed_views(each) for each in (local, *others)]
+        for (box, view), *rest in zip(*columns, strict=True):
+            for index, values in sample_box(distribution, self.key, position.shape, box, local.device):
+                yield values, view[index], *(other[index] for _, other in rest)
+
+    def fill(self, distribution: Distribution, tensor: Tensor, put: Callable[[Tensor, Tensor], object]) -> Tensor:
+        """Call ``put(view, values)`` for all local elements of ``tensor`` and return it."""
+        for values, view in self.each(distribution, tensor):
+            put(view, values)
+        return tensor
 
 
 def sample_box(

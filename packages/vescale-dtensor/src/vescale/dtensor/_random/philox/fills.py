@@ -1,4 +1,4 @@
-"""Rules for operators whose random elements are independent of each other.
+"""Rules of the stream "philox" for operators whose random elements are independent of each other.
 
 =============  ========================================  =========================================================
 fill           ``uniform_ normal_ random_`` …            every element of the tensor is replaced
@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from ..._torch import dispatch as _torch
 from ...errors import UnsupportedRandomOperator
+from ..global_position import local_of
 from . import values as _values
-from .boxes import Draw, local_of
-from .checks import at_least, between, floating, integer_range, probability, real
+from .elements import Draw
 
 __all__ = ["FILLS", "Rule", "fill_rules", "new_rules", "positional_rules"]
 
@@ -34,64 +34,108 @@ Rule = Callable[[Draw, tuple, dict], object]
 
 
 def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> _values.Distribution:
-    floating("uniform_", dtype)
-    at_least("uniform_", "to - from", high - low, 0.0)
+    _check_floating("uniform_", dtype)
+    _check_at_least("uniform_", "to - from", high - low, 0.0)
     return _values.Uniform(dtype, low, high)
 
 
 def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> _values.Distribution:
-    floating("normal_", dtype)
-    at_least("normal_", "std", std, 0.0)
+    _check_floating("normal_", dtype)
+    _check_at_least("normal_", "std", std, 0.0)
     return _values.Normal(dtype, mean, std)
 
 
 def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> _values.Distribution:
-    floating("log_normal_", dtype)
-    between("log_normal_", "std", std, 0.0)
+    _check_floating("log_normal_", dtype)
+    _check_between("log_normal_", "std", std, 0.0)
     return _values.LogNormal(dtype, mean, std)
 
 
 def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> _values.Distribution:
-    real("bernoulli_", dtype)
-    probability("bernoulli_", p)
+    _check_real("bernoulli_", dtype)
+    _check_probability("bernoulli_", p)
     return _values.Bernoulli(dtype, p)
 
 
 def _exponential(dtype: torch.dtype, rate: float = 1.0) -> _values.Distribution:
-    floating("exponential_", dtype)
-    between("exponential_", "lambda", rate, 0.0)
+    _check_floating("exponential_", dtype)
+    _check_between("exponential_", "lambda", rate, 0.0)
     return _values.Exponential(dtype, rate)
 
 
 def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> _values.Distribution:
-    floating("cauchy_", dtype)
-    between("cauchy_", "sigma", sigma, 0.0)
+    _check_floating("cauchy_", dtype)
+    _check_between("cauchy_", "sigma", sigma, 0.0)
     return _values.Cauchy(dtype, median, sigma)
 
 
 def _geometric(dtype: torch.dtype, p: float) -> _values.Distribution:
-    real("geometric_", dtype)
-    between("geometric_", "p", p, 0.0, 1.0)
+    _check_real("geometric_", dtype)
+    _check_between("geometric_", "p", p, 0.0, 1.0)
     return _values.Geometric(dtype, p)
 
 
 def _random(dtype: torch.dtype) -> _values.Distribution:
-    real("random_", dtype)
+    _check_real("random_", dtype)
     if dtype.is_floating_point:  # all the integers that the dtype tells apart
         return _values.Integers(dtype, 0, round(2 / torch.finfo(dtype).eps) + 1)
     return _values.Integers(dtype, 0, 2 if dtype is torch.bool else torch.iinfo(dtype).max + 1)
 
 
 def _random_from(dtype: torch.dtype, low: int, high: int | None) -> _values.Distribution:
-    real("random_", dtype)
+    _check_real("random_", dtype)
     if high is None:
         high = 2 if dtype is torch.bool else round(_largest(dtype)) + 1
-    integer_range("random_", dtype, low, high)
+    _check_integer_range("random_", dtype, low, high)
     return _values.Integers(dtype, low, high - low)
 
 
 def _largest(dtype: torch.dtype) -> float:
     return 2**63 - 1 if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+# arguments are checked as stock torch does, before anything is drawn
+
+
+def _check_floating(op: str, dtype: torch.dtype) -> None:
+    """Raise NotImplementedError unless ``dtype`` is a real floating-point type."""
+    if not dtype.is_floating_point:
+        raise NotImplementedError(f"{op} needs a floating-point tensor, got {dtype}")
+
+
+def _check_real(op: str, dtype: torch.dtype) -> None:
+    """Raise NotImplementedError for complex numbers."""
+    if dtype.is_complex:
+        raise NotImplementedError(f"{op} needs a tensor of real numbers, got {dtype}")
+
+
+def _check_probability(op: str, p: float) -> None:
+    """Raise RuntimeError unless ``p`` is in [0, 1]."""
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"{op} expects p to be in [0, 1], but got p={p}")
+
+
+def _check_at_least(op: str, name: str, value: float, bound: float) -> None:
+    """Raise RuntimeError if ``value < bound``, or if it is not a number."""
+    if not value >= bound:
+        raise RuntimeError(f"{op} expects {name} >= {bound}, but found {name}={value}")
+
+
+def _check_between(op: str, name: str, value: float, low: float, high: float = float("inf")) -> None:
+    """Raise RuntimeError unless ``low < value < high``."""
+    if not low < value < high:
+        raise RuntimeError(f"{op} expects {low} < {name} < {high}, but found {name}={value}")
+
+
+def _check_integer_range(op: str, dtype: torch.dtype, low: int, high: int) -> None:
+    """Raise RuntimeError unless ``[low, high)`` is not empty and ``dtype`` holds its integers."""
+    if not low < high:
+        raise RuntimeError(f"{op} expects 'from' to be less than 'to', but got from={low} >= to={high}")
+    if dtype.is_floating_point:
+        return
+    smallest, largest = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if low < smallest or high - 1 > largest:
+        raise RuntimeError(f"{op} expects from={low} and to - 1={high - 1} to be in the range of {dtype}")
 
 
 FILLS: dict[str, Callable[..., _values.Distribution]] = {
@@ -209,14 +253,14 @@ def positional_rules() -> dict[str, Rule]:
 
 def _bernoulli_of(draw: Draw, args: tuple, _kwargs: dict) -> Tensor:
     probabilities = args[0]
-    floating("bernoulli", probabilities.dtype)
+    _check_floating("bernoulli", probabilities.dtype)
     return _below(draw, probabilities, torch.empty_like(probabilities))
 
 
 def _bernoulli_tensor_(draw: Draw, args: tuple, _kwargs: dict) -> Tensor:
     tensor, probabilities = args[:2]
-    real("bernoulli_", tensor.dtype)
-    floating("bernoulli_", probabilities.dtype)
+    _check_real("bernoulli_", tensor.dtype)
+    _check_floating("bernoulli_", probabilities.dtype)
     if not isinstance(tensor, DTensor) and not isinstance(probabilities, DTensor):
         return _below(draw, probabilities.expand_as(tensor), tensor)
     alike = tensor.shape == probabilities.shape and type(tensor) is type(probabilities)
@@ -236,8 +280,8 @@ def _below(draw: Draw, probabilities: Tensor, out: Tensor) -> Tensor:
 def _native_dropout(draw: Draw, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
     tensor, p = args[:2]
     train = args[2] if len(args) > 2 else kwargs.get("train")
-    floating("native_dropout", tensor.dtype)
-    probability("native_dropout", p)
+    _check_floating("native_dropout", tensor.dtype)
+    _check_probability("native_dropout", p)
     local = local_of(tensor)
     if train is False:
         return tensor.clone(), _wrapped(torch.ones_like(local, dtype=torch.bool), tensor)

@@ -1,11 +1,10 @@
-"""Random operators on shards, stream "torch": how the global draw is walked, and one rule for each family of operators.
+"""Random operators in the stream "torch": walk the global draw of the stock generator and keep the local elements.
 
-=============  =========================================================================================
-``_spans``     pure planning: which flat ranges of the global draw are needed, and where they go
-``_draw``      one in-place operator over the global tensor, the own elements kept
-``_fills``     in-place fills, and every operator that is a fill of a new tensor or of ``out``
-``_elements``  one input element per random element: dropout, ``bernoulli(p)``, ``normal(mean, std)``
-``_rows``      one draw per row: ``multinomial``
-``_gathered``  operators whose random numbers depend on values: ``poisson``, ``rrelu`` …
-=============  =========================================================================================
+=============  ==========================================================================================
+``draw``       run an in-place operator over the global tensor, keep this rank's part; every rule ends here
+``spans``      planning: which flat ranges of the draw are skipped, drawn in place, drawn in scratch
+``fills``      in-place fills, and every operator that is a fill of a new tensor or of ``out``
+``elements``   an input element meets a random element: dropout, ``bernoulli(p)``, ``normal(mean, std)``
+``gathered``   random numbers depend on values of other ranks: ``multinomial``, ``poisson``, ``rrelu``, …
+=============  ==========================================================================================
 """

@@ -1,14 +1,13 @@
 """Operators with one random number for each element of their inputs.
 
-Stock kernels of these operators are a fill of a new tensor and arithmetic on it, so here the fill is global and the
-arithmetic local::
+The stock CPU kernels fill a new tensor and do arithmetic on it. Here the fill is global and the arithmetic local::
 
     native_dropout(x, p)       mask = bernoulli_(1 - p) like x;  x * mask * 1 / (1 - p)
     bernoulli(p)               uniform_ < p, in float64 if p is, else in float32
     normal(mean, std)          normal_ * std + mean
 
-A CUDA kernel of dropout or of ``bernoulli(p)`` has its own map of elements; it is replayed in windows where a test at
-first use finds that exact (``_cuda``), and else runs on the whole tensor.
+The CUDA kernels of dropout and ``bernoulli(p)`` have element maps of their own. They are replayed in windows where a
+test at first use finds that exact (see ``cuda_replay``); otherwise they run on the full tensor.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..._torch import dispatch as _torch
 from ...errors import UnsupportedRandomOperator
 from ..cuda_replay import replay_bernoulli, replay_native_dropout
-from ..global_position import WINDOWS, Place, fills_memory, place_of
+from ..global_position import GlobalPosition, fills_memory, local_of, position_of
 from .draw import draw_into
-from .fills import check_out, copy_to_out, empty_like, fill, local_of, wrapped_like
+from .fills import check_out, copy_to_out, empty_like, fill, wrapped_like
 
 __all__ = ["element_handlers"]
 
@@ -55,8 +54,8 @@ def element_handlers() -> dict[_torch.Op, _torch.Handler]:
 
 def _native_dropout(op: _torch.Op, args: tuple, _kwargs: dict) -> tuple[Tensor, Tensor]:
     x, p, train = (*args, True)[:3]
-    if x.numel() == 0 and train is not False:  # stock torch draws nothing, not even the mask of a batch of none
-        place_of(op, x, WINDOWS.get())
+    if x.numel() == 0 and train is not False:  # stock torch draws nothing for an empty tensor
+        position_of(op, x)
         return x, empty_like(x)
     if train is False:
         mask = empty_like(x, dtype=torch.bool, memory_format=torch.contiguous_format)
@@ -64,34 +63,31 @@ def _native_dropout(op: _torch.Op, args: tuple, _kwargs: dict) -> tuple[Tensor, 
         return x.clone(), mask
     local = local_of(x)
     mask = empty_like(x, dtype=torch.bool)
-    place = place_of(op, x, WINDOWS.get())
+    position = position_of(op, x)
     if local.device.type != "cpu":
         out = empty_like(x)
-        is_dense = place.is_contiguous or fills_memory(tuple(x.shape), x.stride())
-        options = {"shape": place.shape, "layout": place.order, "is_dense": is_dense, "p": p, "train": train}
-        if not replay_native_dropout(local, local_of(out), local_of(mask), place.boxed_views, **options):
-            _dropout_whole(place, local, (local_of(out), local_of(mask)), p, is_dense=is_dense)
+        is_dense = position.is_contiguous or fills_memory(tuple(x.shape), x.stride())
+        options = {"shape": position.shape, "layout": position.order, "is_dense": is_dense, "p": p, "train": train}
+        if not replay_native_dropout(local, local_of(out), local_of(mask), position.boxed_views, **options):
+            _dropout_full(position, local, (local_of(out), local_of(mask)), p, is_dense=is_dense)
         return out, mask
-    draw_into(aten.bernoulli_.float, local_of(mask), place_of(op, mask, WINDOWS.get()), (1.0 - p,), {})
+    draw_into(aten.bernoulli_.float, local_of(mask), position_of(op, mask), (1.0 - p,), {})
     scale = local_of(mask).to(local.dtype).mul_(1.0 / (1.0 - p) if p != 1 else 0.0)  # rounded as stock torch rounds
     return wrapped_like(x, scale.mul_(local)), mask
 
 
-def _dropout_whole(place: Place, local: Tensor, results: tuple[Tensor, Tensor], p: float, *, is_dense: bool) -> None:
-    """Run the stock kernel on the whole tensor, with the real values where this rank has them."""
+def _dropout_full(
+    position: GlobalPosition, local: Tensor, results: tuple[Tensor, Tensor], p: float, *, is_dense: bool
+) -> None:
+    """Run the stock kernel on a full tensor that holds this rank's values and zeros."""
     if is_dense:
-        whole = torch.empty_permuted(place.shape, place.order, dtype=local.dtype, device=local.device)
-    else:  # a tensor with gaps is read one by one, in logical order: so is one that is not aligned
-        whole = torch.empty(math.prod(place.shape) + 1, dtype=local.dtype, device=local.device)[1:].view(place.shape)
-    _put(place, local, whole.zero_())
-    for result, drawn in zip(results, aten.native_dropout.default(whole, p, True), strict=True):
-        place.keep(drawn, result)
-
-
-def _put(place: Place, local: Tensor, whole: Tensor) -> None:
-    """Copy this rank's elements to their places in a whole tensor."""
-    for (offsets, sizes), view in place.boxed_views(local):
-        whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] = view
+        full = torch.empty_permuted(position.shape, position.order, dtype=local.dtype, device=local.device)
+    else:  # the kernel reads a tensor with gaps by single elements in logical order, as it does one out of alignment
+        flat = torch.empty(math.prod(position.shape) + 1, dtype=local.dtype, device=local.device)
+        full = flat[1:].view(position.shape)
+    position.put(local, full.zero_())
+    for result, drawn in zip(results, aten.native_dropout.default(full, p, True), strict=True):
+        position.keep(drawn, result)
 
 
 def _native_dropout_out(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
@@ -129,33 +125,33 @@ def _bernoulli_like_out(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
 
 def _bernoulli_(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
     tensor, p = args
-    place = place_of(op, tensor, WINDOWS.get())
+    position = position_of(op, tensor)
     mine = _aligned_with(op, tensor, p)
     local = local_of(tensor)
     if local.device.type != "cpu":
-        options = {"shape": place.shape, "layout": place.order, "generator": kwargs.get("generator")}
-        can_replay = mine.shape == local.shape and place.is_contiguous
-        if not (can_replay and replay_bernoulli(mine, local, place.boxed_views, **options)):
-            _bernoulli_whole(place, local, mine, kwargs)
+        options = {"shape": position.shape, "layout": position.order, "generator": kwargs.get("generator")}
+        can_replay = mine.shape == local.shape and position.is_contiguous
+        if not (can_replay and replay_bernoulli(mine, local, position.boxed_views, **options)):
+            _bernoulli_full(position, local, mine, kwargs)
         return tensor
     if not p.is_floating_point():
         raise RuntimeError(f"expected probabilities tensor to have floating type, got {p.dtype}")
     if not ((mine >= 0) & (mine <= 1)).all():
         raise RuntimeError(f"{op}: expected all probabilities to be in [0, 1]")
     uniform = torch.empty_like(local, dtype=torch.float64 if p.dtype is torch.float64 else torch.float32)
-    draw_into(aten.uniform_.default, uniform, place, (0.0, 1.0), kwargs)
+    draw_into(aten.uniform_.default, uniform, position, (0.0, 1.0), kwargs)
     local.copy_(uniform < mine)
     return tensor
 
 
-def _bernoulli_whole(place, local: Tensor, mine: Tensor, kwargs: dict) -> None:
-    """Draw for the whole tensor, with the real probabilities where this rank has them."""
+def _bernoulli_full(position: GlobalPosition, local: Tensor, mine: Tensor, kwargs: dict) -> None:
+    """Draw the full tensor, with this rank's probabilities and 0.5 elsewhere."""
     new = torch.empty_permuted
-    whole = new(place.shape, place.order, dtype=mine.dtype, device=local.device).fill_(0.5)
-    _put(place, mine.expand(local.shape), whole)
-    drawn = new(place.shape, place.order, dtype=local.dtype, device=local.device)
-    aten.bernoulli_.Tensor(drawn, whole, **kwargs)
-    place.keep(drawn, local)
+    full = new(position.shape, position.order, dtype=mine.dtype, device=local.device).fill_(0.5)
+    position.put(mine.expand(local.shape), full)
+    drawn = new(position.shape, position.order, dtype=local.dtype, device=local.device)
+    aten.bernoulli_.Tensor(drawn, full, **kwargs)
+    position.keep(drawn, local)
 
 
 def _aligned_with(op: _torch.Op, tensor: Tensor, operand: Tensor) -> Tensor:
@@ -218,7 +214,7 @@ def _result_like(mean: object, std: object) -> Tensor:
 
 
 def _normal_into(op: _torch.Op, out: Tensor, mean: object, std: object, kwargs: dict) -> Tensor:
-    place_of(op, out, WINDOWS.get())
+    position_of(op, out)
     mine = [_aligned_with(op, out, each) if isinstance(each, Tensor) else each for each in (mean, std)]
     if isinstance(std, Tensor):
         if mine[1].numel() and not (mine[1] >= 0).all():

@@ -1,13 +1,16 @@
-"""Fills, and every operator that is a fill of a new tensor or of a given one.
+"""Fills: in-place random operators, and every operator that is a fill of a new tensor or of ``out``.
 
 ==============  ==============================================  ================================================
 fill            ``uniform_ normal_ bernoulli_(float) …``        in place
 like            ``rand_like randn_like randint_like``           a fill of a new tensor like the first argument
 functional      ``uniform normal_functional bernoulli(x, p) …``  the same
 factory         ``rand randn randint normal`` in a local batch  a fill of a new tensor of a given size
-sized out       ``rand.out randint.out …``                      a fill of ``out``, which has that size already
+sized out       ``rand.out randint.out …``                      a fill of ``out``, which must have that size
 out             every other ``.out`` of an operator above       the operator, then a copy
 ==============  ==============================================  ================================================
+
+``torch.distributed.tensor.rand`` and ``randn`` are fills, too (`draw_as_one_device`). Stock torch draws them on the
+shard, on CUDA from an offset of its own, and raises on the CPU.
 """
 
 from __future__ import annotations
@@ -21,11 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import dispatch as _torch
 from ...errors import UnsupportedRandomOperator
-from ..global_position import WINDOWS, place_of
-from .draw import draw_into
-from .pieces import PIECEWISE_OPS
+from ..global_position import local_of, position_of
+from .draw import PIECEWISE_OPS, draw_into
 
-__all__ = ["check_out", "copy_to_out", "empty_like", "fill", "fill_handlers", "local_of", "wrapped_like"]
+__all__ = ["check_out", "copy_to_out", "draw_as_one_device", "empty_like", "fill", "fill_handlers", "wrapped_like"]
 
 aten = torch.ops.aten
 
@@ -123,13 +125,8 @@ def fill_handlers() -> dict[_torch.Op, _torch.Handler]:
 def fill(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
     """Run an in-place fill; the tensor comes back."""
     tensor = args[0]
-    draw_into(op, local_of(tensor), place_of(op, tensor, WINDOWS.get()), args[1:], kwargs)
+    draw_into(op, local_of(tensor), position_of(op, tensor), args[1:], kwargs)
     return tensor
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return the shard of a DTensor; a plain tensor is its own."""
-    return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def empty_like(tensor: Tensor, **options: object) -> Tensor:
@@ -243,3 +240,21 @@ def copy_to_out(result: Tensor, out: Tensor) -> Tensor:
     """Copy a result to an ``out`` that `check_out` let pass, and return it."""
     local_of(out).copy_(local_of(result))
     return out
+
+
+# ------------------------------------------------------------------------------------------------- factories
+
+
+def draw_as_one_device(stock: Callable) -> Callable:
+    """Return the function behind both factories of ``torch.distributed.tensor`` that draws by the rules for fills."""
+
+    @functools.wraps(stock)
+    def helper(init_op: Callable, *args: object, **kwargs: object) -> DTensor:
+        if init_op not in (torch.rand, torch.randn) or UNIFORM not in _torch.handler_table():  # other, or disabled
+            return stock(init_op, *args, **kwargs)
+        tensor = stock(torch.empty, *args, **kwargs)
+        with torch.no_grad():
+            tensor.uniform_() if init_op is torch.rand else tensor.normal_()
+        return tensor
+
+    return helper

@@ -1,14 +1,14 @@
-"""Which flat ranges of a draw a rank needs, and where each goes: pure functions over integers.
+"""Cut a draw into spans: pure functions over integers.
 
-The elements of a tensor are numbered in the order in which its memory is drawn. A rank's boxes cut this line in
+The elements of a tensor are numbered in the order in which its memory is drawn. The boxes of a rank cut this line into
 **spans** of three kinds::
 
-    shape (6, 4), rows [2, 4)      0 . . . . . . 8 ======== 16 . . . . . . 24        . nothing of it is held: skip it
-    columns [1, 3)                 0 ############################### 24              # drawn in scratch, parts are kept
-                                                                                     = drawn where it is kept
+    shape (6, 4), rows [2, 4)      0 . . . . . . 8 ======== 16 . . . . . . 24        . not held: skip it
+    columns [1, 3)                 0 ############################### 24              # drawn in scratch, parts kept
+                                                                                     = drawn in the local tensor
 
-Cuts must lie on multiples of ``block`` elements, and the last span has at least ``block``: what `normal_` needs, which
-works in blocks (see ``_pieces``).
+Cuts lie on multiples of ``block`` elements, and the last span has at least ``block``, because `normal_` works in blocks
+(see ``draw``).
 """
 
 from __future__ import annotations

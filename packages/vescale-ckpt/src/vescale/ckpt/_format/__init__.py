@@ -1,0 +1,1 @@
+"""Files of a checkpoint: boxes, dtypes, manifest, data files and inspection."""

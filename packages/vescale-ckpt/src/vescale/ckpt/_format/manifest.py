@@ -1,0 +1,208 @@
+"""The manifest: the contents of a checkpoint, as frozen dataclasses and as the text of ``manifest.json``.
+
+A checkpoint is a directory of safetensors files and one manifest with these keys:
+
+    format, version    the name "vescale-checkpoint" and the version of this layout
+    crc32              CRC-32 of all other keys, so that a changed offset or learning rate is detected
+    world_size         number of ranks that saved
+    metadata           the JSON object of ``save(metadata=...)``
+    leaves             name -> JSON value
+    files              data file -> bytes
+    tensors            name -> dtype, global shape, pieces; a piece is a box (offsets, sizes) with its file, its key in
+                       the file and the CRC-32 of its bytes
+
+The pieces of a tensor tile its global shape exactly once; every read of a manifest checks this. Nothing is pickled. The
+JSON dialect is Python's: ``Infinity`` and ``NaN`` are valid numbers.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from .._errors import CheckpointError
+from .boxes import Box, describe_coverage_fault
+
+FORMAT = "vescale-checkpoint"
+VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """The global metadata of a tensor.
+
+    Attributes:
+        dtype: torch's name without the prefix, such as ``"bfloat16"``. It is empty for a tensor without a dtype on a
+            rank that holds none of its elements, but never in a manifest.
+        shape: global shape.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stored box of one tensor.
+
+    Attributes:
+        box: the box in the global tensor.
+        file: name of the safetensors file, in the checkpoint's directory.
+        key: name of the tensor in that file.
+        crc32: CRC-32 of its bytes, row-major and little-endian.
+    """
+
+    box: Box
+    file: str
+    key: str
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint: its metadata and the pieces that tile it."""
+
+    meta: TensorMeta
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a checkpoint.
+
+    Attributes:
+        world_size: number of ranks that saved.
+        metadata: the JSON object of ``save(metadata=...)``.
+        leaves: JSON values by name, such as ``"optimizer/param_groups"``.
+        files: size in bytes of every data file.
+        tensors: stored tensors by name, such as ``"model/embed.weight"``.
+    """
+
+    world_size: int
+    metadata: Mapping[str, Json]
+    leaves: Mapping[str, Json]
+    files: Mapping[str, int]
+    tensors: Mapping[str, StoredTensor]
+
+
+def manifest_to_text(manifest: Manifest) -> str:
+    """Return a manifest as JSON text with one tensor, leaf or file per line."""
+    body = _to_body(manifest)
+    sections = [f"{json.dumps(key)}: {_dump_section(value)}" for key, value in body.items()]
+    sections.insert(2, f'"crc32": "{_crc_of(body)}"')
+    return "{\n" + ",\n".join(sections) + "\n}\n"
+
+
+def manifest_from_text(text: str, *, where: str) -> Manifest:
+    """Parse and check a manifest.
+
+    Args:
+        text: contents of ``manifest.json``.
+        where: the checkpoint's path, for messages.
+
+    Raises:
+        CheckpointError: the text is not a manifest of a supported version, was changed after it was written, or has a
+            tensor that its pieces do not tile.
+    """
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where}: expected JSON in {MANIFEST_NAME}, got invalid text ({error}); it was cut or changed"
+        ) from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        found = body.get("format") if isinstance(body, dict) else type(body).__name__
+        raise CheckpointError(f"{where}: expected format {FORMAT!r} in {MANIFEST_NAME}, got {found!r}")
+    if body.get("version") != VERSION:
+        raise CheckpointError(
+            f"{where}: expected checkpoint format version {VERSION}, got {body.get('version')}; load it with the "
+            "vescale-ckpt release that wrote it"
+        )
+    written = body.pop("crc32", None)
+    if written != _crc_of(body):
+        raise CheckpointError(
+            f"{where}: expected checksum {written} of {MANIFEST_NAME}, got {_crc_of(body)}; it was changed after the "
+            "save"
+        )
+    try:
+        manifest = _from_body(body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{where}: expected all keys in {MANIFEST_NAME}, got {type(error).__name__}: {error}"
+        ) from None
+    _check_pieces(manifest, where)
+    return manifest
+
+
+def _to_body(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "world_size": manifest.world_size,
+        "metadata": dict(manifest.metadata),
+        "leaves": dict(manifest.leaves),
+        "files": dict(manifest.files),
+        "tensors": {name: _tensor_to_json(tensor) for name, tensor in manifest.tensors.items()},
+    }
+
+
+def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
+    pieces = [
+        {
+            "offsets": list(piece.box.offsets),
+            "sizes": list(piece.box.sizes),
+            "file": piece.file,
+            "key": piece.key,
+            "crc32": f"{piece.crc32:08x}",
+        }
+        for piece in tensor.pieces
+    ]
+    return {"dtype": tensor.meta.dtype, "shape": list(tensor.meta.shape), "pieces": pieces}
+
+
+def _from_body(body: dict[str, Any]) -> Manifest:
+    return Manifest(
+        world_size=int(body["world_size"]),
+        metadata=dict(body["metadata"]),
+        leaves=dict(body["leaves"]),
+        files={str(name): int(size) for name, size in body["files"].items()},
+        tensors={name: _tensor_from_json(value) for name, value in body["tensors"].items()},
+    )
+
+
+def _tensor_from_json(value: dict[str, Any]) -> StoredTensor:
+    pieces = tuple(
+        Piece(Box(tuple(p["offsets"]), tuple(p["sizes"])), p["file"], p["key"], int(p["crc32"], 16))
+        for p in value["pieces"]
+    )
+    return StoredTensor(TensorMeta(value["dtype"], tuple(value["shape"])), pieces)
+
+
+def _check_pieces(manifest: Manifest, where: str) -> None:
+    for name, tensor in manifest.tensors.items():
+        fault = describe_coverage_fault(tensor.meta.shape, [piece.box for piece in tensor.pieces])
+        if fault is not None:
+            raise CheckpointError(
+                f"{where}: expected pieces that tile tensor {name!r}, global shape {tensor.meta.shape}, got {fault}"
+            )
+        for piece in tensor.pieces:
+            if piece.file not in manifest.files:
+                raise CheckpointError(
+                    f"{where}: expected the file of tensor {name!r} in the list of files, got {piece.file!r}"
+                )
+
+
+def _dump_section(value: Any) -> str:
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    lines = [f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()]
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _crc_of(body: dict[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(canonical.encode()):08x}"

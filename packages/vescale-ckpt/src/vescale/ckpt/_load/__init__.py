@@ -1,0 +1,1 @@
+"""Load: plan and the rounds."""

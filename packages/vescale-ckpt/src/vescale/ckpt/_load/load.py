@@ -1,0 +1,133 @@
+"""Load a checkpoint into a state under any layout.
+
+Four rounds (see ``_control.py``); the state is not modified before the third:
+
+    1. rank 0 reads the manifest                       and sends it to all ranks
+    2. every rank compares its state with it           rank 0 merges the comparisons and accepts or refuses
+    3. every rank reads the boxes it holds, in place
+    4. every rank passes the filled state dicts to ``load_state_dict``
+"""
+
+import logging
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._control import Control, open_control
+from .._errors import CheckpointError, format_some
+from .._format.files import open_data_file
+from .._format.inspect import check_files, read_manifest_text
+from .._format.manifest import Manifest, manifest_from_text
+from .._state.flat import FlatState, flatten, restore
+from .._state.objects import Objects
+from .plan import Comparison, Request, compare, find_mismatch, left_over, plan_load
+
+logger = logging.getLogger("vescale.ckpt")
+
+
+def load(
+    path: str | os.PathLike,
+    state: dict[str, Any],
+    *,
+    strict: bool = True,
+    ignore: Collection[str] = (),
+    allow_dtype_cast: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Manifest:
+    """Load a checkpoint into a state under any layout.
+
+    A collective: all ranks of the group call it. Tensors are filled in place, and each rank reads only the boxes that
+    it holds. JSON values are replaced, in ``state`` and in the state dicts of its objects.
+
+    Args:
+        path: directory of a checkpoint.
+        state: as for ``save``, with the objects to load into. Tensors must have storage (not on the meta device).
+        strict: refuse requested names that are not stored, and stored names that no rank requests. If False, both are
+            skipped. Different shapes and dtypes are always refused.
+        ignore: stored names that no rank needs to request; a leading part such as ``"optimizer"`` covers all names
+            under it.
+        allow_dtype_cast: convert stored values to the dtype of the state's tensor instead of refusing them.
+        process_group: as for ``save``.
+
+    Returns:
+        The checkpoint's manifest, with the ``metadata`` of ``save``.
+
+    Raises:
+        CheckpointError: with the same text on all ranks. If the checkpoint does not fit, the state is unmodified. If
+            stored bytes are damaged, tensors are partly filled, and the text says so. Checksums are compared for pieces
+            that a rank reads in full; ``verify`` compares all.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> save("runs/step-10", {"model": model, "step": 10}, overwrite=True)
+        >>> state = {"model": torch.nn.Linear(4, 2), "step": 0}
+        >>> _ = load("runs/step-10", state)
+        >>> state["step"]
+        10
+    """
+    where = Path(os.path.abspath(path))
+    with open_control(process_group) as control, torch.no_grad():
+        manifest = _share_manifest(control, where)
+        objects = Objects(state, manifest=manifest)
+        flat = FlatState()
+
+        def examine() -> Comparison:
+            nonlocal flat
+            flat = flatten(state, open_object=objects.open)
+            request = Request({name: held.meta for name, held in flat.tensors.items()}, flat.leaves)
+            return compare(request, manifest, allow_dtype_cast=allow_dtype_cast)
+
+        def accept(comparisons: list[Comparison]) -> list[None]:
+            mismatch = find_mismatch(comparisons, manifest, strict=strict, ignore=ignore)
+            if mismatch is not None:
+                raise CheckpointError(f"{where}: {mismatch}")
+            _log_partial(where, comparisons, left_over(comparisons, manifest, ignore=ignore))
+            return [None] * control.size
+
+        control.run_round(examine, accept)
+        control.run_round(lambda: _fill(where, flat, manifest), control.no_shares)
+        control.run_round(lambda: restore(state, flat, manifest.leaves, close_object=objects.close), control.no_shares)
+    return manifest
+
+
+def _share_manifest(control: Control, where: Path) -> Manifest:
+    """Read and check the manifest and the file sizes on rank 0, and parse the same text on all ranks."""
+
+    def read() -> str | None:
+        if control.rank != 0:
+            return None
+        text = read_manifest_text(where)
+        check_files(where, manifest_from_text(text, where=str(where)))
+        return text
+
+    text = control.run_round(read, lambda texts: [texts[0]] * control.size)
+    return manifest_from_text(text, where=str(where))
+
+
+def _fill(where: Path, flat: FlatState, manifest: Manifest) -> None:
+    """Read the boxes of this rank, file by file, in place."""
+    views = {(name, box): view for name, held in flat.tensors.items() for box, view in held.boxes}
+    boxes = {name: [box for box, _ in held.boxes] for name, held in flat.tensors.items()}
+    try:
+        for file, reads in plan_load(boxes, manifest).items():
+            with open_data_file(where / file) as opened:
+                for item in reads:
+                    dtype = manifest.tensors[item.name].meta.dtype
+                    values = opened.read(item.piece, item.box, name=item.name, dtype=dtype)
+                    views[item.name, item.into][item.box.slices(inside=item.into)].copy_(values)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; the tensors of the state are partly filled, so load another checkpoint before using them"
+        ) from error
+
+
+def _log_partial(where: Path, comparisons: list[Comparison], left: list[str]) -> None:
+    """Log the names that a load with strict=False skips."""
+    missing = sorted({name for own in comparisons for name in own.missing})
+    for problem, names in (("not stored, left unchanged", missing), ("stored, not loaded", left)):
+        if names:
+            logger.warning("%s: %d names %s: %s", where, len(names), problem, format_some(names))

@@ -1,0 +1,1 @@
+"""Save: plan, balance and the rounds."""

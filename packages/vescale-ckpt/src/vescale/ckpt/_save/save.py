@@ -1,0 +1,214 @@
+"""Save a state from any number of ranks.
+
+Two rounds (see ``_control.py``):
+
+    1. every rank lists its boxes            rank 0 creates the temporary directory and plans
+    2. every rank writes its share           rank 0 compares replicas, writes the manifest and commits
+
+A failure in either round leaves ``path`` unchanged.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._control import open_control
+from .._errors import CheckpointError, format_some
+from .._format.boxes import Box
+from .._format.files import (
+    Entry,
+    checksum,
+    commit_directory,
+    discard_directory,
+    pack_files,
+    prepare_directory,
+    write_data_file,
+    write_manifest,
+)
+from .._format.manifest import Manifest, Piece, StoredTensor, manifest_to_text
+from .._state.flat import FlatState, flatten, leaves_as_text
+from .._state.objects import Objects
+from .plan import Holding, Inventory, RankPlan, SavePlan, find_torn_replicas, plan_save
+
+logger = logging.getLogger("vescale.ckpt")
+
+
+def save(
+    path: str | os.PathLike,
+    state: dict[str, Any],
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    check_replicas: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save a state as a checkpoint that loads under any other layout.
+
+    A collective: all ranks of the group call it with the same path. Each element is stored once, by one of the ranks
+    that hold it, balanced by bytes. The checkpoint appears at ``path`` when it is complete and on disk, or not at all.
+
+    Args:
+        path: directory to create, on a file system shared by all ranks. Its parents are created.
+        state: nested dict (or list) of objects with ``state_dict`` and ``load_state_dict`` (models, optimizers,
+            schedulers), tensors, DTensors, values with ``__global_shape__`` and ``__boxes__()``, and JSON values. An
+            optimizer of ``torch.optim`` is stored by parameter names and needs its model in the same state.
+        metadata: a JSON object to store in the manifest.
+        overwrite: replace a checkpoint at ``path``; it stays in place until the new one is complete.
+        check_replicas: compare checksums of replicas between ranks, and refuse to save if they differ. The cost is one
+            pass over the replicated bytes of each rank. If False and replicas differ, the stored tensor may mix parts
+            of several ranks.
+        process_group: the ranks that save, with a CPU backend such as gloo for small object collectives. Default: all
+            ranks, with a temporary gloo group if the default group has no CPU backend.
+
+    Raises:
+        CheckpointError: the state cannot be stored or the path cannot be written; the text is the same on all ranks.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> save("runs/step-10", {"model": model, "step": 10}, overwrite=True)
+    """
+    saving = _Saving(Path(os.path.abspath(path)), state, metadata, overwrite, check_replicas)
+    with open_control(process_group) as control, torch.no_grad():
+        saving.rank = control.rank
+        try:
+            plan = control.run_round(saving.offer, saving.plan, on_failure=saving.discard)
+            control.run_round(lambda: saving.write(*plan), saving.commit, on_failure=saving.discard)
+        except BaseException:  # an interrupt or a lost peer, which is not an error of all ranks
+            saving.discard()
+            raise
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """The input of one rank to the plan: values that must agree between ranks, and the rank's inventory."""
+
+    path: str
+    metadata: str
+    inventory: Inventory
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The pieces and files written by one rank, and the checksums of its replicas."""
+
+    pieces: list[tuple[str, Piece]]
+    files: dict[str, int]
+    replicas: dict[tuple[str, Box], int]
+
+
+class _Saving:
+    """The steps of one save, in order; ``plan``, ``commit`` and ``discard`` act on rank 0."""
+
+    def __init__(
+        self, path: Path, state: dict[str, Any], metadata: Mapping[str, Any] | None, overwrite: bool, check: bool
+    ) -> None:
+        self.rank = 0
+        self._path = path
+        self._state = state
+        self._metadata = metadata
+        self._overwrite = overwrite
+        self._check_replicas = check
+        self._flat = FlatState()
+        self._temporary: Path | None = None
+        self._plan: SavePlan | None = None
+        self._start = time.perf_counter()
+
+    def offer(self) -> _Offer:
+        if self.rank == 0:
+            self._temporary = prepare_directory(self._path, overwrite=self._overwrite)
+        self._flat = flatten(self._state, open_object=Objects(self._state).open)
+        tensors = {
+            name: Holding(held.meta, tuple(box for box, _ in held.boxes)) for name, held in self._flat.tensors.items()
+        }
+        return _Offer(
+            str(self._path), _metadata_text(self._metadata), Inventory(tensors, leaves_as_text(self._flat.leaves))
+        )
+
+    def plan(self, offers: Sequence[_Offer]) -> list[tuple[Path, RankPlan]]:
+        _require_same("path", [offer.path for offer in offers])
+        _require_same("metadata", [offer.metadata for offer in offers])
+        assert self._temporary is not None, "rank 0 makes the directory when it offers"
+        self._plan = plan_save([offer.inventory for offer in offers])
+        return [(self._temporary, share) for share in self._plan.ranks]
+
+    def write(self, directory: Path, share: RankPlan) -> _Written:
+        if not directory.is_dir():
+            raise CheckpointError(
+                f"rank {self.rank}: expected the directory {directory} of rank 0, got no such directory; save to a "
+                "file system shared by all ranks"
+            )
+        views = {(name, box): view for name, held in self._flat.tensors.items() for box, view in held.boxes}
+        entries = []
+        for item in share.writes:
+            view = views[item.name, item.held][item.box.slices(inside=item.held)]
+            is_full = item.box == Box.full(self._flat.tensors[item.name].meta.shape)
+            entries.append(Entry(item.name, item.name if is_full else f"{item.name}{item.box}", item.box, view))
+        pieces, files = [], {}
+        for number, run in enumerate(pack_files([entry.num_bytes for entry in entries])):
+            file = directory / f"data-{self.rank}-{number}.safetensors"
+            pieces += write_data_file(file, entries[run.start : run.stop])
+            files[file.name] = file.stat().st_size
+        sums = {(name, piece.box): piece.crc32 for name, piece in pieces}
+        if not self._check_replicas:
+            return _Written(pieces, files, {})
+        replicas = {place: sums[place] if place in sums else checksum(views[place]) for place in share.replicas}
+        return _Written(pieces, files, replicas)
+
+    def commit(self, written: Sequence[_Written]) -> list[None]:
+        if torn := find_torn_replicas([own.replicas for own in written]):
+            raise CheckpointError(torn)
+        assert self._plan is not None and self._temporary is not None, "the plan comes before the commit"  # noqa: PT018
+        pieces: dict[str, list[Piece]] = {name: [] for name in self._plan.tensors}
+        for own in written:
+            for name, piece in own.pieces:
+                pieces[name].append(piece)
+        manifest = Manifest(
+            world_size=len(written),
+            metadata=json.loads(_metadata_text(self._metadata)),
+            leaves={name: json.loads(text) for name, text in self._plan.leaves.items()},
+            files={name: size for own in written for name, size in own.files.items()},
+            tensors={
+                name: StoredTensor(meta, tuple(sorted(pieces[name], key=lambda piece: piece.box)))
+                for name, meta in self._plan.tensors.items()
+            },
+        )
+        write_manifest(self._temporary, manifest_to_text(manifest))
+        commit_directory(self._temporary, self._path)
+        self._temporary = None
+        self._log(manifest)
+        return [None] * len(written)
+
+    def discard(self) -> None:
+        if self._temporary is not None:
+            discard_directory(self._temporary)
+            self._temporary = None
+
+    def _log(self, manifest: Manifest) -> None:
+        seconds = time.perf_counter() - self._start
+        gigabytes = sum(manifest.files.values()) / 1e9
+        logger.info(
+            "saved %s: %d tensors, %.3f GB from %d ranks in %.2f s",
+            self._path, len(manifest.tensors), gigabytes, manifest.world_size, seconds,
+        )  # fmt: skip
+
+
+def _metadata_text(metadata: Mapping[str, Any] | None) -> str:
+    try:
+        text = json.dumps(dict(metadata or {}), sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"expected metadata to be a JSON object with str keys, got {error}") from None
+    return text
+
+
+def _require_same(argument: str, values: Sequence[str]) -> None:
+    if len(set(values)) > 1:
+        found = format_some(f"{value} on rank {rank}" for rank, value in enumerate(values))
+        raise CheckpointError(f"expected the same {argument} on all ranks, got {found}; pass equal arguments to save")

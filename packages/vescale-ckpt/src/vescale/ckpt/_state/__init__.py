@@ -1,0 +1,1 @@
+"""A nested state as names, boxes and JSON values."""

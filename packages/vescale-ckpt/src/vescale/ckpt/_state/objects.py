@@ -1,0 +1,39 @@
+"""State dicts of the objects of a state: by their own methods, or by parameter names for a torch optimizer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .._errors import CheckpointError
+from .._format.manifest import Manifest
+from .optimizer import NamedOptimizer, counts_parameters
+
+
+class Objects:
+    """Open the objects of one state for ``flatten`` and close them for ``restore``."""
+
+    def __init__(self, state: Mapping[str, Any], *, manifest: Manifest | None = None) -> None:
+        """Store the state, and the manifest for a load."""
+        self._state = state
+        self._manifest = manifest
+        self._named: dict[str, NamedOptimizer] = {}
+
+    def open(self, item: Any, path: str) -> Any:
+        """Return the state dict of the object at ``path``."""
+        state_dict = item.state_dict()
+        if not (counts_parameters(state_dict) and hasattr(item, "param_groups")):
+            return state_dict
+        self._named[path] = named = NamedOptimizer.of(item, path, self._state)
+        return named.state_dict() if self._manifest is None else named.layout(self._manifest, path)
+
+    def close(self, item: Any, path: str, filled: Any) -> None:
+        """Pass the filled state dict to the object at ``path``.
+
+        Raises:
+            CheckpointError: the object refuses it; the text has the path.
+        """
+        try:
+            self._named.get(path, item).load_state_dict(filled)
+        except Exception as error:
+            raise CheckpointError(
+                f"{path!r}: expected {type(item).__name__}.load_state_dict to accept the loaded state, got {error}"
+            ) from error

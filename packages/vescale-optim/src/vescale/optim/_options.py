@@ -1,0 +1,73 @@
+"""The settings of a ``DDP``, checked in one place before anything is done to the module.
+
+What depends on the module, too, is checked where it is used: shapes by `resolve_blocks`, devices by `check_offload`,
+dtypes of parameters by `check_param_dtype`, everything else about parameters by `check_module`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._buckets.granularity import check_granularity
+from ._gradients.rules import ReduceRules
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Keyword arguments of ``DDP``, of the same meanings.
+
+    Raises:
+        ValueError: If a value is none that the argument takes, or needs another ZeRO stage.
+        TypeError: If ``granularity`` is not a mapping from names and regular expressions.
+    """
+
+    zero: int
+    bucket_bytes: int
+    overlap: bool
+    reduction: str
+    grad_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    param_dtype: torch.dtype | None
+    find_unused_parameters: bool
+    units: tuple[str | re.Pattern, ...] | None
+    reshard_after_forward: bool
+    prefetch: bool
+    granularity: Mapping[str | re.Pattern, Any] | None
+    offload: bool
+    watch_draws: bool
+
+    def __post_init__(self):
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
+        self._check_units()
+        check_granularity(self.zero, self.granularity)
+        _ = self.rules
+
+    def _check_units(self) -> None:
+        if self.units is None:
+            return
+        if self.zero != 3:
+            raise ValueError(
+                f"units= says which parameters are gathered together, which needs zero=3, got zero={self.zero}"
+            )
+        if isinstance(self.units, str) or not all(isinstance(unit, (str, re.Pattern)) for unit in self.units):
+            raise ValueError(f"units must be a list of module names or regular expressions, got {self.units!r}")
+
+    @property
+    def rules(self) -> ReduceRules:
+        """How gradients are reduced."""
+        return ReduceRules(self.reduction, self.grad_dtype, self.reduce_dtype)
+
+    def __str__(self) -> str:
+        """Return what must be the same on all ranks, as lines."""
+        lines = [f"zero={self.zero} find_unused_parameters={self.find_unused_parameters}", str(self.rules)]
+        if self.zero == 3:
+            lines.append(f"{self.reshard_after_forward} {self.prefetch} offload={self.offload}")
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""One micro-batch on one stage: events, recording, backward and transfers."""

@@ -1,0 +1,349 @@
+"""One forward of one micro-batch on one stage.
+
+Note [Events of a forward]
+Every stage runs the user's full forward. An **event** is a call of a unit, or an operator outside of units with a value
+among its arguments. Event numbers agree on all stages, because all stages run the same program. The home of an event is
+the unit's stage, or the last home among the operator's arguments:
+
+    event                    home    on its home           on other stages
+    e = embed(ids)           0       runs                  returns a placeholder
+    h = blocks[0](e)         0       runs                  returns a placeholder
+    g = blocks[1](h)         1       receives h and runs   stage 0 sends h; returns a placeholder
+    s = h + g                1       runs (h is received)  returns a placeholder
+    n = norm(e + s)          1       receives e and runs   stage 0 sends e; returns a placeholder
+
+A value from an earlier stage is sent to the event's home once, at the first event that needs it. Sender and receiver
+derive each transfer from the event alone, so messages need no headers and match by order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .._torch import version_of
+from .backward import Boundary, attach
+from .program import CallKey, Outcome, Program, Record, Transfer
+from .recorder import Recorder
+from .transport import FORWARD, Transport
+from .tree import Structure, flatten
+from .values import (
+    PipelineError,
+    Placeholder,
+    Repeated,
+    SameAs,
+    TensorMeta,
+    Value,
+    ValueId,
+    from_local_part,
+    local_part,
+    meta_of,
+)
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass
+class Call:
+    """An event in progress. ``real`` has the arguments on the home stage; it is None on other stages."""
+
+    key: CallKey
+    arguments: list[Any]
+    structure: Structure
+    real: list[Any] | None = None
+    versions: list[int] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> tuple[tuple, dict]:
+        """Positional and keyword arguments of the call on its home stage."""
+        assert self.real is not None, "the call runs on another stage"
+        return self.structure.rebuild(self.real)
+
+
+class Frame:
+    """Run the events of one forward on one stage; see Note [Events of a forward].
+
+    Args:
+        transport: this stage's communication.
+        program: the records; filled if ``recorder`` is given, replayed otherwise.
+        recorder: the synchronization of the first micro-batch; None for later ones.
+        find_mesh: returns this stage's mesh with the given axis names.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        program: Program,
+        *,
+        recorder: Recorder | None,
+        find_mesh: Callable[[tuple[str, ...]], DeviceMesh],
+    ) -> None:
+        self.stage = transport.stage
+        self.boundary = Boundary()
+        self.recorder = recorder
+        self._transport = transport
+        self._program = program
+        self._find_mesh = find_mesh
+        self._values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._crossed: set[tuple[ValueId, int]] = set()
+        self._num_events = 0
+
+    # --- queries of the function mode ---
+
+    def value_of(self, leaf: Any) -> Value | None:
+        """Return the value record of a tensor that depends on a unit, else None."""
+        return self._values.get(leaf) if isinstance(leaf, torch.Tensor) else None
+
+    def is_event(self, leaves: list[Any], name: str) -> bool:
+        """Return whether an operator call with these arguments involves a value."""
+        if any(self.value_of(leaf) is not None for leaf in leaves):
+            return True
+        if self.recorder is not None:
+            self.recorder.check_arguments(leaves, [None] * len(leaves), name)
+        return False
+
+    # --- events ---
+
+    def begin(self, name: str, arguments: list[Any], structure: Structure, *, owner: int | None = None) -> Call:
+        """Begin an event: find its home, and move the needed values there.
+
+        Args:
+            name: the name of the unit or of the operator.
+            arguments: leaves of ``(args, kwargs)``.
+            structure: structure of ``(args, kwargs)``.
+            owner: the unit's stage; None for an operator.
+
+        Raises:
+            PipelineError: the event needs a value of a later stage, or the program differs from the recorded one.
+        """
+        values = [self.value_of(leaf) for leaf in arguments]
+        present = [value for value in values if value is not None]
+        home = owner if owner is not None else max(value.home for value in present)
+        self._check_order(name, home, present)
+        needed: dict[ValueId, tuple[torch.Tensor, Value]] = {}
+        for leaf, value in zip(arguments, values, strict=True):
+            if value is not None and value.home < home and (value.id, home) not in self._crossed:
+                needed.setdefault(value.id, (leaf, value))
+        call = Call(CallKey(self._num_events, name, home, tuple(needed), len(arguments)), arguments, structure)
+        self._num_events += 1
+        if self.recorder is None:
+            self._program.record(call.key)
+        else:
+            self.recorder.check_arguments(arguments, values, name)
+            if home == self.stage:  # fails before the synchronization, never between a send and its receive
+                for _, value in needed.values():
+                    self._mesh_for(value)
+            if needed:
+                self.recorder.synchronize("before", call.key)
+        for leaf, value in needed.values():
+            self._cross(call.key, leaf, value)
+        if home == self.stage:
+            call.real = [self._real(leaf) for leaf in arguments]
+            call.versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in call.real]
+        return call
+
+    def finish(self, call: Call, output: Any, *, is_operator: bool) -> Any:
+        """Finish an event on its home stage: register its outputs as values, and return them to the caller."""
+        leaves, structure = flatten(output)
+        position = {id(leaf): i for i, leaf in enumerate(call.real or ()) if isinstance(leaf, torch.Tensor)}
+        if self.recorder is None:
+            record = self._program.records[call.key.index]
+            _check_repeated(record, leaves, position)
+        else:
+            outcome = _outcome(call, leaves, structure, position, is_operator=is_operator)
+            self.recorder.announce(call.key, outcome)
+            record = self._keep(call.key, outcome)
+        results: list[Any] = []
+        for i, (leaf, described) in enumerate(zip(leaves, record.outputs, strict=True)):
+            if isinstance(described, TensorMeta):
+                self._values[leaf] = Value((call.key.index, i), self.stage, described)
+            results.append(call.arguments[described.argument] if isinstance(described, SameAs) else leaf)
+        self._apply_changes(call, record)
+        # rebuilding copies containers; it is needed only if an output is replaced
+        unchanged = all(result is leaf for result, leaf in zip(results, leaves, strict=True))
+        return output if unchanged else structure.rebuild(results)
+
+    def absent(self, call: Call) -> Any:
+        """Finish an event on another stage than its home: return placeholders for its outputs."""
+        if self.recorder is None:
+            record = self._program.records[call.key.index]
+        else:
+            record = self._keep(call.key, self.recorder.announce(call.key, None))
+        results: list[Any] = []
+        for i, described in enumerate(record.outputs):
+            if isinstance(described, TensorMeta):
+                results.append(self._placeholder(Value((call.key.index, i), call.key.home, described)))
+            elif isinstance(described, SameAs):
+                results.append(call.arguments[described.argument])
+            else:
+                results.append(results[described.output] if isinstance(described, Repeated) else described)
+        self._apply_changes(call, record)
+        return record.structure.rebuild(results)
+
+    def end(self, loss: Any, *, last_stage: int) -> torch.Tensor | None:
+        """Check the loss, and return it on the last stage and None on all others.
+
+        Raises:
+            PipelineError: the loss is not a value of the last stage.
+        """
+        value = self.value_of(loss)
+        if value is None:
+            raise PipelineError(
+                "expected a loss that depends on the output of a stage, got one that depends on none; compute it from "
+                "the model's output"
+            )
+        if value.home != last_stage:
+            raise PipelineError(
+                f"expected a loss of the last stage {last_stage}, got {self._program.origin(value)}: the loss does not "
+                "use the modules of later stages; choose another split"
+            )
+        if self.recorder is not None:
+            self.recorder.check_end()
+            self.recorder.synchronize("end", None)
+            self._program.loss = value.meta
+        return self._real(loss) if self.stage == last_stage else None
+
+    # --- steps of an event ---
+
+    def _check_order(self, name: str, home: int, values: list[Value]) -> None:
+        late = next((value for value in values if value.home > home), None)
+        if late is not None:
+            raise PipelineError(
+                f"`{name}` on stage {home}: expected arguments of this or earlier stages, got "
+                f"{self._program.origin(late)}; put `{name}` on stage {late.home} or later with "
+                "PipelinePlan(split=[[...], ...]), or both on one stage"
+            )
+
+    def _real(self, leaf: Any) -> Any:
+        value = self.value_of(leaf)
+        return leaf if value is None or value.received is None else value.received
+
+    def _placeholder(self, value: Value) -> Placeholder:
+        device = self._transport.device_of(value.meta.device_type)
+        placeholder = Placeholder(value, device=device, origin=self._program.origin(value))
+        self._values[placeholder] = value
+        return placeholder
+
+    def _keep(self, key: CallKey, outcome: Outcome) -> Record:
+        record = Record.of(key, outcome)
+        assert len(self._program.records) == key.index
+        self._program.records.append(record)
+        return record
+
+    def _cross(self, key: CallKey, leaf: torch.Tensor, value: Value) -> None:
+        """Move a value from its home to the home of a call."""
+        self._crossed.add((value.id, key.home))
+        if self.recorder is not None:
+            origin = self._program.origin(value)
+            self._program.transfers.append(Transfer(value.home, key.home, origin, key.name, value.meta))
+        if self.stage == value.home:
+            self._send(key, self._real(leaf), value)
+        elif self.stage == key.home:
+            value.received = self._receive(key, value)
+
+    def _send(self, key: CallKey, tensor: torch.Tensor, value: Value) -> None:
+        if self.recorder is not None:
+            self.recorder.note_sent(tensor, self._program.origin(value))
+        elif not (meta := meta_of(tensor)).same_data(value.meta):
+            raise PipelineError(
+                f"{self._program.origin(value)}: expected {value.meta}, requires_grad={value.meta.requires_grad}, as "
+                f"recorded, got {meta}, requires_grad={meta.requires_grad}; shapes of values that cross stages may "
+                "depend on input shapes only"
+            )
+        self._transport.send(local_part(tensor), key.home, FORWARD, stride=value.meta.local_layout[1])
+        if value.meta.requires_grad:
+            self.boundary.add_sent(tensor, value, key)
+
+    def _mesh_for(self, value: Value) -> DeviceMesh | None:
+        return None if value.meta.sharded is None else self._find_mesh(value.meta.sharded.axis_names)
+
+    def _receive(self, key: CallKey, value: Value) -> torch.Tensor:
+        meta, mesh = value.meta, self._mesh_for(value)
+        local = self._transport.receive(
+            *meta.local_layout,
+            meta.dtype,
+            device=self._transport.device_of(meta.device_type),
+            source=value.home,
+            direction=FORWARD,
+        )
+        tensor = from_local_part(local, meta, mesh)
+        if not meta.requires_grad:
+            return tensor
+        tensor, edge = attach(tensor)
+        self.boundary.add_received(edge, value, key, mesh)
+        return tensor
+
+    def _apply_changes(self, call: Call, record: Record) -> None:
+        """Assign a new value, at the home of the call, to each argument written in place."""
+        for position, meta in record.changed:
+            argument = call.arguments[position]
+            before = self.value_of(argument)
+            after = Value((call.key.index, -1 - position), call.key.home, meta)
+            if call.real is not None and call.real[position] is not argument:
+                after.received = call.real[position]
+            self._values[argument] = after
+            if isinstance(argument, Placeholder):
+                argument.value = after
+                if meta.requires_grad and not argument.requires_grad:
+                    argument.requires_grad_(True)
+            elif self.recorder is not None and (before is None or before.home != call.key.home):
+                self.recorder.note_moved(argument, after, call.key.name)
+
+
+def _outcome(call: Call, leaves: list, structure: Structure, position: dict[int, int], *, is_operator: bool) -> Outcome:
+    """Return the metadata of a call's outputs and in-place writes, on its home stage."""
+    has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    if is_operator and not has_tensor and any(leaf is not None for leaf in leaves):
+        raise PipelineError(
+            f"expected tensor operators outside of stage modules, got `{call.key.name}`, which reads the elements of a "
+            f"value of stage {call.key.home} that other stages do not hold; move this code into a module of one stage, "
+            "or after the engine's call"
+        )
+    described: list[Any] = []
+    seen: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            first = seen.setdefault(id(leaf), i)
+            if id(leaf) in position:
+                described.append(SameAs(position[id(leaf)]))
+            else:
+                described.append(meta_of(leaf) if first == i else Repeated(first))
+        elif isinstance(leaf, _PLAIN) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)):
+            described.append(leaf)
+        else:
+            raise PipelineError(
+                f"output of `{call.key.name}`: expected tensors and plain Python values, in tuples, lists, dicts or "
+                f"dataclasses, got {type(leaf).__name__}; return its tensors"
+            )
+    changed = tuple(
+        (i, meta_of(leaf))
+        for i, (leaf, version) in enumerate(zip(call.real or (), call.versions, strict=True))
+        if isinstance(leaf, torch.Tensor) and version_of(leaf) != version
+    )
+    return Outcome(structure.rebuild(described), changed)
+
+
+def _check_repeated(record: Record, leaves: list[Any], position: dict[int, int]) -> None:
+    """Check a call's outputs against its record, except for shapes of tensors that are not sent."""
+
+    def matches(leaf: Any, described: Any) -> bool:
+        if isinstance(described, SameAs):
+            return position.get(id(leaf)) == described.argument
+        if isinstance(described, TensorMeta):
+            return isinstance(leaf, torch.Tensor) and id(leaf) not in position
+        if isinstance(described, Repeated):
+            return leaf is leaves[described.output]
+        return type(leaf) is type(described) and leaf == described
+
+    if len(leaves) != len(record.outputs) or not all(map(matches, leaves, record.outputs)):
+        now = [type(leaf).__name__ if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        raise PipelineError(
+            f"output of `{record.key.name}`: expected {[*map(str, record.outputs)]}, as recorded, got {now}; return "
+            "values that vary between micro-batches as tensors"
+        )

@@ -1,0 +1,175 @@
+"""Record the first micro-batch in lockstep: stages exchange the outcome of each call, and errors reach all stages.
+
+Every call that involves values is a synchronization point. Before a call with a transfer, and after every call, all
+stages exchange the key of the call; the home stage adds the outcome. A failed stage sends its error at the next
+synchronization point, so all stages raise and none blocks. Two stages at different calls have diverged, which is an
+error on both.
+
+Recording also detects programs that a pipeline does not support:
+
+- random operators (the random stream does not continue from stage to stage yet);
+- tensors that leave a unit other than by its output (hooks, attributes), because they exist on one stage only;
+- tensors written in place after the send, and stale views of a tensor written on a later stage.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .._torch import OperatorMode, is_random, version_of
+from .program import CallKey, Outcome
+from .transport import Transport
+from .tree import flatten
+from .values import PipelineError, Placeholder, Value, ValueId, local_part
+
+
+class RandomOperatorError(PipelineError, NotImplementedError):
+    """Raised for a random operator in a pipeline of several stages."""
+
+
+_KNOWN_ERRORS = {error.__name__: error for error in (PipelineError, RandomOperatorError)}
+
+
+class Recorder:
+    """Synchronization between stages, and checks, during the first micro-batch."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._over = False
+        self._made_inside: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._moved: dict[int, tuple[ValueId, str, Any]] = {}
+        self._sent: list[tuple[torch.Tensor, int, str]] = []
+        self._generators = _generator_states(transport)
+
+    # --- synchronization points ---
+
+    def synchronize(self, moment: str, key: CallKey | None, item: Any = None) -> list[Any]:
+        """Exchange ``item`` with all stages and return the items in stage order.
+
+        Raises:
+            PipelineError: another stage failed, or reached another call.
+        """
+        arrivals = self._transport.gather_objects((moment, key, item))
+        for stage, arrival in enumerate(arrivals):
+            if arrival[0] == "error":
+                self._over = True
+                raise _error_of_stage(stage, *arrival[2])
+        if any(arrival[:2] != (moment, key) for arrival in arrivals):
+            self._over = True
+            calls = "; ".join(f"stage {s} {w} {k or 'the end'}" for s, (w, k, _) in enumerate(arrivals))
+            raise PipelineError(
+                f"expected the same program on every stage, got {calls}; pass the same inputs to every stage, and let "
+                "control flow outside of stage modules depend on shapes, not on values or on the rank"
+            )
+        return [arrival[2] for arrival in arrivals]
+
+    def announce(self, key: CallKey, outcome: Outcome | None) -> Outcome:
+        """Broadcast the outcome of a call from its home stage; the other stages pass None."""
+        if outcome is not None:
+            try:
+                pickle.dumps(outcome)
+            except Exception as error:
+                raise PipelineError(
+                    f"output of `{key.name}`: expected tensors and picklable plain values, got {error}; return plain "
+                    "Python values, in tuples, lists, dicts or dataclasses"
+                ) from error
+        return self.synchronize("after", key, outcome)[key.home]
+
+    def fail(self, error: Exception) -> None:
+        """Send this stage's error to the other stages, unless the error came from them."""
+        if self._over:
+            return
+        self._over = True
+        text = "".join(traceback.format_exception(error))
+        self._transport.gather_objects(("error", None, (type(error).__name__, str(error), text)))
+
+    # --- checks ---
+
+    def check_arguments(self, leaves: Sequence[Any], values: Sequence[Value | None], name: str) -> None:
+        """Check the tensor arguments of an operator outside of units, or of a unit."""
+        for leaf, value in zip(leaves, values, strict=True):
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, Placeholder):
+                continue
+            if value is None and leaf in self._made_inside:
+                raise PipelineError(
+                    f"`{name}`: expected outputs of stage modules, got an internal tensor of "
+                    f"`{self._made_inside[leaf]}`, stored by a hook or an attribute (captured router logits, hidden "
+                    "states), which exists on one stage only; return it from the module, or switch its capture off"
+                )
+            moved = self._moved.get(_storage_key(leaf))
+            if moved is not None and (value is None or value.id != moved[0]):
+                raise PipelineError(
+                    f"`{name}`: expected current values, got a stale view of a tensor that `{moved[1]}` wrote in place "
+                    "on another stage; use the written tensor itself, or an out-of-place operator"
+                )
+
+    def note_inside(self, unit: str, args: Any, result: Any) -> None:
+        """Record the tensors created by an operator inside a unit."""
+        given = {id(leaf) for leaf in flatten(args)[0]}
+        for leaf in flatten(result)[0]:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in given:
+                self._made_inside[leaf] = unit
+
+    def note_moved(self, tensor: torch.Tensor, value: Value, name: str) -> None:
+        """Record an in-place write on another stage: this stage's memory of the tensor, and views of it, are stale."""
+        storage = local_part(tensor).untyped_storage()
+        if storage.nbytes():
+            self._moved[storage.data_ptr()] = (value.id, name, storage)
+
+    def note_sent(self, tensor: torch.Tensor, origin: str) -> None:
+        """Record a sent tensor, which must not be written afterwards."""
+        self._sent.append((tensor, version_of(tensor), origin))
+
+    def check_end(self) -> None:
+        """Check sent tensors and generator states after the forward."""
+        for tensor, version, origin in self._sent:
+            if version_of(tensor) != version:
+                raise PipelineError(
+                    f"{origin}: expected no write after the send to a later stage, got an in-place write; use an "
+                    "out-of-place operator"
+                )
+        for (device, before), (_, after) in zip(self._generators, _generator_states(self._transport), strict=True):
+            if not torch.equal(before, after):
+                raise RandomOperatorError(_random_text(f"an advanced {device} generator after the forward"))
+
+
+class RandomGuard(OperatorMode):
+    """Refuse random operators while active. ``where()`` returns the current module for the message."""
+
+    def __init__(self, where: Any) -> None:
+        super().__init__()
+        self._where = where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if is_random(func, args, kwargs or {}):
+            raise RandomOperatorError(_random_text(f"{func} in {self._where()}"))
+        return func(*args, **(kwargs or {}))
+
+
+def _random_text(found: str) -> str:
+    return f"expected no random operators in a pipeline of several stages, got {found}; set dropout to 0, or use pp=1"
+
+
+def _generator_states(transport: Transport) -> list[tuple[str, torch.Tensor]]:
+    states = [("cpu", torch.get_rng_state())]
+    device = transport.device
+    if device.type != "cpu":
+        states.append((str(device), torch.get_device_module(device.type).get_rng_state(device)))
+    return states
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return local_part(tensor).untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _error_of_stage(stage: int, kind: str, message: str, text: str) -> PipelineError:
+    if kind in _KNOWN_ERRORS:
+        return _KNOWN_ERRORS[kind](message)
+    return PipelineError(f"stage {stage} failed in the forward of the first micro-batch:\n{text}")

@@ -1,0 +1,186 @@
+"""Point-to-point transfers between the stages of one pipeline.
+
+Two process groups carry tensors: one for values (to later stages) and one for gradients (to earlier stages). In one
+group, an ordered backend such as NCCL could block a send in one direction behind a send in the other. Within a group
+and a pair of ranks, messages match by order, which is the program's order on both sides. A third group, on the host,
+carries small objects during the first micro-batch and a few integers per step.
+
+Sends are asynchronous; buffers stay alive until their send completes. A tensor is sent as bytes in storage order, so
+every dtype is supported and a transposed dense tensor arrives transposed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._torch import bound_device, new_group
+
+FORWARD, BACKWARD = "forward", "backward"
+
+# number of the next group, per default group and ranks
+_numbers: dict[tuple[object, tuple[int, ...]], itertools.count] = {}
+
+
+def new_groups(ranks: Sequence[int], backend: str, count: int, *, everyone: bool, timeout: timedelta | None) -> list:
+    """Create ``count`` process groups over ``ranks``.
+
+    Args:
+        ranks: global ranks of this pipeline, in stage order.
+        backend: name of the backend.
+        count: number of groups over the same ranks.
+        everyone: if True, every rank of the world takes part in each creation. NCCL needs this to split communicators
+            (``init_process_group(device_id=...)``). Otherwise only ``ranks`` take part.
+        timeout: time limit of a transfer; the backend's default if None.
+    """
+    kwargs: dict[str, Any] = {"backend": backend, "timeout": timeout}
+    if not everyone:
+        members = tuple(ranks)
+        numbers = itertools.islice(_numbers.setdefault((dist.group.WORLD, members), itertools.count()), count)
+        return [new_group(members, number, **kwargs) for number in numbers]
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, tuple(ranks))
+    mine = []
+    for row in sorted(set(rows)):
+        groups = [dist.new_group(list(row), **kwargs) for _ in range(count)]
+        if row == tuple(ranks):
+            mine = groups
+    return mine
+
+
+class Transport:
+    """Send and receive for one rank of a pipeline. A stage's name is its index in the pipeline axis."""
+
+    def __init__(self, axis: DeviceMesh, *, timeout: timedelta | None) -> None:
+        self.num_stages = axis.size()
+        self.stage = axis.get_local_rank()
+        self._ranks = axis.mesh.flatten().tolist()
+        self.device = current_device(axis.device_type)
+        self._pending: list[tuple[Any, torch.Tensor]] = []
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        if self.num_stages == 1:
+            return
+        backend = dist.get_backend(axis.get_group())
+        self._wire = torch.device("cpu") if "gloo" in backend else self.device
+        everyone = bound_device() is not None
+        groups = new_groups(self._ranks, backend, 2, everyone=everyone, timeout=timeout)
+        self._groups = dict(zip((FORWARD, BACKWARD), groups, strict=True))
+        (self._control,) = new_groups(self._ranks, "gloo", 1, everyone=False, timeout=timeout)
+
+    def device_of(self, device_type: str) -> torch.device:
+        """Return this rank's device for a tensor on ``device_type`` of another stage."""
+        return self.device if device_type == self.device.type else current_device(device_type)
+
+    # --- tensors ---
+
+    def send(self, tensor: torch.Tensor, to: int, direction: str, *, stride: Sequence[int] | None = None) -> None:
+        """Begin to send a plain tensor. Do not write to it before ``wait_sends``.
+
+        ``stride`` has the strides on the receiver; the tensor's own by default.
+        """
+        if stride is not None and tuple(stride) != tensor.stride() and _is_dense(tensor.shape, stride):
+            source = tensor
+            tensor = torch.empty_strided(source.shape, tuple(stride), dtype=source.dtype, device=source.device)
+            tensor.copy_(source)
+        flat = _bytes_in_storage_order(tensor).to(self._wire)
+        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
+        if flat.numel():
+            work = dist.isend(flat, self._ranks[to], group=self._groups[direction])
+            self._pending.append((work, flat))
+
+    def receive(
+        self,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        device: torch.device,
+        source: int,
+        direction: str,
+    ) -> torch.Tensor:
+        """Return a new plain tensor, received from stage ``source``."""
+        if not _is_dense(shape, stride):
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        else:
+            tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+        if tensor.numel() == 0:
+            return tensor
+        flat = _bytes_in_storage_order(tensor)
+        buffer = flat if device.type == self._wire.type else torch.empty_like(flat, device=self._wire)
+        dist.recv(buffer, self._ranks[source], group=self._groups[direction])
+        if buffer is not flat:
+            flat.copy_(buffer)
+        return tensor
+
+    def wait_sends(self) -> None:
+        """Wait until every send of the step completes."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending = []
+
+    def drop_sends(self) -> None:
+        """Drop unfinished sends after a failure."""
+        self._pending = []
+
+    def broadcast_from_last(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the last stage's tensor on every stage; all stages pass a tensor of the same shape and dtype."""
+        carried = tensor.to(self._wire, copy=True)
+        dist.broadcast(carried, self._ranks[-1], group=self._groups[FORWARD])
+        return carried.to(tensor.device)
+
+    # --- small objects on the host ---
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        """Return every stage's object, in stage order."""
+        items: list[Any] = [None] * self.num_stages
+        dist.all_gather_object(items, item, group=self._control)
+        return items
+
+    def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        """Return every stage's list of 64-bit integers, in stage order; all lists have the same length."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        gathered = [torch.empty_like(mine) for _ in range(self.num_stages)]
+        dist.all_gather(gathered, mine, group=self._control)
+        return [item.tolist() for item in gathered]
+
+    def send_flags(self, flags: Sequence[bool], to: int) -> None:
+        """Begin to send a list of booleans on the host."""
+        tensor = torch.tensor(flags, dtype=torch.uint8)
+        self._pending.append((dist.isend(tensor, self._ranks[to], group=self._control), tensor))
+
+    def receive_flags(self, count: int, source: int) -> list[bool]:
+        """Return a list of ``count`` booleans, received from stage ``source``."""
+        tensor = torch.empty(count, dtype=torch.uint8)
+        dist.recv(tensor, self._ranks[source], group=self._control)
+        return [bool(flag) for flag in tensor.tolist()]
+
+
+def current_device(device_type: str) -> torch.device:
+    """Return this process's device of a type."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether elements fill memory without gaps or overlaps, in some order of the dims."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _bytes_in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as a 1-D tensor of bytes: a view of dense memory, else a contiguous copy."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    if not _is_dense(tensor.shape, tensor.stride()):
+        tensor = tensor.contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

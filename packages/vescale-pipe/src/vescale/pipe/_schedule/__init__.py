@@ -1,0 +1,1 @@
+"""Schedules as data: actions, CSV files, simulation and pictures."""

@@ -1,0 +1,117 @@
+"""Actions and schedules as data.
+
+An action is printed and parsed as ``<stage><kind><micro-batch>``: ``2F0`` is the forward of micro-batch 0 on stage 2.
+
+    F   forward
+    B   full backward (input and weight gradients)
+    I   input gradients alone        } B = I + W, the split that zero-bubble schedules use
+    W   weight gradients alone       }
+
+``torch.distributed.pipelining`` uses the same text, so schedules can be exchanged with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = "F", "B", "I", "W"
+KINDS = (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD)
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """One computation on one stage for one micro-batch.
+
+    Args:
+        stage: index of the model part, 0 .. num_stages-1.
+        kind: ``"F"``, ``"B"``, ``"I"`` or ``"W"``.
+        microbatch: index of the micro-batch, 0 .. num_microbatches-1.
+
+    Raises:
+        ValueError: an index is negative, or the kind is unknown.
+
+    Example:
+        >>> str(Action(2, "F", 0)), Action.parse("1B3")
+        ('2F0', Action(stage=1, kind='B', microbatch=3))
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if self.stage < 0 or self.microbatch < 0:
+            raise ValueError(f"stage and microbatch must be >= 0, got stage={self.stage}, microbatch={self.microbatch}")
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Parse an action from text such as ``"2F0"``.
+
+        Raises:
+            ValueError: the text is not ``<stage><F|B|I|W><micro-batch>``.
+        """
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"expected an action like '2F0' (<stage><F|B|I|W><micro-batch>), got {text!r}")
+        return cls(int(match[1]), match[2], int(match[3]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ordered actions of every rank.
+
+    Args:
+        num_stages: number of model parts over all ranks.
+        num_microbatches: number of micro-batches in a step.
+        ranks: one tuple of actions per rank.
+
+    Example:
+        >>> print(Schedule.parse("0F0 0B0; 1F0 1B0", num_stages=2, num_microbatches=1))
+        0F0 0B0
+        1F0 1B0
+    """
+
+    num_stages: int
+    num_microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def __iter__(self) -> Iterator[tuple[int, Action]]:
+        """Yield ``(rank, action)``, rank by rank, in schedule order."""
+        return ((rank, action) for rank, actions in enumerate(self.ranks) for action in actions)
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
+
+    @classmethod
+    def parse(
+        cls, text: str | Iterable[str], *, num_stages: int | None = None, num_microbatches: int | None = None
+    ) -> Schedule:
+        """Parse a schedule from one line of actions per rank; newlines or ``;`` separate ranks.
+
+        The numbers of stages and micro-batches default to the largest index found plus one.
+
+        Raises:
+            ValueError: a word is not an action.
+        """
+        lines = re.split(r"[;\n]", text.strip()) if isinstance(text, str) else list(text)
+        ranks = tuple(tuple(Action.parse(word) for word in line.split()) for line in lines)
+        actions = [action for rank in ranks for action in rank]
+        return cls(
+            num_stages if num_stages is not None else 1 + max((a.stage for a in actions), default=-1),
+            num_microbatches if num_microbatches is not None else 1 + max((a.microbatch for a in actions), default=-1),
+            ranks,
+        )

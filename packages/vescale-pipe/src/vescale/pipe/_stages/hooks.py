@@ -1,0 +1,71 @@
+"""Forward hooks that report the calls of this stage's units to the frame."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from .._run.frame import Call
+from .._run.mode import RunState
+from .._run.tree import flatten, map_leaves
+from .._run.values import Placeholder, unwrap
+
+
+@contextlib.contextmanager
+def hooked_units(units: Mapping[str, nn.Module], state: RunState, stage: int) -> Iterator[None]:
+    """Trace the calls of this stage's units inside this context.
+
+    Hooks are registered again for each step, so they run before all other pre-hooks and after all other hooks.
+    """
+    handles = []
+    for fqn, unit in units.items():
+        hooks = _UnitHooks(fqn, state, stage)
+        handles.append(unit.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True))
+        handles.append(unit.register_forward_hook(hooks.after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _UnitHooks:
+    """Begin and finish the event of a unit's call."""
+
+    def __init__(self, fqn: str, state: RunState, stage: int) -> None:
+        self._fqn = fqn
+        self._state = state
+        self._stage = stage
+        self._call: Call | None = None
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        del module
+        mode = self._state.mode
+        if mode is None or mode.unit is not None:  # recomputation in the backward, or a call from inside a unit
+            return _unwrapped(args, kwargs)
+        with mode.paused():
+            self._call = mode.frame.begin(self._fqn, *flatten((args, kwargs)), owner=self._stage)
+            inputs = self._call.inputs
+        mode.enter_unit(self._fqn)
+        return inputs
+
+    def after(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        del module, args
+        mode, call = self._state.mode, self._call
+        if mode is None or call is None or mode.unit != self._fqn:
+            return None
+        self._call = None
+        mode.leave_unit()
+        with mode.paused():
+            result = mode.frame.finish(call, output, is_operator=False)
+        return None if result is output else result
+
+
+def _unwrapped(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    leaves, _ = flatten((args, kwargs))
+    if not any(isinstance(leaf, Placeholder) for leaf in leaves):
+        return None
+    return map_leaves(unwrap, (args, kwargs))

@@ -1,0 +1,266 @@
+"""Assign modules to stages by names and identities; no tensor data is read.
+
+The model is a tree of modules. **Containers** stay on every stage, and their code (masks, rotary tables, residual
+additions) runs on every stage. **Units** are the other modules with parameters: each runs on one stage and is replaced
+by a stub on all others. Modules without parameters stay on every stage.
+
+    MixtralForCausalLM            container (above the blocks)
+      model: MixtralModel         container (above the blocks)
+        embed_tokens              unit, before the blocks  -> stage 0
+        layers: ModuleList        container: the longest list of blocks (not inside another list)
+          0, 1, 2, ...            units, distributed evenly
+        norm                      unit, after the blocks   -> last stage
+        rotary_emb                no parameters: runs on every stage
+      lm_head                     unit, after the blocks   -> last stage
+
+Uniform split of n blocks over p stages: n // p blocks each; the n % p remaining blocks go one each to stages
+1, 2, ..., p-2, then 0, because the first stage also runs the embedding and the last one the head.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..plan import UNIFORM, PipelinePlan
+
+
+class SplitError(ValueError):
+    """Raised for a model that cannot be split into stages by the plan."""
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """The units (fully qualified module names) of each stage, in model order.
+
+    Args:
+        stages: one tuple of names per stage.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+
+    def stage_of(self, fqn: str) -> int:
+        """Return the stage of a unit.
+
+        Raises:
+            KeyError: no unit has this name.
+        """
+        for stage, units in enumerate(self.stages):
+            if fqn in units:
+                return stage
+        raise KeyError(fqn)
+
+    def __str__(self) -> str:
+        return "\n".join(f"stage {stage}: {' '.join(units)}" for stage, units in enumerate(self.stages))
+
+
+def split_units(model: nn.Module, plan: PipelinePlan, num_stages: int) -> StageSplit:
+    """Assign the units of a model to stages.
+
+    Args:
+        model: any module; it is not modified and its tensors are not read.
+        plan: its ``split`` defines the stages.
+        num_stages: number of stages, one per rank of the pipeline axis.
+
+    Raises:
+        SplitError: there are fewer blocks than stages, a module name is unknown, a module with parameters is in no
+            stage's list, a container holds a parameter directly, or two stages share a tied parameter.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        >>> print(split_units(model, PipelinePlan(), 2))
+        stage 0: 0 1
+        stage 1: 2 3
+    """
+    if plan.split == UNIFORM:
+        split = _uniform(model, num_stages)
+    elif all(isinstance(name, str) for name in plan.split):
+        split = _by_starts(model, [str(name) for name in plan.split], num_stages)
+    else:
+        split = _by_lists(model, plan.split, num_stages)
+    _check_tied_parameters(model, split)
+    return split
+
+
+# --- the three ways to cut ---
+
+
+def _uniform(model: nn.Module, num_stages: int) -> StageSplit:
+    blocks_fqn = _longest_list(model)
+    if blocks_fqn is None:
+        raise SplitError(
+            f"split='uniform': expected a ModuleList or Sequential of blocks, got none in {type(model).__name__}; name "
+            "the modules that begin stages 1, 2, ... in PipelinePlan(split=[...])"
+        )
+    units = _units(model, open_fqns={blocks_fqn, *_ancestors(blocks_fqn)})
+    prefix = f"{blocks_fqn}." if blocks_fqn else ""
+    is_block = [unit.startswith(prefix) for unit in units]
+    first, num_blocks = is_block.index(True), sum(is_block)
+    if num_blocks < num_stages:
+        raise SplitError(
+            f"expected at least {num_stages} blocks for {num_stages} pipeline stages, got {num_blocks} in "
+            f"`{blocks_fqn or 'the model'}`; use a pipeline degree of at most {num_blocks}, or name other modules in "
+            "PipelinePlan(split=[...])"
+        )
+    stages: list[tuple[str, ...]] = []
+    begin = first
+    for count in uniform_counts(num_blocks, num_stages):
+        stages.append(tuple(units[begin : begin + count]))
+        begin += count
+    stages[0] = (*units[:first], *stages[0])
+    stages[-1] = (*stages[-1], *units[begin:])
+    return StageSplit(tuple(stages))
+
+
+def uniform_counts(num_blocks: int, num_stages: int) -> list[int]:
+    """Return how many blocks each stage gets; the remainder goes to stages 1 .. p-2, then 0, then p-1.
+
+    Example:
+        >>> uniform_counts(10, 4), uniform_counts(7, 4), uniform_counts(5, 2)
+        ([2, 3, 3, 2], [2, 2, 2, 1], [3, 2])
+    """
+    base, remainder = divmod(num_blocks, num_stages)
+    counts = [base] * num_stages
+    for stage in [*range(1, num_stages - 1), 0][:remainder]:
+        counts[stage] += 1
+    return counts
+
+
+def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int) -> StageSplit:
+    if len(starts) != num_stages - 1:
+        raise SplitError(
+            f"expected {num_stages - 1} modules in PipelinePlan.split for a pipeline axis of {num_stages} ranks, got "
+            f"{len(starts)}: {list(starts)}; name the modules that begin stages 1 .. {num_stages - 1}"
+        )
+    units = _units(model, open_fqns={a for name in starts for a in _ancestors(name)}, listed=starts)
+    cuts = [0]
+    for name in starts:
+        cut = next(i for i, unit in enumerate(units) if _is_within(unit, name))
+        if cut <= cuts[-1]:
+            raise SplitError(
+                f"split={list(starts)}: expected `{name}` after `{units[cuts[-1]]}` in the model, got an empty stage; "
+                f"list the modules in model order: {', '.join(units)}"
+            )
+        cuts.append(cut)
+    cuts.append(len(units))
+    return StageSplit(tuple(tuple(units[a:b]) for a, b in itertools.pairwise(cuts)))
+
+
+def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int) -> StageSplit:
+    if len(lists) != num_stages:
+        raise SplitError(
+            f"expected {num_stages} lists in PipelinePlan.split, one per rank of the pipeline axis, got {len(lists)}"
+        )
+    names = [name for stage in lists for name in stage]
+    units = _units(model, open_fqns={a for name in names for a in _ancestors(name)}, listed=names)
+    stages: list[list[str]] = [[] for _ in lists]
+    for unit in units:
+        homes = [stage for stage, listed in enumerate(lists) if any(_is_within(unit, name) for name in listed)]
+        if len(homes) != 1:
+            found = f"stages {homes}" if homes else "no stage"
+            raise SplitError(f"PipelinePlan.split: expected `{unit}` in one stage's list, got {found}; list it once")
+        stages[homes[0]].append(unit)
+    for stage, found in enumerate(stages):
+        if not found:
+            listed = list(lists[stage])
+            raise SplitError(f"stage {stage}: expected modules with parameters in PipelinePlan.split, got {listed}")
+    return StageSplit(tuple(map(tuple, stages)))
+
+
+# --- units and containers ---
+
+
+def _ancestors(fqn: str) -> Iterator[str]:
+    """Yield the names of the modules that contain ``fqn``, including the root ``""``."""
+    parts = fqn.split(".")
+    return (".".join(parts[:depth]) for depth in range(len(parts)))
+
+
+def _is_within(fqn: str, prefix: str) -> bool:
+    return fqn == prefix or fqn.startswith(f"{prefix}.")
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _longest_list(model: nn.Module) -> str | None:
+    """Return the name of the longest ModuleList with parameters (the first of equals), else of the longest Sequential.
+
+    Lists inside the entries of another list (experts of a block) do not count. Return None if there is no list.
+    """
+    for kind in (nn.ModuleList, nn.Sequential):
+        lengths: dict[str, int] = {}
+        for fqn, module in model.named_modules():
+            nested = any(outer == "" or fqn.startswith(f"{outer}.") for outer in lengths)
+            if isinstance(module, kind) and _num_units(module) > 1 and not nested:
+                lengths[fqn] = _num_units(module)
+        if lengths:
+            return max(lengths, key=lengths.__getitem__)
+    return None
+
+
+def _num_units(blocks: nn.Module) -> int:
+    return sum(_holds_parameters(block) for block in blocks.children())
+
+
+def _units(model: nn.Module, *, open_fqns: set[str], listed: Sequence[str] = ()) -> list[str]:
+    """Return the unit names in model order; modules in ``open_fqns`` are containers."""
+    known = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
+    for name in listed:
+        if name not in known or not _holds_parameters(model.get_submodule(name)):
+            nearest = difflib.get_close_matches(name, known - {""}, n=3, cutoff=0.4)
+            why = "has no parameters" if name in known else "is not in the model"
+            raise SplitError(
+                f"PipelinePlan.split: expected modules with parameters, got `{name}`, which {why}; nearest names: "
+                f"{', '.join(nearest)}"
+            )
+    units = list(_walk(model, "", open_fqns))
+    for name in listed:
+        if not any(_is_within(unit, name) for unit in units):
+            raise SplitError(
+                f"PipelinePlan.split: expected the first name of each module, got the second name `{name}` of a "
+                "shared module; use its first name"
+            )
+    return units
+
+
+def _walk(container: nn.Module, fqn: str, open_fqns: set[str]) -> Iterator[str]:
+    held = [f"{fqn}.{name}".lstrip(".") for name, _ in container.named_parameters(recurse=False)]
+    for name, child in container.named_children():
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            held += [f"{fqn}.{name}.{key}".lstrip(".") for key, _ in child.named_parameters()]
+    if held:
+        raise SplitError(
+            f"expected parameters in modules of one stage, got `{held[0]}` held directly by container "
+            f"`{fqn or type(container).__name__}`, which runs on every stage; move it into its own module, or choose "
+            "a split that keeps the container on one stage"
+        )
+    for name, child in container.named_children():
+        child_fqn = f"{fqn}.{name}" if fqn else name
+        # a ModuleList is never called, so it cannot be a unit: its entries are
+        if child_fqn in open_fqns or isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _walk(child, child_fqn, open_fqns)
+        elif _holds_parameters(child):
+            yield child_fqn
+
+
+def _check_tied_parameters(model: nn.Module, split: StageSplit) -> None:
+    stage_of_unit = {unit: stage for stage, units in enumerate(split.stages) for unit in units}
+    first: dict[int, tuple[str, int]] = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        stage = next((stage for unit, stage in stage_of_unit.items() if _is_within(fqn, unit)), None)
+        if stage is None:  # a second name of a module that is already a unit
+            continue
+        other_fqn, other_stage = first.setdefault(id(parameter), (fqn, stage))
+        if other_stage != stage:
+            raise SplitError(
+                f"expected tied parameters on one stage, got `{other_fqn}` (stage {other_stage}) and `{fqn}` (stage "
+                f"{stage}); untie them (Hugging Face: tie_word_embeddings=False in the configuration), or put both on "
+                "one stage with PipelinePlan(split=[[...], ...])"
+            )
