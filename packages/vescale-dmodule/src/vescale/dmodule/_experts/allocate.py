@@ -58,7 +58,7 @@ def check_allocation(allocation: Sequence[int], num_experts: int, num_ranks: int
     """
     if sorted(allocation) != list(range(num_experts)):
         raise ValueError(
-            f"expected a permutation of the slots of {num_experts} experts, got {allocation}; each slot must occur once"
+            f"expected a permutation of the slots of {num_experts} experts, got {allocation}; use each slot once"
         )
     per_rank = num_experts // num_ranks
     if from_ranks([slot // per_rank for slot in allocation], num_ranks) != tuple(allocation):
