@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import parallelize_module, set_mode
 from vescale.dmodule._compile import blocks as _compile
-from vescale.dmodule._static.draws import Draw, Operand
+from vescale.dmodule._static.random_operators import Operand, RandomOperator
 from vescale.dtensor import Partial, Replicate, Shard, init_device_mesh
 from vescale_testing import ranks
 
@@ -26,11 +26,14 @@ def test_dropout_draws_the_part_of_one_device():
     whole = nn.functional.dropout(torch.ones(6, 50), 0.3)
     state = torch.get_rng_state()
     operand = Operand(torch.Size((3, 50)), torch.Size((6, 50)), (Shard(0),))
-    for mode in (_compile.CompiledDraws([Draw(nn.functional.dropout, [operand])], mesh), contextlib.nullcontext()):
+    for mode in (
+        _compile.CompiledDropout([RandomOperator(nn.functional.dropout, [operand])], mesh),
+        contextlib.nullcontext(),
+    ):
         torch.manual_seed(1)
         with mode:
             local = nn.functional.dropout(torch.ones(3, 50), 0.3)
-        knows = isinstance(mode, _compile.CompiledDraws)
+        knows = isinstance(mode, _compile.CompiledDropout)
         assert torch.equal(local, whole[mine]) == (knows or mine.start == 0)
         assert torch.equal(torch.get_rng_state(), state) == knows
 
@@ -167,13 +170,13 @@ def test_what_a_compiler_refuses_stays_static(graphs, caplog):
 
 def test_dropout_of_two_layouts_is_an_obstacle():
     def draw(function, *placements):
-        return Draw(function, [Operand(torch.Size((2, 3)), torch.Size((4, 3)), placements)])
+        return RandomOperator(function, [Operand(torch.Size((2, 3)), torch.Size((4, 3)), placements)])
 
-    dropout, obstacle = nn.functional.dropout, _compile.draws_obstacle
+    dropout, obstacle = nn.functional.dropout, _compile.dropout_obstacle
     assert obstacle([draw(dropout, Shard(0)), draw(dropout, Shard(0))]) is None
     assert "has two layouts" in obstacle([draw(dropout, Shard(0)), draw(dropout, Partial())])
     assert "only dropout can be compiled on sharded tensors, not" in obstacle([draw(torch.bernoulli, Shard(0))])
     assert obstacle([draw(torch.bernoulli, Replicate())]) is None
-    of_the_batch = obstacle([draw(torch.bernoulli, Replicate()), Draw(torch.rand, [])], is_watched=True)
+    of_the_batch = obstacle([draw(torch.bernoulli, Replicate()), RandomOperator(torch.rand, [])], is_watched=True)
     assert "only dropout can be compiled for a part of the batch, not torch.bernoulli on (4, 3)" in of_the_batch
-    assert obstacle([Draw(torch.rand, [])], is_watched=True).endswith("not torch.rand")
+    assert obstacle([RandomOperator(torch.rand, [])], is_watched=True).endswith("not torch.rand")

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale.dmodule import NotLocalFriendlyError, parallelize_module
-from vescale.dmodule._compile import draws as _compiled_draws
+from vescale.dmodule._compile import dropout as _dropout
 from vescale.dtensor import Replicate, Shard, init_device_mesh, random
 from vescale_testing import ranks
 
@@ -94,7 +94,7 @@ def test_masks_are_those_of_one_device(graphs, caplog, monkeypatch):
         assert sum("dropout_factors" in str(node.target) for node in graphs.forward[0].graph.nodes) == 2
         model.zero_grad()
         with monkeypatch.context() as without_the_part:
-            without_the_part.setattr(_compiled_draws.extension, "watched", contextlib.nullcontext)
+            without_the_part.setattr(_dropout.extension, "watched", contextlib.nullcontext)
             assert not equal(in_parts(model, 2, stream), expected)
     assert "static mode" not in caplog.text
 
@@ -114,7 +114,7 @@ def test_other_draws(graphs, caplog):
     model.zero_grad()
     with Watching():
         assert equal(in_parts(model, 2, "torch"), expected)
-    assert "blocks of the root module run as in static mode while somebody watches operators" in caplog.text
+    assert "blocks of the root module run as in static mode while a TorchDispatchMode watches operators" in caplog.text
 
     # a rate that was 0 in the rehearsal
     model = parallel()

@@ -21,19 +21,19 @@ def mesh_of(size):
 
 
 @contextlib.contextmanager
-def counted_rehearsals():
-    """Count the calls that static mode rehearses."""
-    learned, learn = [], _program.learn
+def counted_recordings():
+    """Count the calls that static mode records."""
+    recorded, record = [], _program.record
 
-    def counting(program, args, kwargs):
-        learned.append(program.name)
-        learn(program, args, kwargs)
+    def counting(run, parts, scope, args, kwargs):
+        recorded.append(parts.name)
+        return record(run, parts, scope, args, kwargs)
 
-    _program.learn = counting
+    _program.record = counting
     try:
-        yield learned
+        yield recorded
     finally:
-        _program.learn = learn
+        _program.record = record
 
 
 def loss_of(model, ids):
@@ -57,7 +57,7 @@ def test_training(size, tiny, in_all_modes):
     def train(model):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         found = {}
-        with counted_rehearsals() as rehearsals:
+        with counted_recordings() as recordings:
             for step, (batch, length) in enumerate([(2, 8), (2, 7), (1, 5), (2, 8), (2, 7)]):
                 loss = loss_of(model, tiny.ids(batch, length, seed=step))
                 loss.backward()
@@ -70,7 +70,7 @@ def test_training(size, tiny, in_all_modes):
                 found |= {f"evaluated {step}": model(tiny.ids(2, 8, seed=step)) for step in range(3)}
             model.train()
             loss_of(model, tiny.ids(2, 8)).backward()
-        assert len(rehearsals) in (0, 4)  # three shapes, and one more without gradients, the second time
+        assert len(recordings) in (0, 4)  # three shapes, and one more without gradients, the second time
         return found
 
     @ranks(size)
@@ -166,12 +166,12 @@ def test_what_a_program_does_between_steps(tiny, in_all_modes):
 
     def infer(model):
         found = {}
-        with counted_rehearsals() as rehearsals:
+        with counted_recordings() as recordings:
             for step in range(3):
                 for name, context in (("inference", torch.inference_mode()), ("no grad", torch.no_grad())):
                     with context:
                         found[f"{name} {step}"] = model(ids).clone()
-                assert len(rehearsals) <= 1  # both kinds of call are alike; the first runs in eager mode
+                assert len(recordings) <= 1  # both kinds of call are alike; the first runs in eager mode
         return found
 
     def retain(model):
@@ -240,7 +240,7 @@ def test_state_that_the_forward_changes_changes_once(in_all_modes):
 def test_an_exception_in_forward_leaves_the_module_as_it_was(in_all_modes):
     def program(model):
         parallel = is_parallel(model)
-        for _ in range(2):  # before and after the first rehearsal
+        for _ in range(2):  # before and after the first recording
             model.fails = True
             with pytest.raises(KeyError, match="on purpose"):
                 model(X)

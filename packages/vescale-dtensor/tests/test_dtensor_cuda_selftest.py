@@ -121,7 +121,7 @@ def test_a_device_that_draws_otherwise_is_refused_with_one_warning(draw, backend
     message = str(caught[0].message)
     assert message.startswith(f"{name[draw]} on simulated cpu with torch {torch.__version__} does not draw as expected")
     assert message.endswith(
-        "Its results stay those of one device, but every rank draws the whole tensor and keeps its shard, which takes "
+        "Its results stay those of one device, but every rank draws the full tensor and keeps its shard, which takes "
         "more memory and time."
     )
     assert caplog.records[0].getMessage() == message

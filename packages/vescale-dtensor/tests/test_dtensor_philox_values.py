@@ -173,7 +173,7 @@ def test_samples_of_sharded_rows(shard, shard_of):
             assert isinstance(actual, DTensor)
             assert actual.shape == expected.shape
             assert torch.equal(actual.to_local(), shard_of(expected, mesh, placements))
-    with pytest.raises(UnsupportedRandomOperator, match="redistribute so that every rank holds whole rows"):
+    with pytest.raises(UnsupportedRandomOperator, match="redistribute so that every rank holds full rows"):
         drawn(lambda: torch.multinomial(shard(weights, mesh, (Shard(1),)), 1))
     with random.local_batch(mesh):
         mine = weights[:6].chunk(3)[mesh.get_local_rank()]

@@ -147,5 +147,5 @@ def test_refusals():
     refused(ValueError, "make the scheduler of the DistributedOptimizer", scheduled)
     hooked = torch.optim.SGD(trainable)
     hooked.register_step_post_hook(lambda *_: None)
-    refused(ValueError, "this SGD has hooks .*register them with the DistributedOptimizer", hooked)
+    refused(ValueError, r"this SGD has hooks .*step post-hooks.*; register them with the Dist", hooked)
     refused(TypeError, "was given to another one", DistributedOptimizer(torch.optim.SGD, model=model))

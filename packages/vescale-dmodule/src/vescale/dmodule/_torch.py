@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import operator
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -39,6 +40,7 @@ __all__ = [
     "in_backward",
     "is_compiler_error",
     "is_full_cache",
+    "is_in_own_forward",
     "is_profiling",
     "layout_of",
     "leaf_over",
@@ -388,6 +390,16 @@ def ordinary_call(module: nn.Module) -> Callable:
 def has_global_hooks() -> bool:
     """Tell whether there are hooks for the calls of all modules."""
     return nn.modules.module._has_any_global_hook()
+
+
+def is_in_own_forward(module: nn.Module) -> bool:
+    """Return whether a call of ``module`` encloses the running one; asked in a hook of the running call."""
+    frame, num_calls = sys._getframe(1), 0
+    while frame is not None and num_calls < 2:
+        is_call = frame.f_code is nn.Module._call_impl.__code__
+        num_calls += is_call and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return num_calls > 1
 
 
 def module_hook_tables(module: nn.Module) -> list[dict]:

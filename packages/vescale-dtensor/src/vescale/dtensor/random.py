@@ -1,8 +1,8 @@
 """Random numbers as on one device.
 
-Random operators on DTensors draw what stock torch draws on one device, as soon as ``vescale.dtensor`` is imported; seed
-with :func:`torch.manual_seed`, the same seed on every rank. This module adds what a DTensor cannot know by itself
-(`local_batch`, `micro_batches`, `forbidden`), a second stream (`stream`), and what a program needs around it (`fork`,
+Importing ``vescale.dtensor`` makes random operators on DTensors draw the values that stock torch draws on one device.
+Call :func:`torch.manual_seed` with the same seed on every rank. This module adds information that placements do not
+hold (`local_batch`, `micro_batches`, `forbidden`), a second stream (`stream`), and seeds and states (`fork`,
 `manual_seed`, `get_state`, `set_state`).
 
 Two streams of random numbers exist:
@@ -61,15 +61,15 @@ def stream(name: str, *, seed: int | None = None) -> Iterator[None]:
     words of Philox4x32-10 under that key (conventions of ``torch.func._random``: draw ``n`` of ``uniform_`` is
     ``uniform(fold_in(key(s), n), shape)`` there). Elements are counted in logical order, whatever the strides.
 
-    The position in the stream is kept in the state of torch's CPU generator, so that whatever restores the generator
-    restores the position: activation checkpointing of both kinds, `torch.random.fork_rng`, `torch.get_rng_state`. It
-    needs nothing from the program, as long as ``backward()`` is called inside the context, too. Operators that are
-    given a ``generator=`` of the program's own draw from that one, as in the stream "torch".
+    The position in the stream is part of the state of torch's CPU generator. Code that restores the generator restores
+    the position: activation checkpointing of both kinds, `torch.random.fork_rng`, `torch.set_rng_state`. Call
+    ``backward()`` inside the context, too. Operators with a ``generator=`` created by the program draw from it, as in
+    the stream "torch".
 
     Args:
         name: ``"torch"`` or ``"philox"``.
-        seed: start a stream with this seed, and forget it at the end of the context. None takes the program's own
-            stream up where it was left; `manual_seed` seeds it, else it starts with torch's seed.
+        seed: start a stream with this seed, and drop it at the end of the context. None continues the stream of
+            the program from where it was left; `manual_seed` seeds it, else it starts with torch's seed.
 
     Raises:
         ValueError: unknown name, or a seed that is not a 64-bit integer.
@@ -79,9 +79,9 @@ def stream(name: str, *, seed: int | None = None) -> Iterator[None]:
     Note:
         While it is in force, every operator on plain tensors passes through Python, which takes some microseconds.
 
-        The stream is a property of the process, as torch's default generator is; that plain tensors follow it, a
-        property of the thread (and of backward passes that it starts). Elements drawn inside
-        :func:`vescale.dtensor.disabled` are the stock generator's.
+        The stream belongs to the process, as torch's default generator does. Plain tensors follow it in the thread
+        that entered the context and in backward passes started there. Inside :func:`vescale.dtensor.disabled`,
+        operators draw from the stock generator.
 
     Example:
         >>> import torch
@@ -100,7 +100,7 @@ def set_stream(name: str, *, seed: int | None = None) -> None:
 
     Args:
         name: ``"torch"`` or ``"philox"``.
-        seed: seed of the stream; None takes it up where it was left.
+        seed: seed of the stream; None continues it from where it was left.
 
     Raises:
         ValueError: unknown name, or a seed that is not a 64-bit integer.
@@ -146,12 +146,12 @@ def manual_seed(seed: int) -> None:
 
 @contextlib.contextmanager
 def fork(seed: int | None = None) -> Iterator[None]:
-    """Leave no trace of what is drawn in this context: at its end all generators are as they were.
+    """Restore all generators at the end of this context.
 
-    For evaluation between steps of training. It covers both streams, on all devices, also when an exception leaves it.
+    For evaluation between steps of training. It covers both streams on all devices, also if an exception is raised.
 
     Args:
-        seed: seed both streams inside, see `manual_seed`; None goes on from where they are.
+        seed: seed both streams inside, see `manual_seed`; None continues them.
 
     Raises:
         ValueError: ``seed`` is not a 64-bit integer.
@@ -169,7 +169,7 @@ def fork(seed: int | None = None) -> Iterator[None]:
 
 
 def get_state() -> dict[str, Any]:
-    """Return all that a program needs to resume its random numbers: a flat dict of tensors and integers.
+    """Return the state of all random streams as a flat dict of tensors and integers, to resume later.
 
     It holds torch's CPU generator, the generators of the accelerators in use, and seed and counters of the stream
     "philox", whichever stream is in force. Batch windows are not part of it.
@@ -186,7 +186,7 @@ def get_state() -> dict[str, Any]:
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Restore what `get_state` returned, in this process or another.
+    """Restore a state returned by `get_state`, in this process or another.
 
     Args:
         state: the dict, complete and unchanged.
@@ -220,8 +220,8 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
             a DTensor whose own mesh spans the axis.
 
     Note:
-        Activation checkpointing draws again during backward, when this context has been left. In the stream "philox"
-        the context is remembered. In the stream "torch" enter it in a module's hooks (as ``vescale.optim.DDP`` does),
+        Activation checkpointing draws again during backward, when this context has been left. The stream "philox"
+        remembers the context. In the stream "torch" enter it in a module's hooks (as ``vescale.optim.DDP`` does),
         inside of the checkpointed function, or around ``backward()``, too.
 
     Example:
@@ -239,17 +239,17 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def micro_batches(count: int) -> Iterator[MicroBatches]:
-    """Draw, in ``count`` micro-batches, what one forward over the whole batch draws.
+    """Draw in ``count`` micro-batches the values that one forward over the batch draws.
 
-    Yields a function that gives a context for each micro-batch. In the context of micro-batch ``m`` dim 0 of every
-    tensor drawn is part ``m`` of ``count`` equal parts, and draws are those of the whole batch: every micro-batch
-    starts at the same place in the stream. It may be left and entered again, for another pipeline stage or for
-    backward, and goes on where it was. At the end the stream is where the whole batch would have left it.
+    Yields a function that returns a context for each micro-batch. In the context of micro-batch ``m`` dim 0 of every
+    tensor drawn is part ``m`` of ``count`` equal parts of the batch, and every micro-batch starts at the same position
+    of the stream. It may be left and entered again, for another pipeline stage or for backward, and continues where
+    it was left. At the end the stream is where one forward over the batch would have left it.
 
     Inside `local_batch` a micro-batch is a part of the rank's batch, whichever context is entered first.
 
     Args:
-        count: number of micro-batches, of equal size, drawing alike.
+        count: number of micro-batches; they have equal sizes and run the same random operators.
 
     Raises:
         ValueError: ``count`` is less than one.
@@ -272,7 +272,7 @@ def micro_batches(count: int) -> Iterator[MicroBatches]:
         True
     """
     if count < 1:
-        raise ValueError(f"a batch has at least one micro-batch, got {count}")
+        raise ValueError(f"expected at least one micro-batch, got count={count}")
     made = MicroBatches(count)
     yield made
     made.finish()
@@ -282,7 +282,7 @@ def micro_batches(count: int) -> Iterator[MicroBatches]:
 def forbidden(reason: str) -> Iterator[None]:
     """Refuse every random operator on plain tensors in this context.
 
-    For code that runs on local shards whose place in the global tensor is unknown.
+    For code on local shards whose global position is unknown.
 
     Raises:
         UnsupportedRandomOperator: inside, naming the operator and ``reason``.

@@ -20,6 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "BOOKKEEPING",
     "GeneratorListener",
     "IncompatibleKeys",
     "UnmovableModule",
@@ -48,6 +49,7 @@ __all__ = [
     "num_holders",
     "on_backward_end",
     "on_compilation",
+    "optimizer_hooks",
     "own_parameters",
     "plain_functions",
     "reduce_scatter",
@@ -57,6 +59,7 @@ __all__ = [
     "unscale_",
     "unscale_operator",
     "version",
+    "with_metadata",
     "without_dims",
     "wrap_like",
     "zero_operators",
@@ -65,6 +68,10 @@ __all__ = [
 # torch 2.13 renames both collectives; the old names warn there and will go.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+#: Attributes of a tensor in which torch keeps its number of changes and its hooks.
+BOOKKEEPING = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -256,6 +263,17 @@ def without_dims(placement: Placement, num_dims: int) -> Placement:
     return Shard(placement.dim - num_dims)
 
 
+def with_metadata(values: dict[str, object], like: dict[str, object]) -> dict[str, object]:
+    """Return ``values`` with the versions of modules that the state dict ``like`` has, if it has any."""
+    if not hasattr(like, "_metadata"):
+        return values
+
+    class _State(dict):
+        _metadata = like._metadata
+
+    return _State(values)
+
+
 def foreach_norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
     """Return each tensor's p-norm as a 0-dim tensor, computed in ``dtype``; all tensors on one device."""
     # The infinity norm of an empty tensor is undefined in torch; here it is 0, as for every other norm.
@@ -271,6 +289,13 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply every tensor by the 0-dim tensor ``factor``, in place; all of one dtype and device."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the kinds of hooks that are registered with an optimizer."""
+    calls, times = ("step", "state_dict", "load_state_dict"), ("pre", "post")
+    tables = {f"{call} {time}-hooks": f"_optimizer_{call}_{time}_hooks" for call in calls for time in times}
+    return [kind for kind, table in tables.items() if getattr(optimizer, table, None)]
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., object]:

@@ -44,7 +44,7 @@ from ._gradients.bucket import FlatSlot
 from ._gradients.reducer import Reducer
 from ._options import Options
 from ._parameters.gathers import ParameterGathers
-from ._state.module_state import full_values, load_pieces, sharded_parameters, state_of_pieces, with_metadata
+from ._state.module_state import full_values, load_pieces, sharded_parameters, state_of_pieces
 from ._wrap import WrappedModule
 
 __all__ = ["DDP"]
@@ -386,7 +386,7 @@ class DDP(_torch.UnmovableModule):
             raise ValueError("assign=True would replace the parameters that DDP manages; load in place (assign=False)")
         if self._sharded is None or not self._sharded.frees:
             params = dict(self.module.named_parameters(remove_duplicate=False))
-            whole = with_metadata(full_values(state_dict, params, self.spreads), state_dict)
+            whole = _torch.with_metadata(full_values(state_dict, params, self.spreads), state_dict)
             return self.module.load_state_dict(whole, strict=strict)
         parts, spreads = self._sharded.parts, self.spreads
         self._sharded.wait_for_copies()

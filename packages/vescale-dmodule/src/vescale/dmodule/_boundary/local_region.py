@@ -32,7 +32,7 @@ from vescale.dtensor import random
 from .. import _torch
 from .._plan.inputs import InputPlan
 from .._plan.placements import is_placements, normalize
-from .._static.attributes import Swaps
+from .._static.patch import ModulePatch, attribute_rows
 from ..errors import PlanError
 from .convert import place
 from .edges import depend_on, local_shards, unwrapped, wrapped
@@ -138,9 +138,7 @@ class LocalRegion:
         for (table, key), local in zip(places, shown, strict=True):
             table[key] = local
         if not self.phase.local:  # else the program has done it
-            swaps = Swaps.of({"": module}, {"": self.attributes}, lambda _module: None)
-            swaps.put()
-            undo.callback(swaps.take_back)
+            undo.enter_context(ModulePatch(attribute_rows(module, self.attributes)))
         return shown
 
     def _wrap(self, local: Tensor, placements: Placements, inputs: list[DTensor]) -> DTensor:

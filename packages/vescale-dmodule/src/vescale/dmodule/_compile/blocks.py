@@ -24,28 +24,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import types
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import extension
 
 from .. import _torch
-from .._static.attributes import Swaps
-from .._static.draws import silenced
-from .._static.names import is_inside, join
-from .draws import CompiledDraws, accounted, draws_obstacle, is_dropout
+from .._static.parts import Parts, describe, is_inside, join
+from .._static.patch import ModulePatch, Row
+from .._static.random_operators import RandomOperator, inactive
+from .._static.recording.layouts import RecordedLayouts
+from .dropout import CompiledDropout, accounted, dropout_obstacle, is_dropout
 from .hooks import compiled_hooks, hook_kinds, stays_outside
 
-if TYPE_CHECKING:
-    from .._static.draws import Draw, Listening
-    from .._static.program import StaticProgram
-
-__all__ = ["CompiledBlocks", "find_blocks"]
+__all__ = ["CompiledProgram", "find_blocks"]
 
 logger = logging.getLogger("vescale.dmodule")
 
@@ -57,85 +55,127 @@ OPTIONS = {"fallback_random": True}
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
+class CompiledProgram:
+    """The compiled blocks of a static program, for all its recorded layouts.
+
+    Args:
+        parts: of the program.
+        mesh: of the layouts.
+    """
+
+    def __init__(self, parts: Parts, mesh: DeviceMesh):
+        self.parts, self.mesh = parts, mesh
+        self._blocks: dict[RecordedLayouts, CompiledBlocks] = {}
+        self._has_warned = False
+
+    def patch(self, layouts: RecordedLayouts) -> ModulePatch | None:
+        """Return the patch that runs compiled blocks by some layouts; None while no compiler may run."""
+        if may_compile():
+            if layouts not in self._blocks:
+                self._blocks[layouts] = CompiledBlocks(self.parts, self.mesh, layouts)
+            return self._blocks[layouts].patch()
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "blocks of %s run as in static mode while a TorchDispatchMode watches operators, which no compiler "
+                "allows",
+                describe(self.parts.name),
+            )
+        return None
+
+
+def may_compile() -> bool:
+    """Return whether compiled code may run now.
+
+    A compiler refuses while a mode watches operators. The exception is the mode that looks for random operators:
+    compiled blocks run those themselves.
+    """
+    return not _torch.has_dispatch_mode() or extension.is_watched_alone()
+
+
 class CompiledBlocks:
-    """The compiled functions of one static program.
+    """The compiled functions of one static program, by its layouts.
+
+    Args:
+        parts: of the program.
+        mesh: of the layouts.
+        layouts: recorded.
 
     Attributes:
         functions: kind of block -> its compiled function, the newest.
         refused: names of the blocks that stay in static mode.
-        draws: what rehearsals have heard, by module: draws of DTensors and of plain tensors.
     """
 
-    def __init__(self):
+    def __init__(self, parts: Parts, mesh: DeviceMesh, layouts: RecordedLayouts):
+        self.parts, self.mesh, self.layouts = parts, mesh, layouts
         self.functions: dict[Hashable, Callable] = {}
         self.refused: set[str] = set()
-        self.draws: dict[str, list[Draw]] = {}
-        self._made: tuple[tuple[int, int], Swaps] | None = None
+        self._made: tuple[Hashable, ModulePatch] | None = None
+        self._tables: list[dict] = []  # hooks inside of blocks
 
-    def hear(self, listening: Listening) -> None:
-        """Add the draws of a rehearsal."""
-        for heard in (listening.draws, listening.plain):
-            for name, draws in heard.items():
-                known = self.draws.setdefault(name, [])
-                for draw in draws:
-                    if not any(draw.key == old.key and draw.operands == old.operands for old in known):
-                        known.append(draw)
+    def patch(self) -> ModulePatch:
+        """Return the rows of all blocks. Compiles nothing yet; the first call of a block does.
 
-    def swaps(self, program: StaticProgram) -> Swaps:
-        """Return what changes while the program is open. Compiles nothing yet; the first call of a block does."""
-        state = sum(map(len, program.steps.values())), sum(map(len, self.draws.values()))
-        if self._made is None or self._made[0] != state:
-            self._made = state, self._make(program, state)
+        They are made anew after another recording, when hooks have come or gone inside of blocks, when a block has been
+        refused, and when a part of a batch begins or ends.
+        """
+        if self._made is None or self._made[0] != self._state():
+            patch = self._make()
+            self._made = self._state(), patch
         return self._made[1]
 
-    def _make(self, program: StaticProgram, state: tuple[int, int]) -> _CompiledSwaps:
-        swaps = _CompiledSwaps(lambda: self._make(program, state), self.refused)
+    def _state(self) -> Hashable:
+        return *self._recorded(), sum(map(len, self._tables)), len(self.refused), extension.is_watched()
+
+    def _recorded(self) -> tuple[int, int]:
+        return sum(map(len, self.layouts.steps.values())), sum(map(len, self.layouts.drawn.values()))
+
+    def _make(self) -> ModulePatch:
+        rows: list[Row] = []
+        self._tables = []
         shared: dict[Hashable, Callable] = {}
         is_watched = extension.is_watched()
-        for name, block in find_blocks(program):
-            draws = [draw for owner, drawn in self.draws.items() if is_inside(owner, name) for draw in drawn]
-            if name not in self.refused and (reason := draws_obstacle(draws, is_watched=is_watched)) is not None:
+        for name, block in find_blocks(self.parts):
+            drawn = [op for owner, found in self.layouts.drawn.items() if is_inside(owner, name) for op in found]
+            reason = None if name in self.refused else dropout_obstacle(drawn, is_watched=is_watched)
+            if reason is not None:
                 self.refuse(name, reason)
             if name in self.refused:
                 continue
-            kind: list[Hashable] = [type(block), state]
+            kind: list[Hashable] = [type(block), self._recorded()]
             for inner, part in block.named_modules():
                 if part is not block:
-                    hooks = compiled_hooks(program, part, shared)
-                    swaps.places += hooks
+                    hooks = compiled_hooks(self.layouts.steps, part, shared)
+                    rows += hooks
                     kind.append((inner, type(part), hook_kinds(part, hooks)))
-                    swaps.watch(part)
+                    self._tables += _torch.module_hook_tables(part)
             entry = _Entry.of(block)
-            run = self._run(program, name, entry, (tuple(kind), _mode(draws, program, is_watched=is_watched)))
-            swaps.places.append((vars(entry), "run", run))
-        swaps.made_for = swaps.state()
-        return swaps
+            mode = _mode(drawn, self.mesh, is_watched=is_watched)
+            rows.append((vars(entry), "run", self._run(name, entry, tuple(kind), mode)))
+        return ModulePatch(rows)
 
     def refuse(self, name: str, reason: object) -> None:
         """Leave a block in static mode."""
         self.refused.add(name)
         logger.warning("block %r is not compiled and stays in static mode: %s", name, reason)
 
-    def _run(
-        self, program: StaticProgram, name: str, entry: _Entry, made_for: tuple[tuple, CompiledDraws | None]
-    ) -> Callable:
+    def _run(self, name: str, entry: _Entry, kind: tuple, mode: CompiledDropout | None) -> Callable:
         """Return the forward of a block while the program is open."""
-        kind, mode = made_for
         key = (kind, id(entry.function), None if mode is None else tuple(mode.layouts.items()))
         if key not in self.functions:
             self.functions[key] = _compiled(entry)
         compiled = self.functions[key]
 
         def call(function: Callable, args: tuple, kwargs: dict) -> object:
-            with silenced(), mode or contextlib.nullcontext():
+            with inactive(), mode or contextlib.nullcontext():
                 return function(*entry.first, *args, **kwargs)
 
         def run(*args: object, **kwargs: object) -> object:
             nonlocal compiled
-            if name in self.refused or not program.may_compile:  # in this call already; the mode still makes draws
+            if name in self.refused or not may_compile():  # in this call already; the mode still makes draws
                 return call(entry.function, args, kwargs)
             try:
-                with _unwatched(name, program):
+                with _unwatched(name, self.mesh):
                     return call(compiled, args, kwargs)
             except Exception as error:  # nothing has run yet where it comes from the compiler
                 if _torch.is_full_cache(error):
@@ -190,19 +230,20 @@ class _Entry:
         return types.MethodType(self.function, copy.deepcopy(self.block, memo))
 
 
-def _mode(draws: list[Draw], program: StaticProgram, *, is_watched: bool) -> CompiledDraws | None:
-    """Return what makes the draws of a block; None if there are none but those that all ranks make alike."""
-    drawn = [draw for draw in draws if is_dropout(draw) and (draw.is_sharded or is_watched)]
-    return CompiledDraws(drawn, program.model.mesh, is_watched=is_watched) if drawn else None
+def _mode(drawn: list[RandomOperator], mesh: DeviceMesh, *, is_watched: bool) -> CompiledDropout | None:
+    """Return what runs the dropout of a block; None if there is none but that all ranks run alike."""
+    found = [operator for operator in drawn if is_dropout(operator) and (operator.is_sharded or is_watched)]
+    return CompiledDropout(found, mesh, is_watched=is_watched) if found else None
 
 
 @contextlib.contextmanager
-def _unwatched(name: str, program: StaticProgram) -> Iterator[None]:
-    """Run a compiled block without the modes that watch operators. Calls without draws have nothing left to take off,
-    and are compared as a whole.
+def _unwatched(name: str, mesh: DeviceMesh) -> Iterator[None]:
+    """Run a compiled block without the modes that watch operators. Calls that draw nothing have no such mode left, and
+    are compared as a whole.
     """
+    position = functools.partial(extension.random_position, mesh.device_type)
     is_watched = extension.is_watched_alone()
-    with extension.unwatched(), accounted(name, program.position) if is_watched else contextlib.nullcontext():
+    with extension.unwatched(), accounted(name, position) if is_watched else contextlib.nullcontext():
         yield
 
 
@@ -219,44 +260,17 @@ def _compiled(entry: _Entry) -> Callable:
     return torch.compile(alone, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
 
 
-class _CompiledSwaps(Swaps):
-    """Swaps that are made anew when hooks have come or gone inside of blocks, a block has been refused, or a part of a
-    batch begins or ends.
-    """
-
-    def __init__(self, renew: Callable[[], _CompiledSwaps], refused: set[str]):
-        super().__init__()
-        self.renew, self.refused = renew, refused
-        self.tables: list[dict] = []
-        self.made_for: tuple[int, int, bool] | None = None
-
-    def watch(self, part: nn.Module) -> None:
-        """Count the hooks of a part."""
-        self.tables += _torch.module_hook_tables(part)
-
-    def state(self) -> tuple[int, int, bool]:
-        """Return what changes when something has changed."""
-        return sum(map(len, self.tables)), len(self.refused), extension.is_watched()
-
-    def put(self) -> None:
-        """Set the values of the inside."""
-        if self.made_for != self.state():
-            new = self.renew()
-            self.places, self.tables, self.made_for = new.places, new.tables, new.made_for
-        super().put()
-
-
 # ------------------------------------------------------------------------------------------------- blocks
 
 
-def find_blocks(program: StaticProgram) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks of a program with their full names; of one with parts that no compiler sees, its other parts.
+def find_blocks(parts: Parts) -> Iterator[tuple[str, nn.Module]]:
+    """Yield blocks with their full names; of a block with parts that no compiler traces, its other parts.
 
     A module that repeats nothing is one block itself.
     """
-    found = list(_repeated(program.module, program.name))
-    for name, block in found or [(program.name, program.module)]:
-        yield from _visible(program, name, block)
+    found = list(_repeated(parts.module, parts.name))
+    for name, block in found or [(parts.name, parts.module)]:
+        yield from _visible(parts, name, block)
 
 
 def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -267,11 +281,11 @@ def _repeated(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _repeated(child, join(name, child_name))
 
 
-def _visible(program: StaticProgram, name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    hidden = [region for region in program.opaque if is_inside(region, name)]
+def _visible(parts: Parts, name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    hidden = [region for region in parts.opaque() if is_inside(region, name)]
     is_split = any(stays_outside(part) for part in block.modules() if part is not block)
     if not hidden and not is_split and not isinstance(block, CONTAINERS):
         yield name, block
     elif name not in hidden:
         for child_name, child in block.named_children():
-            yield from _visible(program, join(name, child_name), child)
+            yield from _visible(parts, join(name, child_name), child)

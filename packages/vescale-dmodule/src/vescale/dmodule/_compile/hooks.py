@@ -13,7 +13,6 @@ code, so what is around it is no block, and it is one itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +21,10 @@ from .._boundary.hooks import InputBoundary, OutputBoundary
 from .._boundary.values import fields_of, rebuild_fields, rebuild_sequence
 from .._execution.module_hooks import OwnHook
 from .._plan.placements import Repeat, is_placements
+from .._static.direct_calls import Steps
 from .._static.movement.conversions import identity
+from .._static.patch import Row
 from ..errors import NotLocalFriendlyError
-
-if TYPE_CHECKING:
-    from .._static.program import StaticProgram
 
 __all__ = ["compiled_hooks", "hook_kinds", "stays_outside"]
 
@@ -37,30 +35,34 @@ Step = Callable[[Tensor], Tensor]
 Table = dict[str, dict[torch.Size, Step]]
 """Path inside of a value -> local shape -> conversion."""
 
-Place = tuple[dict[str, object], str, object]
 
+def compiled_hooks(steps: Steps, part: nn.Module, shared: dict[Hashable, Step]) -> list[Row]:
+    """Return the rows for the tables of a part's hooks of which some change.
 
-def compiled_hooks(program: StaticProgram, part: nn.Module, shared: dict[Hashable, Step]) -> list[Place]:
-    """Return the places of a part's hooks where some of them change."""
-    places = []
+    Args:
+        steps: the recorded conversions.
+        part: a module inside of a block.
+        shared: one function for equal conversions of all blocks.
+    """
+    rows = []
     for table_name in ("_forward_pre_hooks", "_forward_hooks"):
         table = vars(part)[table_name]
-        new = {key: _replaced(program, hook, shared) for key, hook in table.items()}
+        new = {key: _replaced(steps, hook, shared) for key, hook in table.items()}
         if any(new[key] is not hook for key, hook in table.items()):
             kept = type(table)((key, hook) for key, hook in new.items() if hook is not None)
-            places.append((vars(part), table_name, kept))
-    return places
+            rows.append((vars(part), table_name, kept))
+    return rows
 
 
 def stays_outside(part: nn.Module) -> bool:
-    """Tell whether a module must be entered and left outside of compiled code."""
+    """Return whether a module must be entered and left outside of compiled code."""
     tables = (vars(part)["_forward_pre_hooks"], vars(part)["_forward_hooks"])
     return any(getattr(hook, IN_GRAPH, None) == "outside" for table in tables for hook in table.values())
 
 
-def hook_kinds(part: nn.Module, places: list[Place]) -> Hashable:
+def hook_kinds(part: nn.Module, rows: list[Row]) -> Hashable:
     """Return what tells the hooks of two parts apart: how many there are, and which are none of ours."""
-    changed = {table_name: table for _, table_name, table in places}
+    changed = {table_name: table for _, table_name, table in rows}
     kinds = []
     for table_name in ("_forward_pre_hooks", "_forward_hooks"):
         hooks = changed.get(table_name, vars(part)[table_name]).values()
@@ -68,26 +70,26 @@ def hook_kinds(part: nn.Module, places: list[Place]) -> Hashable:
     return tuple(kinds)
 
 
-def _replaced(program: StaticProgram, hook: object, shared: dict[Hashable, Step]) -> object | None:
+def _replaced(steps: Steps, hook: object, shared: dict[Hashable, Step]) -> object | None:
     """Return the hook that stands in for one inside of a compiled block; None for those that only keep books."""
     if isinstance(hook, OwnHook) or getattr(hook, IN_GRAPH, None) == "absent":
         return None
     if isinstance(hook, OutputBoundary):
-        return _Output(_leaves(hook.entry), _table(program, hook.where, shared))
+        return _Output(_leaves(hook.entry), _table(steps, hook.where, shared))
     if isinstance(hook, InputBoundary) and hook.simple is not None:
         return _Inputs(
-            [(at, arg, _leaves(entry), _table(program, where, shared)) for at, arg, entry, where in hook.simple]
+            [(at, arg, _leaves(entry), _table(steps, where, shared)) for at, arg, entry, where in hook.simple]
         )
     return hook
 
 
-def _table(program: StaticProgram, where: str, shared: dict[Hashable, Step]) -> Table:
+def _table(steps: Steps, where: str, shared: dict[Hashable, Step]) -> Table:
     """Return the conversions of a boundary by the path inside of its value."""
     found: Table = {}
-    for place, steps in program.steps.items():
-        path = place[len(where) :]
-        if place.startswith(where) and (not path or path[0] == " "):
-            steps_here = {shape: shared.setdefault(getattr(s, "conversion", s), s) for shape, s in steps.items()}
+    for boundary, by_shape in steps.items():
+        path = boundary[len(where) :]
+        if boundary.startswith(where) and (not path or path[0] == " "):
+            steps_here = {shape: shared.setdefault(getattr(s, "conversion", s), s) for shape, s in by_shape.items()}
             found[path] = {shape: _in_graph(step) for shape, step in steps_here.items()}
     return found
 

@@ -15,8 +15,9 @@ from .._boundary.hooks import Phase
 from .._boundary.values import map_tensors
 from .._gradients.sync import GradientSync
 from .._static import StaticProgram
+from .._static.call import State
 from .._static.local_modules import local_forward
-from .._static.recording.observe import Crossing
+from .._static.recording.observe import BoundaryRecord
 from ..errors import PlanError
 from .eager import EagerScope, hook_scope
 from .module_hooks import hook_calls
@@ -132,11 +133,11 @@ class Execution:
             program.remove()
         self.handles, self.parts, self.program = [], [], None
 
-    def crossing(self, where: str, local_shape: tuple[int, ...]) -> Crossing | None:
-        """Return what static mode found for a local tensor at a boundary, or None."""
+    def boundary_record(self, where: str, local_shape: tuple[int, ...]) -> BoundaryRecord | None:
+        """Return what static mode recorded for a local tensor at a boundary, or None."""
         programs = (*self.parts, *([self.program] if self.program else []))
-        found = (program.crossings.known.get((where, local_shape)) for program in programs)
-        return next((crossing for crossing in found if crossing is not None), None)
+        found = (program.call.layouts.records.known.get((where, local_shape)) for program in programs)
+        return next((record for record in found if record is not None), None)
 
     # --------------------------------------------------------------------------------------------- calls
 
@@ -152,7 +153,7 @@ class Execution:
         """End a call of the whole module: replicated results become plain tensors, partial ones are reduced first."""
         if self.program is not None:
             left = self.program.leave(module, args, output)
-            if left is not None and not self.program.rehearsing:
+            if left is not None and self.program.call.state is not State.RECORDING:
                 return left  # which are plain already where they are whole
             output = output if left is None else left
         return None if output is None else map_tensors(to_plain, output)

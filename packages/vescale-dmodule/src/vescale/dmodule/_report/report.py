@@ -139,7 +139,7 @@ class _Meter(Meter):
         return row
 
     def _layout(self, where: str, tensor: Tensor, result: Tensor) -> tuple:
-        crossing = None if placements_of(result) else self.execution.crossing(where, tuple(tensor.shape))
+        crossing = None if placements_of(result) else self.execution.boundary_record(where, tuple(tensor.shape))
         if crossing is not None:
             return crossing.source, crossing.target, crossing.gradient, tuple(crossing.shape), tensor.dtype
         whole = (Replicate(),) * self.execution.mesh.ndim  # a plain tensor is equal on all ranks

@@ -25,7 +25,7 @@ Files, from data to execution::
     _program.py        a module that runs on local tensors
 """
 
-from .attributes import set_attributes
+from .patch import set_attributes
 from .program import StaticProgram
 
 __all__ = ["StaticProgram", "set_attributes"]

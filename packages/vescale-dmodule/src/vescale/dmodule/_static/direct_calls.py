@@ -1,61 +1,44 @@
-"""Boundaries without hooks: while a program is open, the modules that have one are called directly.
+"""Boundaries without hooks: while a program is open, modules with boundaries are called directly.
 
-``nn.Module`` takes a slow way through a call as soon as a module has hooks, and a boundary is a hook. So while a
-program runs on local tensors, a call of a module whose only hooks are its boundaries is this::
+``nn.Module.__call__`` takes a slow path as soon as a module has hooks, and a boundary is a hook. While a program runs
+on local tensors, a call of a module whose only hooks are its boundaries is this::
 
     module(x)    recorded conversion of x    module.forward    recorded conversion of the result
 
-Values that are not one plain tensor go through the hooks of the boundary all the same. A module that somebody else has
-hooked takes the ordinary way; every call asks. So does the whole program while a profiler runs or a report is open.
+Values that are not one plain tensor go through the hooks of the boundary. Modules with user hooks use the normal
+``__call__``; this is checked on each call. So does the whole program while a profiler runs or a report is open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
-from operator import contains, setitem
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from .. import _torch
 from .._boundary.hooks import InputBoundary, OutputBoundary
+from .parts import Parts
+from .patch import ModulePatch
 
-if TYPE_CHECKING:
-    from .program import StaticProgram
+__all__ = ["Steps", "direct_calls"]
 
-__all__ = ["DirectCalls"]
+Steps = dict[str, dict[tuple[int, ...], Callable[[Tensor], Tensor]]]
+"""Conversions of boundaries, by boundary and local shape."""
 
 
-class DirectCalls:
-    """The direct calls of the parts of a program, for the findings that it runs by.
+def direct_calls(parts: Parts, steps: Steps) -> ModulePatch:
+    """Return the patch that calls modules directly, except the program's own module, whose hooks open the program.
 
     Args:
-        program: the program; its own module is called from outside, and keeps its hooks.
+        parts: of the program.
+        steps: the recorded conversions; those recorded later are found, too.
     """
-
-    def __init__(self, program: StaticProgram):
-        self._tables: list[dict[str, object]] = []
-        self._calls: list[Callable] = []
-        self._is_put = False
-        for name, module in program.modules.items():
-            hooks = None if module is program.module or program.is_in_region(name) else _boundaries(module)
-            if hooks is not None and _torch.DIRECT_CALL not in vars(module):
-                self._tables.append(vars(module))
-                self._calls.append(_call(program.steps, module, *hooks))
-
-    def put(self) -> None:
-        """Call the modules directly from now on."""
-        if _torch.has_global_hooks() or any(map(contains, self._tables, repeat(_torch.DIRECT_CALL))):
-            return
-        self._is_put = True
-        _torch.for_each(setitem, self._tables, repeat(_torch.DIRECT_CALL), self._calls)
-
-    def take_back(self) -> None:
-        """Call them as usual again; nothing if they are."""
-        if self._is_put:
-            self._is_put = False
-            _torch.for_each(dict.pop, self._tables, repeat(_torch.DIRECT_CALL), repeat(None))
+    rows = []
+    for name, module in parts.modules.items():
+        hooks = None if module is parts.module or parts.is_eager(name) else _boundaries(module)
+        if hooks is not None and _torch.DIRECT_CALL not in vars(module):
+            rows.append((vars(module), _torch.DIRECT_CALL, _call(steps, module, *hooks)))
+    return ModulePatch(rows)
 
 
 def _boundaries(module: nn.Module) -> tuple[InputBoundary | None, OutputBoundary | None] | None:
@@ -68,9 +51,7 @@ def _boundaries(module: nn.Module) -> tuple[InputBoundary | None, OutputBoundary
     return (entry, leave) if is_ours else None
 
 
-def _call(
-    steps: dict[str, dict], module: nn.Module, entry: InputBoundary | None, leave: OutputBoundary | None
-) -> Callable:
+def _call(steps: Steps, module: nn.Module, entry: InputBoundary | None, leave: OutputBoundary | None) -> Callable:
     before, after, *others = _torch.module_hook_tables(module)
     pre_backward, backward = others
     num_hooks, ordinary = len(before) + len(after), _torch.ordinary_call(module)
@@ -96,7 +77,7 @@ def _call(
     return call
 
 
-def _entering(steps: dict[str, dict], entry: InputBoundary | None) -> tuple[int, dict]:
+def _entering(steps: Steps, entry: InputBoundary | None) -> tuple[int, dict]:
     """Return the position of the only planned argument of a module and its conversions; none if there are several."""
     if entry is None or entry.simple is None or len(entry.simple) != 1:
         return 0, {}

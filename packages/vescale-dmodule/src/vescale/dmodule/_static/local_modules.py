@@ -14,17 +14,34 @@ Both do what the rules of ``vescale.dtensor`` do in eager mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["local_forward", "silent_axes"]
+from .patch import Row, attribute_rows
+
+__all__ = ["local_forward", "local_rows", "silent_axes"]
 
 # dim of the weight that is summed over, by class name: Hugging Face's Conv1D holds the transpose of a linear's weight
 SUMMED_DIM = {"Linear": 1, "Conv1D": 0}
+
+
+def local_rows(modules: Mapping[str, nn.Module], attributes: Mapping[str, Mapping[str, object]]) -> list[Row]:
+    """Return the rows that make modules right on local tensors.
+
+    Args:
+        modules: name -> module.
+        attributes: module name -> dotted attribute -> its value on local tensors, from the plan.
+    """
+    rows: list[Row] = []
+    for name, module in modules.items():
+        rows += attribute_rows(module, attributes.get(name, {}))
+        if (forward := local_forward(module)) is not None:
+            rows.append((vars(module), "forward", forward))
+    return rows
 
 
 def silent_axes(module: nn.Module, key: str) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import add, getitem, is_, setitem
+from operator import add, getitem, is_
 from typing import Protocol
 
 import torch
@@ -37,6 +37,7 @@ from .. import _torch
 from .._boundary.convert import as_dtensor
 from .._gradients.handover import Handover, reduced
 from .._gradients.takers import taker_of
+from .patch import Row
 
 __all__ = ["LocalParameters", "Memory", "Twin", "held_by"]
 
@@ -162,7 +163,7 @@ class LocalParameters:
             for twin in found.values():
                 twin.is_alone = len(found) == 1 and number not in elsewhere
         # columns of what is looked at in every call
-        self._tables, self._keys, self._wholes, self._locals, _ = _columns(self._places)
+        self._tables, self._keys, self._wholes, *_ = _columns(self._places)
         self._buffers = [place for place in self._places if place[-1].hooks is None]
         self._buffer_tables, self._buffer_keys, _, self._buffer_locals, _ = _columns(self._buffers)
         self._parameters = [twin for twin in self.twins if twin.hooks is not None]
@@ -195,14 +196,27 @@ class LocalParameters:
             return True
         return _torch.leaf_states(self._fixed) != self._state
 
-    def put(self) -> None:
-        """Show the modules the local tensors."""
-        _torch.for_each(setitem, self._tables, self._keys, self._locals)
+    def rows(self) -> list[Row]:
+        """Return the rows that show the modules their local tensors."""
+        return [(table, key, local) for table, key, _, local, _ in self._places]
+
+    def opened(self) -> None:
+        """After the rows are in place: route the gradients of parameters with user hooks through autograd."""
         if self._count_hooks() != self._num_hooks:
             self._look_at_hooks()
         for table, key, twin in self._through:
             if self.is_hooked(twin.whole):
                 table[key] = _ThroughAutograd.apply(twin.whole, twin)
+
+    def replaced_buffers(self) -> list[Row]:
+        """Return rows for the buffers that the forward has replaced, in the layouts of the old ones."""
+        if all(map(is_, map(getitem, self._buffer_tables, self._buffer_keys), self._buffer_locals)):
+            return []
+        return [
+            (table, key, _in_layout(table[key], whole))
+            for table, key, whole, local, _ in self._buffers
+            if table[key] is not local
+        ]
 
     def _count_hooks(self) -> list[int]:
         return list(map(add, map(len, self._hooks_before), map(len, self._hooks_after)))
@@ -222,19 +236,6 @@ class LocalParameters:
         places = [(table, key, twin) for table, key, _, _, twin in self._places]
         hooked = [place for place in places if place[-1].is_hooked]
         return [place for place in hooked if not place[-1].is_alone or taker_of(place[-1].whole) is None]
-
-    def take_back(self) -> None:
-        """Show the modules their DTensors again, or the buffers that the forward has put in their place."""
-        replaced = ()
-        if not all(map(is_, map(getitem, self._buffer_tables, self._buffer_keys), self._buffer_locals)):
-            replaced = [
-                (table, key, _in_layout(table[key], whole))
-                for table, key, whole, local, _ in self._buffers
-                if table[key] is not local
-            ]
-        _torch.for_each(setitem, self._tables, self._keys, self._wholes)
-        for table, key, new in replaced:
-            table[key] = new
 
     @property
     def trained(self) -> frozenset[str]:

@@ -1,69 +1,79 @@
-"""A module that runs on local tensors.
+"""A module that runs on local tensors, as a small state machine.
 
-``StaticProgram`` belongs to one module, the whole model or a part of one that otherwise runs in eager mode. It is
-opened before the module's forward and closed after it::
+``StaticProgram`` belongs to one module, the whole model or a part of one that otherwise runs in eager mode. Hooks of
+the module call :meth:`StaticProgram.enter` before its forward and :meth:`StaticProgram.leave` after it::
 
-    open     parameters -> local twins, sizes -> local sizes, arguments -> local tensors
-             boundaries run the conversion that the rehearsal found, by place and local shape
-    close    results -> what eager mode returns (plain, or a DTensor where it is sharded), everything put back
+                          new signature                   layouts found
+            .---> IDLE ------------------> RECORDING ----------------------> CHECKING
+            |     | | |                        | error                       |  |   ^
+            |     | | |   <--------------------'          error, or done     |  |   | forward,
+            |     | | |   <--------------------------------------------------'  v   | recomputation
+            |     | | |                                                         OPEN (of the dry run)
+            |     | | '-- known signature, or just recorded: forward ---> OPEN --.
+            |     | '---- recomputation of a part in backward ----------> OPEN --+-- leave, or error --.
+            |     '------ no gradient, first time ----------------> EAGER_ONCE --'                     |
+            '------------------------------------------------------------------------------------------'
 
-Between boundaries runs the module's own code on plain tensors, at the speed of plain PyTorch.
+IDLE
+    The module holds DTensors; nothing of the program is in it but hooks.
+RECORDING
+    The first dry run: the caller's call on DTensors, observed (see ``recording.dry_run``).
+CHECKING
+    The second dry run: the same call on local tensors, compared with the first. OPEN while a forward runs.
+EAGER_ONCE
+    A call without gradients, whose signature may never come again (generation): eager mode runs it.
+OPEN
+    The patch is in the module (see ``patch``): local parameters, attributes, direct calls or compiled blocks.
+    Boundaries run recorded conversions. Between them runs the module's own code on plain tensors.
 
-A call with a new signature (shapes, dtypes and layouts of its tensors, values of its Python arguments, train or eval
-mode, autocast, grad mode) is rehearsed first. Calls that record no gradient run in eager mode the first time and are
-rehearsed the second, because a generation loop never repeats a shape.
+Guarantee: every transition to IDLE leaves the module as it was, after an exception, too. The signature of a call is
+made of shapes, dtypes and layouts of its tensors, the values of its Python arguments, train or eval mode, autocast and
+grad mode.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 from torch.utils.hooks import RemovableHandle
 
-from vescale.dtensor import extension
-
 from .. import _torch
-from .._boundary.edges import unwrapped, wrapped
 from .._boundary.hooks import Phase
 from .._boundary.values import describe_value, map_leaves
-from .._compile.blocks import CompiledBlocks
+from .._compile.blocks import CompiledProgram
 from .._execution.eager import EagerScope, hook_scope
 from .._execution.module_hooks import hook_calls
-from .._experts import experts_region, listed_gradients
 from .._gradients.sync import GradientSync
 from .._report.ranges import is_watched
 from ..errors import NotLocalFriendlyError
-from .attributes import Swaps
-from .direct_calls import DirectCalls
-from .draws import Draw, DrawHooks, QuietCall
-from .eager_region import EagerRegion
-from .experts import ExpertsHere
-from .local_modules import local_forward, silent_axes
+from .call import Call, State
+from .direct_calls import direct_calls
+from .local_modules import local_rows, silent_axes
 from .local_parameters import LocalParameters, Twin, held_by
-from .movement.conversions import Conversion, compile_conversion
-from .names import describe, is_inside, join
-from .recording.compare import Run
-from .recording.learn import learn, watch_arguments
-from .recording.observe import Crossing, Observer
-from .recording.recorded import Findings, Recomputations
+from .parts import Parts, join
+from .patch import ModulePatch
+from .random_operators import OperatorHooks, QuietCall
+from .recording.compare import check_same, raise_together
+from .recording.dry_run import Run, check, new_run, record
+from .recording.layouts import RecordedLayouts, Recording, Recordings
+from .regions import EagerPart, ExpertsPart, experts_gradients
 
 __all__ = ["Model", "StaticProgram"]
 
 logger = logging.getLogger("vescale.dmodule")
 
-CHECKPOINTING = "gradient_checkpointing"  # what Hugging Face calls the switch of a layer
-MANY = 32  # rehearsals after which a warning says that shapes keep changing
+MANY = 32  # recordings after which a warning says that shapes keep changing
 
 
 class Model(Protocol):
-    """What a program needs to know of the parallelized model that it is a part of."""
+    """What a program needs of the parallelized model that it is a part of."""
 
     mesh: DeviceMesh
     root: nn.Module
@@ -75,7 +85,7 @@ class Model(Protocol):
 
 
 class StaticProgram:
-    """Runs ``module`` on local tensors; see the module's docstring.
+    """Runs a module on local tensors; see the module's docstring.
 
     Args:
         model: the parallelized model.
@@ -84,6 +94,14 @@ class StaticProgram:
         eager: full names of the parts of it that stay in eager mode.
         is_root: whether callers expect plain tensors back (the whole model) or DTensors (a part of it).
         compiled: whether its blocks are compiled.
+
+    Attributes:
+        parts: the module and its submodules.
+        call: the call in progress and the state.
+        recordings: what has been recorded, by signature.
+        parameters: the local parameters; None before the first call.
+        patch: local parameters, attributes and forwards.
+        compiled: the compiled blocks; None in static mode.
     """
 
     def __init__(
@@ -96,379 +114,339 @@ class StaticProgram:
         is_root: bool,
         compiled: bool = False,
     ):
-        self.model, self.name, self.module, self.is_root = model, name, module, is_root
-        self.modules = {join(name, inner): part for inner, part in module.named_modules()}
-        inside = [region for region in eager if region in self.modules]
-        self.regions = [r for r in inside if not any(r != other and is_inside(r, other) for other in inside)]
-        self.experts = {n: r for n, m in self.modules.items() if (r := experts_region(m)) and not self.is_in_region(n)}
-        # what rehearsals have found
-        self.known: dict[Hashable, Findings] = {}
-        self.is_compiled = compiled
-        self.all_findings: list[Findings] = []
-        self.use(self.new_findings())
-        self.gradients: dict[str, tuple[Placement, ...]] = {}
-        self.drawing: set[str] = set()
-        self.own_draws: DrawHooks | None = None
-        self.recomputed: set[str] = set()
-        self.recomputations = Recomputations()
-        self.switches = [part for part in self.modules.values() if hasattr(part, CHECKPOINTING)]
-        self.quiet: set[Hashable] = set()  # calls that draw no random numbers
-        self.has_warned = False  # that blocks are not compiled because of somebody who watches operators
-        self.device_type = model.mesh.device_type
-        self.position = functools.partial(extension.random_position, self.device_type)
-        # the state of a call
-        self.depth = 0
-        self.quiet_call = QuietCall(self.device_type)
+        self.model = model
+        self.parts = Parts.of(module, name, eager)
+        self.call = Call(self.parts, model.mesh, is_root=is_root)
+        self.recordings = Recordings()
         self.parameters: LocalParameters | None = None
-        self.swaps = Swaps()
-        self.compiled = Swaps()
-        self.direct: DirectCalls | None = None
-        self.seen: set[Hashable] = set()  # calls without gradients
-        self.once: list[RemovableHandle] | None = None  # hooks of a call that runs in eager mode
-        # the state of a rehearsal
-        self.rehearsing = self.is_quiet = False
-        self.observer: Observer | None = None
-        self.checked: Run | None = None
-        self.handles: list[RemovableHandle] = []
+        self.patch = ModulePatch()
+        self.compiled = CompiledProgram(self.parts, model.mesh) if compiled else None
+        self._applied: list[ModulePatch] = []  # while the program is open
+        self._handles: list[RemovableHandle] = []
+        self._eager_once: list[RemovableHandle] = []
+        self._drawing: dict[str, OperatorHooks] = {}  # of the parts with random operators
+        self._recomputed: set[str] = set()  # parts whose recomputation opens the program
+        self._quiet_call = QuietCall(model.mesh.device_type)
+        self._before = State.IDLE  # the state that closing returns to
 
     # --------------------------------------------------------------------------------------------- hooks
 
     def install(self) -> None:
         """Install the hooks of the parts of the module; those of the module itself are its owner's."""
-        for name in self.regions:
-            region = EagerRegion(self, name)
-            self.handles += hook_scope(self.modules[name], name, self.model.scope)
-            self.handles += hook_calls(self.modules[name], region.enter, region.leave)
-        for name, region in self.experts.items():
-            hooks = ExpertsHere(self, name, region)
-            self.handles += hook_calls(self.modules[name], hooks.enter, hooks.leave)
-        for name, part in self.modules.items():
-            if isinstance(part, nn.ModuleList):  # its elements are what activation checkpointing runs again
-                for inner, _ in part.named_children():
-                    self.add_recomputed(join(name, inner))
+        parts, phase = self.parts, self.model.phase
+        for name in parts.eager:
+            eager = EagerPart(self.call, phase, name)
+            self._handles += hook_scope(parts.modules[name], name, self.model.scope)
+            self._handles += hook_calls(parts.modules[name], eager.enter, eager.leave)
+        for name, region in parts.experts.items():
+            experts = ExpertsPart(self.call, name, region)
+            self._handles += hook_calls(parts.modules[name], experts.enter, experts.leave)
+        for name in parts.repeated():
+            self._open_for_recomputation(name)
 
     def remove(self) -> None:
-        """Take all hooks off."""
-        for handle in self.handles:
+        """Remove all hooks."""
+        for handle in self._handles:
             handle.remove()
-        self.handles.clear()
-        self.recomputed.clear()
-        self.drawing.clear()
-        self.own_draws = None
+        self._handles.clear()
+        self._recomputed.clear()
+        self._drawing.clear()
 
-    def add_recomputed(self, name: str) -> None:
+    def _open_for_recomputation(self, name: str) -> None:
         """Open the program for a part that autograd calls in backward."""
-        if name in self.recomputed or not name or self.is_in_region(name):
+        if name in self._recomputed or not name or self.parts.is_eager(name):
             return
-        self.recomputed.add(name)
+        self._recomputed.add(name)
         opened: list[bool] = []
 
         def enter(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-            opened.append(self.depth == 0 and not self.rehearsing and self.once is None and _torch.in_backward())
-            if len(self.all_findings) > 1:
-                self._choose(name, args, kwargs, again=opened[-1])
+            opened.append(self.call.state in (State.IDLE, State.CHECKING) and _torch.in_backward())
+            if len(self.recordings.layouts) > 1:
+                self._choose_layouts(name, args, kwargs, is_recomputed=opened[-1])
             if opened[-1]:
+                self._refresh()
                 self._open()
 
         def leave(_module: nn.Module, _args: tuple, _output: object) -> None:
-            if opened and opened.pop():
+            if opened and opened.pop() and self.call.is_open:
                 self._close()
 
-        self.handles += hook_calls(self.modules[name], enter, leave)
+        self._handles += hook_calls(self.parts.modules[name], enter, leave)
 
-    def add_draws(self, name: str, draws: list[Draw]) -> None:
-        """Let the random operators of a part draw as they did in a rehearsal."""
-        self.findings.add_draws(name, draws)
-        if name not in self.drawing:
-            self.drawing.add(name)
-            hooks = DrawHooks(name, lambda: self.draws.get(name, []) if self.depth else [], self.model.mesh)
-            if name == self.name:
-                self.own_draws = hooks  # a hook that comes while the module is called comes too late for that call
-            else:
-                self.handles += hooks.register(self.modules[name])
+    def _choose_layouts(self, name: str, args: tuple, kwargs: dict, *, is_recomputed: bool) -> None:
+        """Note by which layouts a part runs; take the same when it is recomputed."""
+        if is_recomputed:
+            self.call.layouts = self.recordings.of_run(name, args, kwargs)
+        else:
+            self.recordings.note_run(name, args, kwargs, self.call.layouts)
 
-    def new_findings(self) -> Findings:
-        """Return empty findings, for calls that contradict all others."""
-        self.all_findings.append(Findings(blocks=CompiledBlocks() if self.is_compiled else None))
-        return self.all_findings[-1]
-
-    def use(self, findings: Findings) -> None:
-        """Run by these findings from now on, while no call runs."""
-        self.findings, self.blocks, self.direct = findings, findings.blocks, None
-        self.crossings, self.steps, self.draws, self.tokens = (
-            findings.crossings,
-            findings.steps,
-            findings.draws,
-            findings.tokens,
-        )
-
-    def _choose(self, name: str, args: tuple, kwargs: dict, *, again: bool) -> None:
-        """Note by which findings a part runs; take the same when it runs ``again``."""
-        if not again:
-            self.recomputations.note(name, args, kwargs, self.findings)
-            return
-        findings = self.recomputations.find(name, args, kwargs) or self.all_findings[0]
-        if findings is not self.findings:
-            self.use(findings)
-            self._recompile()
-
-    @property
-    def opaque(self) -> list[str]:
-        """Names of the parts that no compiler sees."""
-        listed = [name for name, part in self.modules.items() if listed_gradients(part)]
-        return [*self.regions, *self.experts, *listed]
-
-    def is_in_region(self, name: str) -> bool:
-        """Tell whether a part stays in eager mode."""
-        return any(is_inside(name, region) for region in self.regions)
+    def _hook_random_operators(self, names: Iterable[str]) -> None:
+        """Let the random operators of some parts run as recorded."""
+        call = self.call
+        for name in names:
+            if name not in self._drawing:
+                recorded = functools.partial(_operators_of, call, name)
+                hooks = self._drawing[name] = OperatorHooks(name, recorded, self.model.mesh)
+                if name != self.parts.name:  # a hook that comes while the module is called is too late for that call
+                    self._handles += hooks.register(self.parts.modules[name])
 
     # --------------------------------------------------------------------------------------------- a call
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Open the program; rehearse a call with a new signature first."""
-        if self.rehearsing:
-            return watch_arguments(self, args, kwargs)
-        if self.observer is None:
-            self.refresh_twins()
-            signature = self._signature(args, kwargs)
-            findings = self._find(signature)
-            if findings is None and not self._learn(signature, args, kwargs):
-                self.once = hook_scope(module, self.name, self.model.scope)
-                self.model.scope.enter(module, self.name)  # too late for the hook of the module itself
-                return None
-            if findings is not None and findings is not self.findings:
-                self.use(findings)
-                self._recompile()
-            if signature in self.quiet:
-                self.quiet_call.begin()
-        self._open(is_fresh=True)
-        if self.own_draws is not None:
-            self.own_draws.enter(module, args)
-        where = self.place("enters")
-        args = map_leaves(self._localize, args, where)
-        return args, map_leaves(self._localize, kwargs, where) if kwargs else kwargs
+        """Begin a call: open the program; record a call with a new signature first."""
+        call = self.call
+        if (call.depth or call.is_open) and not _torch.is_in_own_forward(module):
+            self._abandon()
+        if call.state is State.IDLE and not self._prepare(args, kwargs):
+            self._enter_eager_once()
+        elif call.state in (State.IDLE, State.CHECKING):
+            self._open()
+        call.depth += 1
+        if call.is_open and self.parts.name in self._drawing:
+            self._drawing[self.parts.name].enter(module, args)
+        if call.state is State.EAGER_ONCE:
+            self.model.scope.enter(module, self.parts.name)
+        if call.state is State.EAGER_ONCE or call.depth > 1:  # values inside of the module are what its code needs
+            return None
+        edge = call.localize if call.is_open else call.observer.watch_argument
+        where = self.parts.edge("enters")
+        return map_leaves(edge, args, where), map_leaves(edge, kwargs, where) if kwargs else kwargs
 
     def leave(self, module: nn.Module, args: tuple, output: object) -> object:
-        """Close the program; return what eager mode returns, before it makes plain tensors of whole ones."""
-        if self.rehearsing:
-            return None if output is None else map_leaves(self.observer.watch, output, self.place("returns"))
-        if self.once is not None:
-            for handle in self.once:
-                handle.remove()
-            self.once = None
-            self.model.scope.leave(self.name)
-            return None
-        if self.depth == 0:
+        """End a call, which has raised if ``output`` is None; return what eager mode returns."""
+        call, state = self.call, self.call.state
+        if not call.depth:
             return None  # it failed before it was opened
-        if self.own_draws is not None:
-            self.own_draws.leave(module, args, output)
-        self._close()
-        self.quiet_call.end(self.name, well=output is not None)
-        return None if output is None else map_leaves(self._globalize, output, self.place("returns"))
-
-    def _signature(self, args: tuple, kwargs: dict) -> Hashable:
-        device = self.device_type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        switches = [getattr(part, CHECKPOINTING) for part in self.switches]
-        values = *map(describe_value, args), describe_value(kwargs) if kwargs else None
-        return torch.is_grad_enabled(), self.module.training, dtype, *switches, *values
-
-    def _find(self, signature: Hashable) -> Findings | None:
-        """Return what is known of a call; nothing if another rank rehearses it, which takes this one, too."""
-        findings, any_rank = self.known.get(signature), self.model.any_rank
-        if any_rank is not None:
-            is_due = findings is None and (torch.is_grad_enabled() or signature in self.seen)
-            if any_rank(is_due):
-                self.seen.add(signature)
-                return None
-        return findings
-
-    def _learn(self, signature: Hashable, args: tuple, kwargs: dict) -> bool:
-        """Rehearse a call, unless it should run in eager mode this time."""
-        if not torch.is_grad_enabled() and signature not in self.seen:
-            self.seen.add(signature)
-            return False
-        learn(self, args, kwargs)
-        self.known[signature] = self.findings
-        if self.is_quiet:
-            self.quiet.add(signature)
+        call.depth -= 1
+        if state is State.EAGER_ONCE:
+            self._leave_eager_once()
+            return None
+        if state is State.OPEN:
+            if self.parts.name in self._drawing:
+                self._drawing[self.parts.name].leave(module, args, output)
+            if not call.depth:
+                self._close()
+                self._quiet_call.end(self.parts.name, well=output is not None)
+        if output is None:
+            return None
+        if state is State.RECORDING:
+            edge = call.observer.watch
         else:
-            self.quiet.discard(signature)
-        self._recompile()
-        if len(self.known) == MANY:
-            logger.warning(
-                "static mode has rehearsed %d different calls of %r; each costs forward and backward passes, so pad "
-                "batches to few lengths",
-                MANY,
-                self.name or type(self.module).__name__,
-            )
+            edge = call.globalize if call.is_root or not call.depth else call.noted
+        return map_leaves(edge, output, self.parts.edge("returns"))
+
+    def _enter_eager_once(self) -> None:
+        """Run one call in eager mode. Hooks of the module itself would be removed while torch iterates over them."""
+        self.call.state = State.EAGER_ONCE
+        for name, child in self.parts.module.named_children():
+            self._eager_once += hook_scope(child, join(self.parts.name, name), self.model.scope)
+
+    def _leave_eager_once(self) -> None:
+        self.model.scope.leave(self.parts.name)
+        if not self.call.depth:
+            for handle in self._eager_once:
+                handle.remove()
+            self._eager_once.clear()
+            self.call.state = State.IDLE
+
+    def _abandon(self) -> None:
+        """Put the module back after a call that was interrupted; torch runs no hooks after a KeyboardInterrupt."""
+        self.call.depth = 0
+        for hooks in self._drawing.values():
+            while hooks.entered:
+                hooks.leave(self.parts.module, (), None)
+        if self.call.state is State.EAGER_ONCE:
+            self.model.scope.path.clear()
+            self.model.scope.contexts.close()
+            self._leave_eager_once()
+        else:
+            self._close()
+            self._quiet_call.end(self.parts.name, well=False)
+
+    def _prepare(self, args: tuple, kwargs: dict) -> bool:
+        """Choose the layouts of a call, and record a new one; return False if it runs in eager mode this time."""
+        self._refresh()
+        recordings, signature = self.recordings, self._signature(args, kwargs)
+        layouts = self._find(signature)
+        if layouts is None:
+            if not torch.is_grad_enabled() and signature not in recordings.seen:
+                recordings.seen.add(signature)
+                return False
+            self._record(signature, args, kwargs)
+        else:
+            self.call.layouts = layouts
+            if signature in recordings.quiet:
+                self._quiet_call.begin()
         return True
 
-    def place(self, side: str) -> str:
-        """Return the name of the module's own edge, ``enters`` or ``returns``."""
-        return f"{self.name} {side}" if self.name else side
+    def _signature(self, args: tuple, kwargs: dict) -> Hashable:
+        device = self.model.mesh.device_type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        values = *map(describe_value, args), describe_value(kwargs) if kwargs else None
+        return torch.is_grad_enabled(), self.parts.module.training, dtype, *self.parts.checkpointing(), *values
+
+    def _find(self, signature: Hashable) -> RecordedLayouts | None:
+        """Return what is recorded of a call; None if another rank records it, so that this one must, too."""
+        layouts, any_rank = self.recordings.by_signature.get(signature), self.model.any_rank
+        if any_rank is not None:
+            is_due = layouts is None and (torch.is_grad_enabled() or signature in self.recordings.seen)
+            if any_rank(is_due):
+                self.recordings.seen.add(signature)
+                return None
+        return layouts
+
+    # --------------------------------------------------------------------------------------------- recording
+
+    def _record(self, signature: Hashable, args: tuple, kwargs: dict) -> None:
+        """Record a call on DTensors, adopt its layouts, check them on local tensors. Collective over the mesh.
+
+        Raises:
+            NotLocalFriendlyError: on all ranks, if the module is not right on local tensors.
+            Exception: what the module itself raises in eager mode.
+        """
+        model, error = self.model, None
+        meter, model.phase.meter = model.phase.meter, None  # a dry run is no step of the user's
+        try:
+            eager, local = new_run(model.mesh), new_run(model.mesh)
+            with self._dry_run(State.RECORDING, eager):
+                model.phase.convert = eager.observer.convert
+                recording = record(eager, self.parts, model.scope, args, kwargs)
+            self._adopt(recording)
+            with self._dry_run(State.CHECKING, local):
+                self._refresh()
+                self._expect_gradients(checked=local)
+                check(local, self.parts, args, kwargs)
+            check_same(eager, local)
+            self.recordings.know(signature, self.call.layouts, is_quiet=recording.is_quiet)
+        except Exception as found:
+            error = found
+            logger.warning("static mode: the recording failed on this rank: %s", found)  # others may not get that far
+        finally:
+            model.phase.meter = meter
+            if self.parameters is not None:
+                self._expect_gradients()
+        raise_together(error, model.mesh)
+        if len(self.recordings.by_signature) == MANY:
+            logger.warning(
+                "static mode has recorded %d different calls of %r; each costs forward and backward passes, so pad "
+                "batches to few lengths",
+                MANY,
+                self.parts.name or type(self.parts.module).__name__,
+            )
+
+    @contextlib.contextmanager
+    def _dry_run(self, state: State, run: Run) -> Iterator[None]:
+        call, model = self.call, self.model
+        call.state, call.observer, model.scope.attaches = state, run.observer, False
+        try:
+            yield
+        finally:
+            if call.is_open:  # interrupted
+                self._close()
+            call.state, call.depth, call.observer, model.scope.attaches = State.IDLE, 0, None, True
+            model.phase.convert = None
+
+    def _adopt(self, recording: Recording) -> None:
+        """Run by what a recording found."""
+        call, recordings = self.call, self.recordings
+        returns = self.parts.edge("returns") if call.is_root else None
+        call.layouts = recordings.adopt(recording, self.model.mesh, returns)
+        recordings.gradients = experts_gradients(self.parts, call.layouts.tokens) | recordings.gradients
+        self._hook_random_operators(recording.operators)
+        for name in recording.recomputed:
+            self._open_for_recomputation(name)
 
     # --------------------------------------------------------------------------------------------- open and close
 
-    def _open(self, *, is_fresh: bool = False) -> None:
-        if self.depth == 0:
-            if not is_fresh:
-                self.refresh_twins()
-            self.parameters.put()
-            if self.swaps.places:
-                self.swaps.put()
-            if self.observer is None:
-                self._put_calls()
-            phase = self.model.phase
-            phase.convert, phase.local = self.convert, True
-        self.depth += 1
+    def _open(self) -> None:
+        """Put the patch in place."""
+        calls = self._calls()
+        self._before = self.call.state
+        self.call.state = State.OPEN
+        try:
+            self._apply(self.patch)
+            self.parameters.opened()
+            if calls is not None:
+                self._apply(calls)
+        except BaseException:
+            self._close()
+            raise
+        phase = self.model.phase
+        phase.convert, phase.local = self.call.convert, True
 
-    def _put_calls(self) -> None:
-        if self.is_compiled:
-            if self.may_compile:
-                self.compiled.put()
-            elif not self.has_warned:
-                self.has_warned = True
-                logger.warning(
-                    "blocks of %s run as in static mode while somebody watches operators (a TorchDispatchMode), which "
-                    "no compiler allows",
-                    describe(self.name),
-                )
-        elif not is_watched(self.model.phase.meter):
-            if self.direct is None:
-                self.direct = DirectCalls(self)
-            self.direct.put()
+    def _apply(self, patch: ModulePatch) -> None:
+        patch.apply()
+        self._applied.append(patch)
 
-    @property
-    def may_compile(self) -> bool:
-        """Whether compiled code may run now: a compiler refuses where somebody watches operators, except who looks for
-        random ones only, which compiled blocks see to themselves.
-        """
-        return not _torch.has_dispatch_mode() or extension.is_watched_alone()
+    def _calls(self) -> ModulePatch | None:
+        """Return the patch of direct calls or of compiled blocks; None where the normal calls must run."""
+        layouts = self.call.layouts
+        if self.call.observer is not None:
+            return None
+        if self.compiled is not None:
+            return self.compiled.patch(layouts)
+        if is_watched(self.model.phase.meter) or _torch.has_global_hooks():
+            return None
+        if layouts.calls is None:
+            layouts.calls = direct_calls(self.parts, layouts.steps)
+        return layouts.calls if layouts.calls.adds_only() else None
 
     def _close(self) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            phase = self.model.phase
-            phase.convert, phase.local = None, False
-            if self.direct is not None:
-                self.direct.take_back()
-            if self.is_compiled:
-                self.compiled.take_back()
-            if self.swaps.places:
-                self.swaps.take_back()
-            self.parameters.take_back()
+        """Take the patch out."""
+        phase = self.model.phase
+        phase.convert, phase.local = None, False
+        buffers = self.parameters.replaced_buffers()
+        while self._applied:
+            self._applied.pop().restore()
+        for table, key, buffer in buffers:
+            table[key] = buffer
+        self.call.state = self._before
 
-    def _recompile(self) -> None:
-        """Make the compiled blocks anew, after what they are made of has changed."""
-        if self.blocks is not None:
-            self.compiled = self.blocks.swaps(self)
-
-    def refresh_twins(self) -> None:
-        """Make local tensors for the parameters where there are none or they are stale."""
+    def _refresh(self) -> None:
+        """Make the local parameters and the patch where there are none, or the model has changed."""
         if self.parameters is not None and not self.parameters.stale():
             return
-        own = {name: module for name, module in self.modules.items() if not self.is_in_region(name)}
-        self.model.sync.attach(self.module)
-        before, is_hooked = self.parameters, self.model.sync.has_other_hooks
+        own, before = self.parts.local(), self.parameters
+        self.model.sync.attach(self.parts.module)
         elsewhere = held_by(set(self.model.root.modules()) - set(own.values()))
-        self.parameters = LocalParameters(own.items(), is_hooked, silent_axes, elsewhere)
+        self.parameters = LocalParameters(own.items(), self.model.sync.has_other_hooks, silent_axes, elsewhere)
         if before is not None and before.trained != self.parameters.trained:
-            self.known.clear()
-        self.swaps = Swaps.of(own, self.model.local_attributes, local_forward)
-        self.tell_twins()
-        self._recompile()
+            self.recordings.by_signature.clear()
+        self.patch = ModulePatch([*self.parameters.rows(), *local_rows(own, self.model.local_attributes)])
+        self._expect_gradients()
 
-    def tell_twins(self) -> None:
-        """Tell the twins in what layouts their gradients come, and what takes them: in a rehearsal, its record."""
-        layouts = {} if self.checked is not None else self.gradients
+    # --------------------------------------------------------------------------------------------- gradients
+
+    def _expect_gradients(self, checked: Run | None = None) -> None:
+        """Set the layouts of the gradients of local parameters, and their receivers.
+
+        Args:
+            checked: the dry run that keeps them; None delivers them to the DTensors.
+        """
+        gradients = self.recordings.gradients
+        layouts = {} if checked is not None else gradients
         delivered = [twin for twin in self.parameters if twin.trained and twin.name in layouts]
         hooks = self.model.sync.hooks([(twin.whole, layouts[twin.name]) for twin in delivered])
         taken = {id(twin): hook for twin, hook in zip(delivered, hooks, strict=True)}
         for twin in self.parameters:
-            otherwise = functools.partial(self._arrived, twin)
-            twin.expect(self.gradients.get(twin.name), taken.get(id(twin)), otherwise)
+            otherwise = functools.partial(_keep_or_refuse, twin, checked)
+            twin.expect(gradients.get(twin.name), taken.get(id(twin)), otherwise)
 
-    def _arrived(self, twin: Twin, leaf: Tensor) -> None:
-        """Keep a gradient of a rehearsal; refuse one that a rehearsal has not seen."""
-        gradient, leaf.grad = leaf.grad, None
-        if gradient is None:
-            return  # as in ``_deliveries``
-        if self.checked is None:
-            raise NotLocalFriendlyError(
-                f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: a "
-                "branch that depends on data? Run the model in mode 'eager', or keep the module that branches on "
-                f'DTensors: "eager": [r"{twin.name.rpartition(".")[0]}"]'
-            )
-        earlier, _ = self.checked.gradients.get(twin.name, (None, None))
-        self.checked.gradients[twin.name] = (gradient if earlier is None else earlier + gradient, None)
 
-    # --------------------------------------------------------------------------------------------- values
+def _operators_of(call: Call, name: str) -> list:
+    return call.layouts.operators.get(name, []) if call.is_open else []
 
-    def convert(self, tensor: Tensor, _placements: object, where: str) -> Tensor:
-        """Run the conversion of one value at a planned boundary."""
-        step = self.steps.get(where, {}).get(tensor.shape)
-        if step is None:
-            raise self._unknown(where, tensor)
-        out = step(tensor)
-        return out if self.observer is None else self.noted(out, where)
 
-    def noted(self, local: Tensor, where: str) -> Tensor:
-        """Show a value to the observer of a rehearsal; returns an alias, whose gradient is this crossing's alone."""
-        if self.observer is not None and not self.rehearsing:
-            local = local.view_as(local) if local.requires_grad else local
-            self.observer.note_local(local, where)
-        return local
-
-    def crossing(self, where: str, local: Tensor) -> Crossing:
-        """Return what a rehearsal found at an edge.
-
-        Raises:
-            NotLocalFriendlyError: it has not seen a value of this shape there.
-        """
-        crossing = self.crossings.known.get((where, tuple(local.shape)))
-        if crossing is None:
-            raise self._unknown(where, local)
-        return crossing
-
-    def _unknown(self, where: str, local: Tensor) -> NotLocalFriendlyError:
-        shapes = [shape for place, shape in self.crossings.known if place == where]
-        return NotLocalFriendlyError(
-            f"{where}: a value of local shape {tuple(local.shape)} came; recorded are {shapes}. Its shape depends on "
-            "data, or on state that is not in the arguments; keep the modules around it in eager mode"
+def _keep_or_refuse(twin: Twin, checked: Run | None, leaf: Tensor) -> None:
+    """Keep a gradient of a dry run; refuse one that has not been recorded."""
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is None:
+        return  # autograd calls hooks also where a function gave None
+    if checked is None:
+        raise NotLocalFriendlyError(
+            f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: a "
+            "branch that depends on data? Run the model in mode 'eager', or keep the module that branches on "
+            f'DTensors: "eager": [r"{twin.name.rpartition(".")[0]}"]'
         )
-
-    def _localize(self, tensor: Tensor, where: str) -> Tensor:
-        if isinstance(tensor, DTensor):
-            local = _torch.local_of(tensor)
-            if tensor.requires_grad:
-                local = unwrapped(tensor, self.crossing(where, local).gradient)
-        elif tensor.requires_grad:
-            self.crossing(where, tensor)
-            local = self.steps[where][tensor.shape](tensor)
-        else:
-            return tensor
-        return self.noted(local, where)
-
-    def _globalize(self, local: Tensor, where: str) -> Tensor:
-        crossing = self.crossing(where, local)
-        local = self.noted(local, where)
-        if crossing.source is None:
-            return local
-        step = self.steps.get(where, {}).get(local.shape) if self.is_root else None
-        return self.wrap(local, crossing) if step is None else step(local)
-
-    def wrap(self, local: Tensor, crossing: Crossing, *, region: bool = False) -> DTensor:
-        """Return a local value as the DTensor that it is in eager mode.
-
-        Args:
-            local: the value.
-            crossing: what it is.
-            region: whether eager code follows, whose gradient comes as recorded; else the caller's code does.
-        """
-        mesh = self.model.mesh
-        if crossing.gradient is None and local.requires_grad:
-            # backward raises: nothing is known of this gradient
-            local = compile_conversion(Conversion(crossing.shape, crossing.source, crossing.source), mesh)(local)
-        gradient = None if region else crossing.gradient
-        return wrapped(local, mesh, crossing.source, shape=crossing.shape, gradient=gradient)
+    earlier, _ = checked.gradients.get(twin.name, (None, None))
+    checked.gradients[twin.name] = (gradient if earlier is None else earlier + gradient, None)

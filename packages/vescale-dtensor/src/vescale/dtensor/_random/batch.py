@@ -26,11 +26,11 @@ Windows = tuple[BatchWindow, ...]
 
 @contextlib.contextmanager
 def window(declared: BatchWindow) -> Iterator[None]:
-    """Put one more window in force."""
+    """Put one more window in force, as the innermost of its kind."""
     outer = WINDOWS.get()
     token = WINDOWS.set(_nested(declared, outer))
     try:
-        # a second mode would cut each draw twice
+        # a second mode would cut each random operator twice
         with contextlib.nullcontext() if outer else RandomMode(handle), _in_state(declared):
             yield
     finally:
@@ -38,16 +38,16 @@ def window(declared: BatchWindow) -> Iterator[None]:
 
 
 def _nested(declared: BatchWindow, outer: Windows) -> Windows:
-    """Return all windows, innermost first; those without ranks are micro-batches and stay in front."""
+    """Return all windows, innermost first; windows without ranks are micro-batches and stay in front."""
     micro = () if not declared.ranks else tuple(each for each in outer if not each.ranks)
     return (*micro, declared, *outer[len(micro) :])
 
 
 @contextlib.contextmanager
 def _in_state(declared: BatchWindow) -> Iterator[None]:
-    """Note the window in the state of the stream "philox", where a recomputation finds it.
+    """Store the window in the state of the stream "philox", for recomputations.
 
-    A recomputation may enter again a context that the state already knows.
+    A recomputation may enter a context again that the state already holds.
     """
     if current() != PHILOX or declared in (known := _philox.current_windows()):
         yield
@@ -70,11 +70,13 @@ class MicroBatches:
 
     @contextlib.contextmanager
     def __call__(self, index: int) -> Iterator[None]:
-        """Run as micro-batch ``index``: at its first draw, or where it was left."""
+        """Run as micro-batch ``index``, from its first draw or from where it was left."""
         if not 0 <= index < self.count:
-            raise IndexError(f"there are {self.count} micro-batches, no number {index}")
+            raise IndexError(f"expected a micro-batch from 0 to {self.count - 1}, got {index}")
         if self._running is not None:
-            raise RuntimeError(f"micro-batch {index} was entered inside micro-batch {self._running}")
+            raise RuntimeError(
+                f"micro-batch {index} was entered inside micro-batch {self._running}: leave that one first"
+            )
         self._running = index
         outside = Snapshot.take()
         self._resume(self._states.get(index, self._start), outside)

@@ -152,6 +152,7 @@ def _refuse(op: _torch.Op, args: tuple, kwargs: dict) -> object:
 # ------------------------------------------------------------------------------------------------- stream "philox"
 
 
+# Whether a rule of this thread runs a stock operator. Per thread, as dispatch modes are.
 _thread = threading.local()
 
 

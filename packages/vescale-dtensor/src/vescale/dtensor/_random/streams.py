@@ -75,12 +75,12 @@ def set_stream(name: str, *, seed: int | None = None) -> None:
 
 def _check_name(name: str) -> None:
     if name not in (TORCH, PHILOX):
-        raise ValueError(f'unknown random stream {name!r}; there are "torch" and "philox"')
+        raise ValueError(f'expected a random stream "torch" or "philox", got {name!r}')
 
 
 @contextlib.contextmanager
 def _seeded(name: str, seed: int) -> Iterator[None]:
-    """Start a stream, and forget it at the end."""
+    """Start a stream with a seed, and drop it at the end."""
     begun = _philox.started(seed)
     before = Snapshot.take()
     STREAMS.active = name
@@ -97,7 +97,7 @@ def _seeded(name: str, seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _continued(name: str) -> Iterator[None]:
-    """Take up a stream where it was left, and park it at the end."""
+    """Continue a stream from where it was left, and park it at the end."""
     outer = STREAMS.active
     _exchange(outer, name)
     try:
@@ -129,7 +129,7 @@ class PhiloxMode(_torch.TorchDispatchMode):
         if current() != PHILOX or runs_stock() or not is_enabled():
             return func(*args, **kwargs)
         if _torch.is_composite(func):
-            with self:  # inference mode shows dropout and the like as one operator: look inside
+            with self:  # in inference mode, dropout and others are one operator: decompose it
                 return func.decompose(*args, **kwargs)
         if not _torch.is_random(func) or is_fused_without_dropout(func, args, kwargs):
             return func(*args, **kwargs)
@@ -137,7 +137,7 @@ class PhiloxMode(_torch.TorchDispatchMode):
 
 
 class RandomMode(_torch.TorchDispatchMode):
-    """Give random operators on plain tensors to a handler; leave everything else alone."""
+    """Pass random operators on plain tensors to a handler; all other operators run unchanged."""
 
     def __init__(self, handler: _torch.Handler):
         super().__init__()
@@ -146,7 +146,7 @@ class RandomMode(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if _torch.is_composite(func) and (torch.is_inference_mode_enabled() or _torch.is_random(func)):
-            with self:  # only below autograd dropout and the like are one operator: look inside
+            with self:  # below autograd, dropout and others are one operator: decompose it
                 return func.decompose(*args, **kwargs)
         if not _torch.is_random(func) or runs_stock() or not is_enabled():
             return func(*args, **kwargs)
@@ -159,12 +159,12 @@ class RandomMode(_torch.TorchDispatchMode):
 
 # ------------------------------------------------------------------------------------------------- watching
 
-# The modes that `unwatched` has taken off around the running code, the outermost first.
+# The modes that `unwatched` has removed around the running code, outermost first.
 TAKEN_OFF: ContextVar[tuple[_torch.TorchDispatchMode, ...]] = ContextVar("vescale_modes_taken_off", default=())
 
 
 def is_watched() -> bool:
-    """Tell whether random operators on plain tensors are followed here, inside of `unwatched`, too.
+    """Return whether random operators on plain tensors are watched here, also inside `unwatched`.
 
     They are in `local_batch`, in `micro_batches` and in the stream "philox".
 
@@ -176,7 +176,7 @@ def is_watched() -> bool:
 
 
 def is_watched_alone() -> bool:
-    """Tell whether operators on plain tensors are watched for what `is_watched` names, and by nobody else."""
+    """Return whether operators on plain tensors are watched as in `is_watched`, and by no other dispatch mode."""
     modes = _torch.dispatch_modes()
     return bool(modes) and all(map(_is_ours, modes))
 
@@ -191,8 +191,8 @@ def unwatched() -> Iterator[None]:
 
     Looking takes some microseconds per operator, and a compiler refuses to run meanwhile. Random operators on DTensors
     still draw their part of the batch; those on plain tensors draw as if there were no other ranks, in torch's stream,
-    unless `watched` is around them. Nothing changes where somebody else watches operators, too: ask `is_watched_alone`
-    where that matters.
+    unless `watched` is around them. Nothing changes where another dispatch mode is active, too: `is_watched_alone`
+    returns whether there is none.
 
     Example:
         >>> with random.local_batch(mesh["dp"]), extension.unwatched():    # doctest: +SKIP
@@ -215,9 +215,9 @@ def unwatched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Look for random operators again, inside of `unwatched`; nothing changes elsewhere.
+    """Watch random operators again, inside `unwatched`; nothing changes elsewhere.
 
-    For operators of one's own that compiled code calls, and that draw.
+    For custom operators that draw and are called by compiled code.
 
     Example:
         >>> with random.local_batch(mesh["dp"]), extension.unwatched():    # doctest: +SKIP

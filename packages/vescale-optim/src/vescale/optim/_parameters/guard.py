@@ -43,8 +43,8 @@ MEMORY = "_vescale_memory"
 PASSING_ATTRIBUTES = frozenset(
     (
         "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "requires_grad",
-        "is_leaf", "grad", "grad_fn", "grad_dtype", "retains_grad", "output_nr", "_version", "_backward_hooks",
-        "_post_accumulate_grad_hooks", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_sparse",
+        "is_leaf", "grad", "grad_fn", "grad_dtype", "retains_grad", "output_nr",
+        *_torch.BOOKKEEPING, "is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu", "is_sparse",
         "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_vulkan", "is_ipu", "is_xla", "is_ort",
         "is_mtia", "is_maia",
     )

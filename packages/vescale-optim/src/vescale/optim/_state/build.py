@@ -190,16 +190,6 @@ def _is_narrow(param: Tensor, master_dtype: torch.dtype | None) -> bool:
     return master_dtype is not None and param.dtype.itemsize < master_dtype.itemsize
 
 
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
-
-
 @dataclass(frozen=True)
 class Instance:
     """What an optimizer was made of.
@@ -224,7 +214,7 @@ def take_apart(optimizer: torch.optim.Optimizer) -> Instance:
         ValueError: If an argument of its constructor cannot be known, or if it has hooks or a scheduler.
     """
     kind = type(optimizer)
-    hooks = [name for name in _HOOKS if getattr(optimizer, name, None)]
+    hooks = _torch.optimizer_hooks(optimizer)
     if hooks:
         raise ValueError(f"this {kind.__name__} has hooks ({hooks}); register them with the DistributedOptimizer")
     if "step" in vars(optimizer):  # torch's schedulers put their own there

@@ -23,7 +23,7 @@ from .. import _torch
 from .pieces import Piece, StatePiece
 from .spread import Spread
 
-__all__ = ["full_values", "load_pieces", "sharded_parameters", "state_of_pieces", "with_metadata"]
+__all__ = ["full_values", "load_pieces", "sharded_parameters", "state_of_pieces"]
 
 Parts = dict[nn.Parameter, tuple[tuple[int, int], Tensor]]
 """By parameter: the range of its flat local tensor that this rank keeps, and that part."""
@@ -62,7 +62,7 @@ def load_pieces(
             if key in state_dict:
                 _load(_piece(key, param, parts, spreads), state_dict[key])
     rest = {key: value for key, value in state_dict.items() if key not in ours}
-    found = module.load_state_dict(with_metadata(rest, state_dict), strict=False)
+    found = module.load_state_dict(_torch.with_metadata(rest, state_dict), strict=False)
     missing = [key for key in found.missing_keys if key not in state_dict]
     if strict and (missing or found.unexpected_keys):
         raise RuntimeError(
@@ -70,17 +70,6 @@ def load_pieces(
             f"{found.unexpected_keys}; pass strict=False to load what fits"
         )
     return _torch.IncompatibleKeys(missing, found.unexpected_keys)
-
-
-def with_metadata(values: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with the versions of modules that ``like`` has, if it is a state dict that has them."""
-    if not hasattr(like, "_metadata"):
-        return values
-
-    class _State(dict):
-        _metadata = like._metadata
-
-    return _State(values)
 
 
 def _piece(fqn: str, param: nn.Parameter, parts: Parts, spreads: Spreads) -> StatePiece:

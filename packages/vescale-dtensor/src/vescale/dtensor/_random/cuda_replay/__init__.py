@@ -1,4 +1,4 @@
-"""Random operators on CUDA shards: what one device draws, without drawing the whole tensor.
+"""Random operators on CUDA shards: what one device draws, without drawing the full tensor.
 
 The stock kernels run as they are, from generator offsets that make a window of the global draw a draw of its own
 (``windows``); the map of random words behind that is in ``geometry``. Work is proportional to the elements of a row
@@ -11,18 +11,18 @@ fills                  ``uniform_ normal_ bernoulli_(float) exponential_ geometr
 ``bernoulli(p)``       computed word by word, from 2^24 elements on
 =====================  ====================================================================================
 
-Each entry point says whether it did the work. Where it did not, the generator is as before, and the caller draws the
-whole tensor and keeps its shard, which is right everywhere: for small tensors (no larger than one launch), for
+Each entry point returns whether it did the work. Otherwise the generator is as before, and the caller draws the full
+tensor and keeps its shard, which is right everywhere: for small tensors (no larger than one launch), for
 dropout of more than 2^31 - 1 elements, during the capture of a CUDA graph (where a generator's offset can be neither
 read nor set), for complex and fake tensors, and where the device does not draw as assumed.
 
-What is assumed of the device and the release, and how each is made sure at run time:
+What is assumed of the device and the release, and how each is checked at run time:
 
 * the map of words, the number of threads (also where a device is shared), values per block: a test draw of each
   operator and dtype against the native one (``selftest``), and the generator's move after each launch;
-* the widest vectorized read of ``native_dropout``, 4 or 8 elements of 16 bits: found out by a test draw;
+* the widest vectorized read of ``native_dropout``, 4 or 8 elements of 16 bits: found by a test draw;
 * the halves that a fill of more than 2^31 - 1 bytes is split into: a test draw of 2 GiB before the first such fill of
-  an operator and dtype (where memory does not suffice, the fill is drawn whole). They are those of a dense tensor;
+  an operator and dtype (where memory does not suffice, the full tensor is drawn). They are those of a dense tensor;
 * that on one device the input of ``native_dropout`` would start at an address divisible by 16, as the result of every
   operator does. A view into the middle of a storage may not, and then one device reads it in narrower vectors. A shard
   does not know the storage of the global tensor, so this cannot be asked.

@@ -1,6 +1,6 @@
 """What the replay needs of a device: its geometry, its generator and its native operators.
 
-Everything else in this sub-package runs on any device, so that a simulated one can take this one's place.
+The rest of this sub-package runs on any backend, a simulated one in tests included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Backend(Protocol):
     """A device that draws with Philox in grid-stride loops."""
 
     def serves(self, device: torch.device) -> bool:
-        """Tell whether tensors of ``device`` are drawn by this backend."""
+        """Return whether this backend draws tensors of ``device``."""
 
     def name(self, device: torch.device) -> str:
         """Return the model of the device."""
@@ -48,7 +48,7 @@ class Backend(Protocol):
         """Return the generator that an operator on ``device`` uses when it is given ``generator``; None: it raises."""
 
     def is_capturing(self) -> bool:
-        """Tell whether launches are recorded into a graph, when generators cannot be read or set."""
+        """Return whether launches are captured into a graph; generators cannot be read or set then."""
 
     def fill(
         self,

@@ -1,7 +1,7 @@
-"""The entry points of the replay: may this draw be replayed, and if so, do it.
+"""Entry points of the replay: check that a draw can be replayed, and replay it.
 
-They take what a rule of a random operator knows: the boxes that a rank holds with the memory of each, and the shape and
-memory order of the global tensor. Internally all dims are permuted to memory order first, in which a draw is a line.
+A rule of a random operator passes the boxes that a rank holds, the memory of each, and the shape and memory order of
+the global tensor. All dims are first permuted to memory order, in which a draw is a flat range.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def replay_fill(
         backend: the device's operators.
 
     Returns:
-        Whether it is done. If not, the generator is as before: draw the whole tensor, and overwrite the views.
+        Whether it is done. If not, the generator is as before: draw the full tensor and overwrite the views.
 
     Example:
         >>> box = ((0, 0), (2, 4))
@@ -98,7 +98,7 @@ def replay_native_dropout(
     train: bool | None = True,
     backend: Backend = CUDA,
 ) -> bool:
-    """Fill ``out`` and ``mask`` with a rank's part of ``native_dropout``; False means: draw the whole tensor.
+    """Fill ``out`` and ``mask`` with a rank's part of ``native_dropout``; False: draw the full tensor.
 
     Args:
         local: this rank's part of the input.
@@ -128,7 +128,7 @@ def replay_native_dropout(
     if found is None:
         return False
     vector, widest = found
-    if vector == 1:  # what is read one by one is numbered in logical order
+    if vector == 1:  # elements read one by one are numbered in logical order
         if not (is_dense and _is_row_major(layout)) and not dropout_is_logical(backend, op, dtype, device, widest):
             return False
         layout = None
@@ -153,7 +153,7 @@ def replay_bernoulli(
     backend: Backend = CUDA,
     least: int = LEAST_BERNOULLI,
 ) -> bool:
-    """Fill ``out`` with a rank's part of ``bernoulli_(probabilities)``; False means: draw the whole tensor.
+    """Fill ``out`` with a rank's part of ``bernoulli_(probabilities)``; False: draw the full tensor.
 
     Args:
         probabilities: this rank's part of the probabilities, floats in [0, 1].

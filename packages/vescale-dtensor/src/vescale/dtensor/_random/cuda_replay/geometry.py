@@ -1,4 +1,4 @@
-"""Which random word each element of a CUDA draw gets: pure functions over integers.
+"""Which random word each element of a CUDA draw gets: functions over integers, and the operators they hold for.
 
 The CUDA generator is Philox4x32-10. A word has three coordinates: the **subsequence** (one per thread), the **block**
 (four words each, counted from the generator's offset divided by 4) and the **lane** within the block. A kernel is a
@@ -175,7 +175,7 @@ def _fits(numel: int, itemsize: int, limit: int) -> bool:
 
 
 def nullary_draws(numel: int, itemsize: int, values: int, grid: Grid) -> tuple[tuple[Draw, ...], int]:
-    """Return the launches of a fill of a dense tensor, and its whole advance.
+    """Return the launches of a fill of a dense tensor, and its total advance.
 
     A tensor that needs 64-bit indices reserves its own advance first, unused, and then draws each half for itself.
 
@@ -223,9 +223,9 @@ def dropout_word(element: int, vector: int, grid: Grid) -> Word:
     """
     if vector == 1:
         return nullary_word(element, WORDS, grid)
-    group, place = divmod(element, vector)
+    group, inside = divmod(element, vector)
     call, subsequence = divmod(group, grid.most_threads)
-    return Word(subsequence, call * max(1, vector // WORDS) + place // WORDS, place % WORDS)
+    return Word(subsequence, call * max(1, vector // WORDS) + inside // WORDS, inside % WORDS)
 
 
 def dropout_rounds(vector: int, grid: Grid) -> Rounds:

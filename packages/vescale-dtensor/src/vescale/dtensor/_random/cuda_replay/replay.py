@@ -189,7 +189,7 @@ def _plan(
 
 
 def _reads_directly(view: tuple, shape: Sequence[int], window: int, vector: int, widest: int) -> bool:
-    """Tell whether launches at window boundaries read the input in place as they read the global tensor."""
+    """Return whether launches at window boundaries read the input in place as they read the global tensor."""
     (offsets, _), *tensors = view
     if not all(tensor.is_contiguous() for tensor in tensors):
         return False
@@ -238,7 +238,7 @@ def _run_fill(
 
     Args:
         launches: the plan.
-        shape: shape of the whole tensor, dims from the slowest to the fastest in memory.
+        shape: shape of the global tensor, dims from the slowest to the fastest in memory.
         views: wanted boxes with the memory of each, dims in the same order.
         native: fills a flat tensor.
         generator: what ``native`` draws from.
@@ -270,7 +270,7 @@ def _run_dropout(
     """Fill outputs and masks by the launches of a plan for ``native_dropout``; ``views`` are (box, input, out, mask).
 
     ``shift`` elements of padding in front of scratch input let the kernel read no more neighbours at once than it does
-    for the whole tensor.
+    for the global tensor.
     """
     run = _Run(generator, generator.get_offset(), advance)
     scratch = None

@@ -1,11 +1,11 @@
-"""Ask the device: does the replay give what the native operator gives?
+"""Test draws: compare the replay with the native operator on this device, at first use.
 
-The map of random words follows from the source of the kernels, and a release or a device may differ. So the first time
-an operator is replayed for a dtype, a few megabytes are drawn twice, natively and by replay, at sizes where the map
-could break: just above one element per thread, one round, two rounds. Before the first draw of a tensor that stock
-splits (2 GiB), one such tensor is drawn, too. The answer holds for the process. Where it is no, tensors are drawn whole
-and sliced, which is right everywhere and costs memory, and one warning says so; where memory does not suffice to ask,
-tensors are drawn whole this time.
+The map of random words follows from the source of the kernels; a release or a device may differ. Before an operator is
+first replayed for a dtype, a few megabytes are drawn twice, natively and by replay, at sizes where the map could break:
+just above one element per thread, one round, two rounds. Before the first draw of a tensor that stock splits (2 GiB),
+one such tensor is drawn, too. The result holds for the process. If the draws differ, full tensors are drawn and cut,
+which is right everywhere and costs memory, with one warning. If memory does not suffice for the test, the full tensor
+is drawn this time.
 """
 
 from __future__ import annotations
@@ -31,28 +31,37 @@ logger = logging.getLogger("vescale.dtensor")
 TRIAL_P = 0.5
 NUM_TRIAL_PROBABILITIES = 300_003
 
-_lock = threading.RLock()
-_decisions: dict[tuple, object] = {}
-_warned: set[tuple] = set()
+
+class _Results:
+    """The results of the test draws, and the warnings given."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.decisions: dict[tuple, object] = {}
+        self.warned: set[tuple] = set()
+
+
+# Process-wide: they describe the devices and the release of torch, and a test draw takes memory and time.
+_results = _Results()
 
 
 def forget() -> None:
-    """Drop all answers, so that the device is asked again."""
-    with _lock:
-        _decisions.clear()
-        _warned.clear()
+    """Drop all results, so that the test draws are repeated."""
+    with _results.lock:
+        _results.decisions.clear()
+        _results.warned.clear()
 
 
 def distrust(backend: Backend, device: torch.device, op: object, key: tuple, reason: str) -> None:
     """Record that an operator is not replayed any more, and warn once."""
-    with _lock:
-        _decisions[(device, op, *key)] = None
-        if (device, op) in _warned:
+    with _results.lock:
+        _results.decisions[(device, op, *key)] = None
+        if (device, op) in _results.warned:
             return
-        _warned.add((device, op))
+        _results.warned.add((device, op))
     message = (
         f"{op} on {backend.name(device)} with torch {torch.__version__} does not draw as expected ({reason}). "
-        "Its results stay those of one device, but every rank draws the whole tensor and keeps its shard, which takes "
+        "Its results stay those of one device, but every rank draws the full tensor and keeps its shard, which takes "
         "more memory and time."
     )
     logger.warning(message)
@@ -61,9 +70,9 @@ def distrust(backend: Backend, device: torch.device, op: object, key: tuple, rea
 
 def _decide(backend: Backend, device: torch.device, op: object, key: tuple, ask: Callable[[], object]) -> object:
     """Return the answer of ``ask``, remembered; None means no. Out of memory is an answer for this time only."""
-    with _lock:
-        if (device, op, *key) in _decisions:
-            return _decisions[(device, op, *key)]
+    with _results.lock:
+        if (device, op, *key) in _results.decisions:
+            return _results.decisions[(device, op, *key)]
         try:
             answer, reason = ask(), "a test draw differs"
         except torch.OutOfMemoryError:
@@ -73,7 +82,7 @@ def _decide(backend: Backend, device: torch.device, op: object, key: tuple, ask:
         if answer is None:
             distrust(backend, device, op, key, reason)
         else:
-            _decisions[(device, op, *key)] = answer
+            _results.decisions[(device, op, *key)] = answer
         return answer
 
 
@@ -81,7 +90,7 @@ def _decide(backend: Backend, device: torch.device, op: object, key: tuple, ask:
 
 
 def fill_is_exact(backend: Backend, fill: Fill, numel: int, device: torch.device, generator: PhiloxGenerator) -> bool:
-    """Tell whether a fill of ``numel`` elements can be replayed. The generator's offset is left as it was."""
+    """Return whether a fill of ``numel`` elements can be replayed. The generator's offset is left as it was."""
     trial = replace(fill, args=trial_args(fill.op, fill.dtype, wide=fill.values == WIDE), kwargs={})
     grid = backend.grid(device)
     window, key = nullary_rounds(fill.values, grid).window, (fill.dtype, fill.values)
@@ -157,7 +166,7 @@ def dropout_vector(
 
 
 def dropout_is_logical(backend: Backend, op: object, dtype: torch.dtype, device: torch.device, widest: int) -> bool:
-    """Tell whether elements that are read one by one are numbered in logical order, whatever their strides are."""
+    """Return whether elements that are read one by one are numbered in logical order, whatever their strides are."""
     numel = 3 * (dropout_rounds(1, backend.grid(device)).window // 2 + 1)
 
     def ask() -> bool | None:
@@ -216,7 +225,7 @@ def _dropout_of(
 def bernoulli_is_exact(
     backend: Backend, op: object, dtype: torch.dtype, device: torch.device, generator: PhiloxGenerator
 ) -> bool:
-    """Tell whether ``bernoulli`` with probabilities can be computed. The generator's offset is left as it was."""
+    """Return whether ``bernoulli`` with probabilities can be computed. The generator's offset is left as it was."""
 
     def ask() -> bool | None:
         before, numel = generator.get_offset(), NUM_TRIAL_PROBABILITIES

@@ -64,10 +64,10 @@ class Request:
     """Elements wanted of a draw.
 
     Attributes:
-        shape: shape of the whole tensor, dims from the slowest to the fastest in memory.
+        shape: shape of the global tensor, dims from the slowest to the fastest in memory.
         boxes: rectangles of it that are wanted, not empty.
         direct: for each box, whether its elements lie in local memory in their order, so that a draw may go there.
-        draws: the launches that stock makes for the whole tensor.
+        draws: the launches that stock makes for the global tensor.
         rounds: the loop rounds of the kernel.
         multiple: launches must draw multiples of this many elements.
         scratch_numel: most elements of the scratch, if that is more than a window.

@@ -85,7 +85,7 @@ def _rows(weights: Tensor) -> int | None:
 
 
 def _check(draw: Draw, weights: Tensor, num_samples: int, replacement: bool) -> None:
-    """Raise if this is no distribution, or not one whose rows this rank holds whole."""
+    """Raise unless ``weights`` is a distribution of which this rank holds full rows."""
     op = draw.op
     if weights.ndim not in (1, 2) or weights.shape[-1] == 0:
         raise RuntimeError(f"{op}: weights have 1 or 2 dims and at least one category, got {tuple(weights.shape)}")
@@ -100,7 +100,7 @@ def _check(draw: Draw, weights: Tensor, num_samples: int, replacement: bool) -> 
         if any(
             not p.is_replicate() and not (type(p) is Shard and p.dim < weights.ndim - 1) for p in weights.placements
         ):
-            raise UnsupportedRandomOperator.for_tensor(op, weights, "redistribute so that every rank holds whole rows")
+            raise UnsupportedRandomOperator.for_tensor(op, weights, "redistribute so that every rank holds full rows")
     elif draw.windows and weights.ndim == 1:
         raise UnsupportedRandomOperator.for_tensor(op, weights, "give it the batch as dim 0")
     _check_values(op, local_of(weights), num_samples, replacement)

@@ -109,15 +109,15 @@ def run_length(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
         (5, 16, 1)
     """
     length = 1
-    for whole, size in zip(reversed(shape), reversed(sizes), strict=True):
+    for total, size in zip(reversed(shape), reversed(sizes), strict=True):
         length *= size
-        if size != whole:
+        if size != total:
             break
     return length
 
 
 def _pieces(numel: int, run: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Cut the flat range of a box into ranges of whole runs, or into parts of one run where runs are long."""
+    """Cut the flat range of a box into ranges of full runs, or into parts of one run where runs are long."""
     if run <= limit:
         step = limit // run * run
         yield from ((start, min(start + step, numel)) for start in range(0, numel, step))
@@ -139,10 +139,10 @@ def _global_index(shape: tuple[int, ...], box: Box, inside: np.ndarray) -> np.nd
     """Return the row-major global indices of elements of a box, given those inside the box."""
     result = np.zeros_like(inside)
     stride = 1
-    for whole, offset, size in zip(reversed(shape), reversed(box[0]), reversed(box[1]), strict=True):
+    for total, offset, size in zip(reversed(shape), reversed(box[0]), reversed(box[1]), strict=True):
         inside, index = np.divmod(inside, size)
         result += (index + offset) * stride
-        stride *= whole
+        stride *= total
     return result
 
 

@@ -77,7 +77,7 @@ def _geometric(dtype: torch.dtype, p: float) -> _values.Distribution:
 
 def _random(dtype: torch.dtype) -> _values.Distribution:
     _check_real("random_", dtype)
-    if dtype.is_floating_point:  # all the integers that the dtype tells apart
+    if dtype.is_floating_point:  # all integers up to the largest that the dtype holds without gaps
         return _values.Integers(dtype, 0, round(2 / torch.finfo(dtype).eps) + 1)
     return _values.Integers(dtype, 0, 2 if dtype is torch.bool else torch.iinfo(dtype).max + 1)
 

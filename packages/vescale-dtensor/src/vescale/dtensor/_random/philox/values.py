@@ -165,7 +165,7 @@ class Normal(Distribution):
     def _open_unit(self, words: Tensor) -> Tensor:
         """Return uniforms in (0, 1), for radius and angle in turns: words, or pairs of words, plus a half."""
         if self.per_block == WORDS:
-            # made of whole words, not of 24 bits: the smallest decides how large a normal number can be
+            # made of 32 bits, not of 24: the smallest uniform decides how large a normal number can be
             return words.to(torch.float32).mul_(2.0**-32).add_(2.0**-33)
         high, low = words[:, 0::2].to(torch.float64), words[:, 1::2].to(torch.float64)
         return low.mul_(2.0**-64).add_(2.0**-65).add_(high.mul_(2.0**-32))

@@ -123,7 +123,7 @@ def fill_handlers() -> dict[_torch.Op, _torch.Handler]:
 
 
 def fill(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
-    """Run an in-place fill; the tensor comes back."""
+    """Run an in-place fill and return the tensor."""
     tensor = args[0]
     draw_into(op, local_of(tensor), position_of(op, tensor), args[1:], kwargs)
     return tensor

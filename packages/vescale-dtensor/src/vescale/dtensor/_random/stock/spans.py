@@ -120,7 +120,7 @@ def _with_gaps(found: list[Span], numel: int) -> list[Span]:
 
 
 def steps(shape: Sequence[int], span: Span, block: int, max_piece: int) -> Iterator[tuple[int, int]]:
-    """Cut a span into pieces of at most ``max_piece`` elements (a last one of up to ``block`` more), at whole rows
+    """Cut a span into pieces of at most ``max_piece`` elements (a last one of up to ``block`` more), at row boundaries
     where they fit, so that most pieces are rectangles.
 
     Example:
@@ -136,7 +136,7 @@ def steps(shape: Sequence[int], span: Span, block: int, max_piece: int) -> Itera
     if unit > max_piece:
         unit = block
     step = max(max_piece // unit, 1) * unit
-    # where the draw ends, what is left must fill a block: a remainder that does not goes with the piece before it
+    # at the end of the draw, a remainder smaller than a block is joined to the piece before it
     least = block if stop == math.prod(shape) else 1
     while stop - start > step:
         following = (start // step + 1) * step

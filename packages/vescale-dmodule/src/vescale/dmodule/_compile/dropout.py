@@ -25,10 +25,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -36,15 +36,11 @@ from vescale.dtensor import extension
 
 from .. import _torch
 from .._boundary.edges import wrapped
-from .._static.names import describe
+from .._static.parts import describe
+from .._static.random_operators import RandomOperator
 from ..errors import NotLocalFriendlyError
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from .._static.draws import Draw
-
-__all__ = ["CompiledDraws", "accounted", "draws_obstacle", "is_dropout"]
+__all__ = ["CompiledDropout", "accounted", "dropout_obstacle", "is_dropout"]
 
 # Operators take numbers, not meshes: a layout is its place in this list, which holds each layout once.
 _layouts: list[tuple] = []
@@ -144,47 +140,47 @@ def accounted(name: str, position: Callable[[], extension.Position]) -> Iterator
 # ------------------------------------------------------------------------------------------------- dropout
 
 
-def draws_obstacle(draws: Sequence[Draw], *, is_watched: bool = False) -> str | None:
-    """Return why the draws of a block cannot be made in a graph; None if they can.
+def dropout_obstacle(operators: Sequence[RandomOperator], *, is_watched: bool = False) -> str | None:
+    """Return why the random operators of a block cannot run in a graph; None if they can.
 
     Args:
-        draws: of all modules in the block.
-        is_watched: whether draws of tensors that are equal on the ranks of the model are parts of a draw, too.
+        operators: of all modules in the block.
+        is_watched: whether tensors that are equal on the ranks of the model get parts of a draw, too.
     """
     layouts: dict[torch.Size, object] = {}
-    for draw in draws:
-        if not is_dropout(draw):
-            if draw.is_sharded or is_watched:
+    for operator in operators:
+        if not is_dropout(operator):
+            if operator.is_sharded or is_watched:
                 where = "for a part of the batch" if is_watched else "on sharded tensors"
-                return f"only dropout can be compiled {where}, not {draw}"
+                return f"only dropout can be compiled {where}, not {operator}"
             continue
-        (operand,) = draw.operands
+        (operand,) = operator.operands
         layout = operand.placements, operand.shape
         if layouts.setdefault(operand.local_shape, layout) != layout:
             return f"dropout of local shape {tuple(operand.local_shape)} has two layouts"
     return None
 
 
-def is_dropout(draw: Draw) -> bool:
-    """Tell whether a draw is one that `CompiledDraws` can make."""
-    return draw.function is F.dropout and len(draw.operands) == 1
+def is_dropout(operator: RandomOperator) -> bool:
+    """Return whether a random operator is one that `CompiledDropout` can make."""
+    return operator.function is F.dropout and len(operator.operands) == 1
 
 
-class CompiledDraws(TorchFunctionMode):
-    """Let dropout of the local shapes in ``draws`` draw by their layouts.
+class CompiledDropout(TorchFunctionMode):
+    """Let dropout of recorded local shapes draw by their layouts.
 
     Args:
-        draws: what the rehearsal has seen.
+        operators: recorded.
         mesh: of the layouts.
-        is_watched: whether draws of tensors that are equal on the ranks of the mesh are parts of a draw, too.
+        is_watched: whether tensors that are equal on the ranks of the mesh get parts of a draw, too.
     """
 
-    def __init__(self, draws: Sequence[Draw], mesh: DeviceMesh, *, is_watched: bool = False):
+    def __init__(self, operators: Sequence[RandomOperator], mesh: DeviceMesh, *, is_watched: bool = False):
         super().__init__()
         self.layouts: dict[torch.Size, int] = {}
-        for draw in filter(is_dropout, draws):
-            (operand,) = draw.operands
-            if draw.is_sharded:
+        for operator in filter(is_dropout, operators):
+            (operand,) = operator.operands
+            if operator.is_sharded:
                 self.layouts[operand.local_shape] = _number((mesh, operand.placements, operand.shape))
             elif is_watched:
                 self.layouts[operand.local_shape] = EQUAL
@@ -198,7 +194,7 @@ class CompiledDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
-        """Do as the function of torch."""
+        """Return what the function of torch returns."""
         layout = self.layouts.get(input.shape)
         if layout is None or not training or p == 0:
             return F.dropout(input, p, training, inplace)

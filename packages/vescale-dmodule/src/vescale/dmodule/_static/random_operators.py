@@ -1,9 +1,13 @@
 """Random operators on local tensors draw what one device draws.
 
-The rehearsal notes every call of a torch function that advances the random stream and has a sharded operand, with the
+The recording notes every call of a torch function that advances the random stream and has a sharded operand, with the
 layouts of its operands. On local tensors the same call gets its operands as DTensors of these layouts, so that the
-rules of ``vescale.dtensor`` choose this rank's part of the draw, and its result as a local tensor again. Only modules
-that draw pay for it. Draws of tensors that are equal on all ranks are left alone: all ranks draw the same anyway.
+rules of ``vescale.dtensor`` choose this rank's part of the draw, and its result becomes a local tensor again::
+
+    recording        dropout(DTensor)                       OperatorRecorder notes function, shapes, layouts
+    local tensors    dropout(local) -> as DTensor -> local  OperatorMode, only in modules that draw
+
+Only modules that draw pay for it. Draws of tensors that are equal on all ranks run unchanged: all ranks draw the same.
 """
 
 from __future__ import annotations
@@ -27,16 +31,16 @@ from .. import _torch
 from .._boundary.edges import unwrapped, wrapped
 from .._execution.module_hooks import OwnHook
 from ..errors import NotLocalFriendlyError
-from .names import describe, ways_out
+from .parts import describe, ways_out
 from .recording.observe import replicated
 
-__all__ = ["Draw", "DrawHooks", "Draws", "Listening", "QuietCall", "silenced"]
+__all__ = ["OperatorHooks", "OperatorRecorder", "QuietCall", "RandomOperator", "inactive"]
 
 Placements = tuple[Placement, ...]
 
 
 class Operand(NamedTuple):
-    """A tensor that a draw got."""
+    """A tensor operand of a random operator."""
 
     local_shape: torch.Size
     shape: torch.Size
@@ -44,8 +48,8 @@ class Operand(NamedTuple):
 
 
 @dataclass
-class Draw:
-    """One call that drew, as the rehearsal saw it.
+class RandomOperator:
+    """One call that drew random numbers, as recorded.
 
     Attributes:
         function: the torch function.
@@ -59,11 +63,11 @@ class Draw:
 
     @property
     def key(self) -> tuple:
-        """What a draw on local tensors is recognised by."""
+        """What identifies the operator on local tensors."""
         return self.function, tuple(operand.local_shape for operand in self.operands)
 
-    def agrees(self, other: Draw) -> bool:
-        """Tell whether two draws can be told apart on local tensors, or are the same."""
+    def agrees(self, other: RandomOperator) -> bool:
+        """Return whether two operators differ on local tensors, or are the same."""
         return self.key != other.key or self.operands == other.operands
 
     @property
@@ -77,8 +81,9 @@ class Draw:
 
 
 class QuietCall:
-    """A call whose rehearsal drew no random numbers: nobody looks for random operators in it, and it is refused if it
-    draws after all.
+    """A call whose recording drew no random numbers.
+
+    It runs without the modes that look for random operators, and is refused if it draws after all.
 
     Args:
         device_type: of the random stream.
@@ -90,14 +95,18 @@ class QuietCall:
         self._unwatched: AbstractContextManager | None = None
 
     def begin(self) -> None:
-        """Before the call."""
+        """Begin the call."""
         self._before = extension.random_position(self._device_type)
         if _torch.has_dispatch_mode():
             self._unwatched = extension.unwatched()
             self._unwatched.__enter__()
 
     def end(self, name: str, *, well: bool) -> None:
-        """After the call of a module, which may have failed; nothing if it was not quiet.
+        """End the call of a module; nothing happens if it was not quiet.
+
+        Args:
+            name: of the module.
+            well: whether it returned, else it raised.
 
         Raises:
             NotLocalFriendlyError: it drew.
@@ -122,19 +131,26 @@ def _same_state(one: list[object], other: list[object]) -> bool:
     return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other, strict=True))
 
 
-class Listening(TorchFunctionMode):
-    """Note draws while the module runs in eager mode.
+# ------------------------------------------------------------------------------------------------- recording
+
+
+class OperatorRecorder(TorchFunctionMode):
+    """Record random operators while a module runs in eager mode.
+
+    Args:
+        running: returns the name of the module that runs.
+        mesh: of the module.
 
     Attributes:
-        draws: of DTensors, by module.
-        plain: of plain tensors, by module, and those of a generator that the program made itself.
+        operators: on DTensors, by module.
+        plain: on plain tensors, by module, and those of a generator that the program made itself.
     """
 
     def __init__(self, running: Callable[[], str], mesh: DeviceMesh):
         super().__init__()
         self.running, self.mesh = running, mesh
-        self.draws: dict[str, list[Draw]] = {}
-        self.plain: dict[str, list[Draw]] = {}
+        self.operators: dict[str, list[RandomOperator]] = {}
+        self.plain: dict[str, list[RandomOperator]] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -146,18 +162,23 @@ class Listening(TorchFunctionMode):
         result = func(*args, **kwargs)
         if _same_state(before, _random_state()):
             return result
-        draw = Draw(func, described)
-        self.draws.setdefault(self.running(), []).append(draw)
-        return _torch.tree_map(lambda leaf: _watched(leaf, draw) if isinstance(leaf, DTensor) else leaf, result)
+        operator = RandomOperator(func, described)
+        self.operators.setdefault(self.running(), []).append(operator)
+        return _torch.tree_map(lambda leaf: _watched(leaf, operator) if isinstance(leaf, DTensor) else leaf, result)
 
     def _on_plain_tensors(self, func: Callable, args: tuple, kwargs: dict, operands: list[Tensor]) -> object:
         described = [_describe(t, self.mesh) for t in operands]
         before = extension.random_position(self.mesh.device_type)
         result = func(*args, **kwargs)
-        drew = extension.random_position(self.mesh.device_type) != before
-        if drew or isinstance(kwargs.get("generator"), torch.Generator):
-            self.plain.setdefault(self.running(), []).append(Draw(func, described))
+        has_generator = isinstance(kwargs.get("generator"), torch.Generator)
+        if has_generator or extension.random_position(self.mesh.device_type) != before:
+            self.plain.setdefault(self.running(), []).append(RandomOperator(func, described))
         return result
+
+    def all(self) -> dict[str, list[RandomOperator]]:
+        """Return the operators on DTensors and on plain tensors, by module."""
+        names = [*self.operators, *(name for name in self.plain if name not in self.operators)]
+        return {name: [*self.operators.get(name, ()), *self.plain.get(name, ())] for name in names}
 
 
 def _describe(tensor: Tensor, mesh: DeviceMesh) -> Operand:
@@ -166,25 +187,28 @@ def _describe(tensor: Tensor, mesh: DeviceMesh) -> Operand:
     return Operand(tensor.shape, tensor.shape, replicated(mesh))
 
 
-def _watched(result: DTensor, draw: Draw) -> DTensor:
-    position = len(draw.gradients)
-    draw.gradients.append(None)
+def _watched(result: DTensor, operator: RandomOperator) -> DTensor:
+    position = len(operator.gradients)
+    operator.gradients.append(None)
     if not result.requires_grad:
         return result
 
     def note(grad: Tensor) -> None:
-        draw.gradients[position] = tuple(grad.placements) if isinstance(grad, DTensor) else None
+        operator.gradients[position] = tuple(grad.placements) if isinstance(grad, DTensor) else None
 
     result.register_hook(note)
     return result
 
 
-_running: list[Draws | None] = []  # of the modules that run, innermost last: it alone acts
+# ------------------------------------------------------------------------------------------------- on local tensors
+
+
+_running: list[OperatorMode | None] = []  # of the modules that run, innermost last: only the last one acts
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
-    """Let no `Draws` act, around a compiled block, which makes its draws itself."""
+def inactive() -> Iterator[None]:
+    """Let no `OperatorMode` act, around a compiled block, which runs its random operators itself."""
     _running.append(None)
     try:
         yield
@@ -192,16 +216,20 @@ def silenced() -> Iterator[None]:
         _running.pop()
 
 
-class Draws(TorchFunctionMode):
-    """Run the draws of one module on local tensors as those of its rehearsal."""
+class OperatorMode(TorchFunctionMode):
+    """Run the random operators of one module on local tensors as they were recorded.
 
-    def __init__(self, name: str, draws: list[Draw], mesh: DeviceMesh):
+    Args:
+        name: of the module.
+        operators: recorded in it.
+        mesh: of their layouts.
+    """
+
+    def __init__(self, name: str, operators: list[RandomOperator], mesh: DeviceMesh):
         super().__init__()
         self.name, self.mesh = name, mesh
-        self.draws: dict[tuple, Draw] = {}
-        self.functions = {draw.function for draw in draws}
-        for draw in draws:
-            self.draws[draw.key] = draw
+        self.functions = {operator.function for operator in operators}
+        self.operators = {operator.key: operator for operator in operators}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -210,23 +238,23 @@ class Draws(TorchFunctionMode):
         leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(leaf, DTensor) for leaf in leaves):
             return func(*args, **kwargs)  # a part that stays in eager mode
-        draw = self.draws.get((func, tuple(leaf.shape for leaf in leaves)))
-        if draw is None:
+        operator = self.operators.get((func, tuple(leaf.shape for leaf in leaves)))
+        if operator is None:
             self._check_draws_nothing(func, args, kwargs, leaves)
             return func(*args, **kwargs)
-        if not draw.is_sharded:
+        if not operator.is_sharded:
             return func(*args, **kwargs)  # equal on all ranks
-        whole = {
+        dtensors = {
             id(leaf): wrapped(leaf, self.mesh, operand.placements, shape=operand.shape)
-            for leaf, operand in zip(leaves, draw.operands, strict=True)
+            for leaf, operand in zip(leaves, operator.operands, strict=True)
         }
-        args, kwargs = _torch.tree_map(lambda leaf: whole.get(id(leaf), leaf), (args, kwargs))
+        args, kwargs = _torch.tree_map(lambda leaf: dtensors.get(id(leaf), leaf), (args, kwargs))
         with _torch.plain_operands_replicated():  # for tensors that torch itself makes inside a composite operator
             result = func(*args, **kwargs)
-        return self._local(result, leaves, whole, draw)
+        return self._local(result, leaves, dtensors, operator)
 
     def _check_draws_nothing(self, func: Callable, args: tuple, kwargs: dict, leaves: list[Tensor]) -> None:
-        """Refuse a draw that the rehearsal has not seen.
+        """Refuse random numbers that are not recorded.
 
         Raises:
             NotLocalFriendlyError: naming module, function and shapes.
@@ -239,12 +267,14 @@ class Draws(TorchFunctionMode):
             raise NotLocalFriendlyError(
                 f"in {describe(self.name)}: {resolve_name(func)} on local shapes {[tuple(t.shape) for t in leaves]} "
                 "draws random numbers, but the recorded call did not, so nothing says which part of one device's draw "
-                f"they are; {ways_out(self.name, is_draw=True)}"
+                f"they are; {ways_out(self.name, is_random=True)}"
             )
 
-    def _local(self, result: object, leaves: list[Tensor], whole: dict[int, DTensor], draw: Draw) -> object:
-        written = {id(whole[id(leaf)]): leaf for leaf in leaves}  # an operator in place returns its operand
-        gradients = iter(draw.gradients)
+    def _local(
+        self, result: object, leaves: list[Tensor], dtensors: dict[int, DTensor], operator: RandomOperator
+    ) -> object:
+        written = {id(dtensors[id(leaf)]): leaf for leaf in leaves}  # an operator in place returns its operand
+        gradients = iter(operator.gradients)
 
         def convert(leaf: object) -> object:
             if not isinstance(leaf, DTensor):
@@ -261,37 +291,37 @@ def _copied(leaf: object) -> object:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-class DrawHooks:
-    """Hooks of a module that draws: while it runs on local tensors, its draws are those of the rehearsal.
+class OperatorHooks:
+    """Hooks of a module that draws: on local tensors, its random operators run as they were recorded.
 
     Args:
         name: of the module.
-        draws: gives what applies to the call that begins; nothing where the module runs on DTensors.
+        operators: returns those of the call that begins; nothing where the module runs on DTensors.
         mesh: of the layouts.
     """
 
-    def __init__(self, name: str, draws: Callable[[], list[Draw]], mesh: DeviceMesh):
-        self.name, self.draws, self.mesh = name, draws, mesh
-        self.entered: list[Draws | None] = []
+    def __init__(self, name: str, operators: Callable[[], list[RandomOperator]], mesh: DeviceMesh):
+        self.name, self.operators, self.mesh = name, operators, mesh
+        self.entered: list[OperatorMode | None] = []
 
     def register(self, module: nn.Module) -> list[RemovableHandle]:
-        """Take over inside of all other hooks, some of which begin and end running on local tensors."""
+        """Enter inside of all other hooks, some of which begin and end running on local tensors."""
         return [
             module.register_forward_pre_hook(OwnHook(self.enter)),
             module.register_forward_hook(OwnHook(self.leave), prepend=True, always_call=True),
         ]
 
     def enter(self, _module: nn.Module, _args: tuple) -> None:
-        """Take over the random functions of the module."""
-        draws = self.draws()
-        mode = Draws(self.name, draws, self.mesh) if draws else None
+        """Enter the mode, if the module runs on local tensors."""
+        operators = self.operators()
+        mode = OperatorMode(self.name, operators, self.mesh) if operators else None
         if mode is not None:
             mode.__enter__()
             _running.append(mode)
         self.entered.append(mode)
 
     def leave(self, _module: nn.Module, _args: tuple, _output: object) -> None:
-        """Give them back."""
+        """Leave it."""
         mode = self.entered.pop() if self.entered else None
         if mode is not None:
             _running.pop()

@@ -1,0 +1,135 @@
+"""The call in progress: its state, and what happens to values at the edges of a static program.
+
+The hooks of the parts of a program share one :class:`Call`. They read its state, and let it convert values; only the
+program changes the state (see ``program``).
+"""
+
+from __future__ import annotations
+
+import enum
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .. import _torch
+from .._boundary.edges import unwrapped, wrapped
+from ..errors import NotLocalFriendlyError
+from .movement.conversions import Conversion, compile_conversion
+from .parts import Parts
+from .recording.layouts import RecordedLayouts
+from .recording.observe import BoundaryRecord, Observer
+
+__all__ = ["Call", "State"]
+
+
+class State(enum.Enum):
+    """What a static program does; the transitions are in ``program``."""
+
+    IDLE = enum.auto()
+    RECORDING = enum.auto()
+    CHECKING = enum.auto()
+    EAGER_ONCE = enum.auto()
+    OPEN = enum.auto()
+
+
+class Call:
+    """What runs now, and by which layouts.
+
+    Args:
+        parts: of the program.
+        mesh: of the layouts.
+        is_root: whether callers expect plain tensors back (the whole model) or DTensors (a part of it).
+
+    Attributes:
+        state: of the program.
+        depth: number of calls of the module in progress; more than one if the module calls itself.
+        layouts: the recorded layouts of the call, also between calls.
+        observer: takes boundary records during a dry run.
+    """
+
+    def __init__(self, parts: Parts, mesh: DeviceMesh, *, is_root: bool):
+        self.parts, self.mesh, self.is_root = parts, mesh, is_root
+        self.state = State.IDLE
+        self.depth = 0
+        self.layouts = RecordedLayouts()
+        self.observer: Observer | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the module runs on local tensors."""
+        return self.state is State.OPEN
+
+    def convert(self, tensor: Tensor, _placements: object, where: str) -> Tensor:
+        """Run the recorded conversion of one value at a planned boundary.
+
+        Raises:
+            NotLocalFriendlyError: no value of this shape is recorded there.
+        """
+        step = self.layouts.steps.get(where, {}).get(tensor.shape)
+        if step is None:
+            raise self._unknown(where, tensor)
+        out = step(tensor)
+        return out if self.observer is None else self.noted(out, where)
+
+    def noted(self, local: Tensor, where: str) -> Tensor:
+        """Show a local value to the observer of a check; return an alias, whose gradient is this record's alone."""
+        if self.observer is not None:
+            local = local.view_as(local) if local.requires_grad else local
+            self.observer.note_local(local, where)
+        return local
+
+    def record(self, where: str, local: Tensor) -> BoundaryRecord:
+        """Return the record of a local value.
+
+        Raises:
+            NotLocalFriendlyError: no value of this shape is recorded there.
+        """
+        record = self.layouts.records.known.get((where, tuple(local.shape)))
+        if record is None:
+            raise self._unknown(where, local)
+        return record
+
+    def _unknown(self, where: str, local: Tensor) -> NotLocalFriendlyError:
+        return NotLocalFriendlyError(
+            f"{where}: no conversion for local shape {tuple(local.shape)}; recorded are "
+            f"{self.layouts.records.shapes(where)}. The shape depends on data, or on state that is not in the "
+            "arguments; keep the modules around it in eager mode"
+        )
+
+    def localize(self, tensor: Tensor, where: str) -> Tensor:
+        """Return an argument of the program as a local tensor."""
+        if isinstance(tensor, DTensor):
+            local = _torch.local_of(tensor)
+            if tensor.requires_grad:
+                local = unwrapped(tensor, self.record(where, local).gradient)
+        elif tensor.requires_grad:
+            self.record(where, tensor)
+            local = self.layouts.steps[where][tensor.shape](tensor)
+        else:
+            return tensor
+        return self.noted(local, where)
+
+    def globalize(self, local: Tensor, where: str) -> Tensor:
+        """Return a result of the program as eager mode returns it."""
+        record = self.record(where, local)
+        local = self.noted(local, where)
+        if record.source is None:
+            return local
+        step = self.layouts.steps.get(where, {}).get(local.shape) if self.is_root else None
+        return self.wrap(local, record) if step is None else step(local)
+
+    def wrap(self, local: Tensor, record: BoundaryRecord, *, pins_gradient: bool = True) -> DTensor:
+        """Return a local value as the DTensor that it is in eager mode.
+
+        Args:
+            local: the value.
+            record: of it.
+            pins_gradient: whether the gradient, which the caller's code makes, is brought to the recorded layout. That
+                of eager code inside of the program comes as recorded.
+        """
+        if record.gradient is None and local.requires_grad:
+            # backward raises: nothing is known of this gradient
+            local = compile_conversion(Conversion(record.shape, record.source, record.source), self.mesh)(local)
+        gradient = record.gradient if pins_gradient else None
+        return wrapped(local, self.mesh, record.source, shape=record.shape, gradient=gradient)

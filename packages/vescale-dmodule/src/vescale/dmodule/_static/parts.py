@@ -1,0 +1,138 @@
+"""The parts of a static program: fully qualified names, and what is known of the modules before any call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .._experts import ExpertRegion, experts_region, listed_gradients
+
+__all__ = ["Parts", "describe", "is_inside", "join", "ways_out"]
+
+CHECKPOINTING = "gradient_checkpointing"  # the switch of a layer in Hugging Face's models
+
+
+@dataclass(eq=False)
+class Parts:
+    """A module that runs as a static program, and its submodules by full name.
+
+    Args:
+        module: the module.
+        name: its name in the parallelized model.
+        modules: all modules of it, itself included.
+        eager: names of the outermost parts that stay in eager mode.
+        experts: regions of experts, by name.
+        switches: modules with a switch for activation checkpointing.
+    """
+
+    module: nn.Module
+    name: str
+    modules: dict[str, nn.Module]
+    eager: list[str]
+    experts: dict[str, ExpertRegion] = field(default_factory=dict)
+    switches: list[nn.Module] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str, eager: frozenset[str]) -> Parts:
+        """Return the parts of ``module``.
+
+        Args:
+            module: the module.
+            name: its name in the parallelized model.
+            eager: names of parts that stay in eager mode, of the whole model.
+        """
+        modules = {join(name, inner): part for inner, part in module.named_modules()}
+        inside = [part for part in eager if part in modules]
+        outermost = [n for n in inside if not any(n != other and is_inside(n, other) for other in inside)]
+        self = cls(module, name, modules, outermost)
+        regions = {n: experts_region(part) for n, part in modules.items() if not self.is_eager(n)}
+        self.experts = {n: region for n, region in regions.items() if region}
+        self.switches = [part for part in modules.values() if hasattr(part, CHECKPOINTING)]
+        return self
+
+    def is_eager(self, name: str) -> bool:
+        """Return whether a part stays in eager mode."""
+        return any(is_inside(name, part) for part in self.eager)
+
+    def local(self) -> dict[str, nn.Module]:
+        """Return the modules that run on local tensors."""
+        return {name: module for name, module in self.modules.items() if not self.is_eager(name)}
+
+    def opaque(self) -> list[str]:
+        """Return the names of the parts that no compiler traces."""
+        listed = [name for name, part in self.modules.items() if listed_gradients(part)]
+        return [*self.eager, *self.experts, *listed]
+
+    def repeated(self) -> Iterator[str]:
+        """Yield the names of the elements of module lists, which activation checkpointing recomputes."""
+        for name, part in self.modules.items():
+            if isinstance(part, nn.ModuleList):
+                yield from (join(name, inner) for inner, _ in part.named_children())
+
+    def checkpointing(self) -> list[object]:
+        """Return the states of the switches for activation checkpointing."""
+        return [getattr(part, CHECKPOINTING) for part in self.switches]
+
+    def edge(self, side: str) -> str:
+        """Return the name of the program's own edge.
+
+        Args:
+            side: ``"enters"`` or ``"returns"``.
+        """
+        return f"{self.name} {side}" if self.name else side
+
+
+def join(owner: str, name: str) -> str:
+    """Return the full name of a part.
+
+    Example:
+        >>> join("model", "norm.weight"), join("", "norm")
+        ('model.norm.weight', 'norm')
+    """
+    return ".".join(filter(None, (owner, name)))
+
+
+def is_inside(name: str, owner: str) -> bool:
+    """Return whether ``name`` is ``owner`` or a part of it.
+
+    Example:
+        >>> is_inside("h.1.mlp", "h.1"), is_inside("h.10", "h.1")
+        (True, False)
+    """
+    return name == owner or not owner or name.startswith(f"{owner}.")
+
+
+def describe(name: str) -> str:
+    """Return the words for a module in errors.
+
+    Example:
+        >>> describe("h.1"), describe("")
+        ("module 'h.1'", 'the root module')
+    """
+    return f"module {name!r}" if name else "the root module"
+
+
+def ways_out(name: str, *, is_random: bool = False) -> str:
+    """Return the fixes for a module whose code is not right on local tensors; names are escaped, plans have regexes.
+
+    Args:
+        name: of the module.
+        is_random: whether the cause is a random operator, which only DTensors can help.
+
+    Example:
+        >>> ways_out("h.1", is_random=True)
+        'keep the module on DTensors ("eager": [r"h\\\\.1"] in the plan, or set_mode(model, "eager", r"h\\\\.1"))'
+    """
+    escaped = re.escape(name)
+    in_plan = f'"eager": [r"{escaped}"] in the plan, or set_mode(model, "eager", r"{escaped}")'
+    keep = f"keep the module on DTensors ({in_plan})" if name else 'run the model on DTensors (mode="eager")'
+    if is_random:
+        return keep
+    attribute = rf"{escaped}\.NAME" if name else "NAME"
+    return (
+        f'change the attribute that it reads ("local_attribute": {{r"{attribute}": Divided("tp")}} in the plan), '
+        f"bring the values that it reads to other placements by a boundary, or {keep}"
+    )

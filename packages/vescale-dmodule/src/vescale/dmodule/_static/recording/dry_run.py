@@ -1,0 +1,330 @@
+"""Dry runs: one call of a module, forward and backward, that leaves nothing behind.
+
+The first dry run is the recording: the module runs on DTensors, and an observer finds the layouts of all values and
+gradients at the boundaries. From them the program is made. The second is the check: the same call on local tensors, for
+``compare``. Both get the same inputs, random state, buffers and attributes::
+
+    caller's arguments --copied--> forward -> backward from the results -> gradients, buffers
+                                   random state, buffers, attributes, gradients, hooks put back
+
+Backward starts from the scalars that the module returns (losses), else from all its tensors. Incoming gradients are the
+cosines of the values, so that no error hides behind equal weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from vescale.dtensor import extension, random
+
+from ... import _torch
+from ..._boundary.convert import as_dtensor
+from ..._boundary.values import copied, map_leaves
+from ..._execution.eager import EagerScope, hook_scope
+from ...errors import NotLocalFriendlyError
+from ..parts import Parts, describe, is_inside, join, ways_out
+from ..random_operators import OperatorRecorder
+from .layouts import Recording
+from .observe import Observer, replicated
+
+__all__ = ["Names", "Run", "check", "new_run", "record"]
+
+Gradients = dict[str, tuple[Tensor, tuple[Placement, ...] | None]]
+
+
+# ------------------------------------------------------------------------------------------------- who runs
+
+
+@dataclass
+class Names:
+    """Hooks that record which module runs, and which modules are recomputed in backward.
+
+    Attributes:
+        path: names of the running modules, outermost first.
+        failed: the innermost module whose forward raised.
+        recomputed: modules that autograd called, outermost ones only.
+    """
+
+    path: list[str] = field(default_factory=list)
+    failed: str = ""
+    recomputed: set[str] = field(default_factory=set)
+
+    @property
+    def running(self) -> str:
+        """Name of the innermost module that runs."""
+        return self.path[-1] if self.path else ""
+
+    @contextlib.contextmanager
+    def watching(self, modules: dict[str, nn.Module]) -> Iterator[None]:
+        """Follow the calls of some modules."""
+        handles = []
+        for name, module in modules.items():
+            handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.path.clear()
+
+    def _enter(self, name: str) -> Callable:
+        def enter(_module: nn.Module, _args: tuple) -> None:
+            if not self.path and _torch.in_backward():
+                self.recomputed.add(name)
+            self.path.append(name)
+
+        return enter
+
+    def _leave(self, _module: nn.Module, _args: tuple, output: object) -> None:
+        if self.path:
+            name = self.path.pop()
+            self.failed = self.failed or (name if output is None else "")
+
+
+@dataclass
+class Run:
+    """What one dry run gave.
+
+    Attributes:
+        observer: the boundary records.
+        names: the modules.
+        gradients: local gradients of the parameters by name, with their layouts in the run on DTensors.
+        buffers: local values after the call, by name.
+    """
+
+    observer: Observer
+    names: Names
+    gradients: Gradients = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def new_run(mesh: DeviceMesh) -> Run:
+    """Return an empty run."""
+    names = Names()
+    return Run(Observer(mesh, lambda: names.running), names)
+
+
+# ------------------------------------------------------------------------------------------------- the two runs
+
+
+def record(run: Run, parts: Parts, scope: EagerScope, args: tuple, kwargs: dict) -> Recording:
+    """Run a call on DTensors.
+
+    Args:
+        run: takes what the run gives.
+        parts: the module.
+        scope: of the parallelized model.
+        args: of the call.
+        kwargs: of the call.
+
+    Raises:
+        Exception: what the module itself raises in eager mode.
+    """
+    mesh, module = run.observer.mesh, parts.module
+    buffers, recorder = _dtensor_buffers(parts), OperatorRecorder(lambda: run.names.running, mesh)
+    handles = hook_scope(module, parts.name, scope)
+    try:
+        with _nothing_happens(module), run.names.watching(parts.modules):
+            before = extension.random_position(mesh.device_type)
+            with recorder:
+                output = module(*copied(args), **copied(kwargs))
+                is_quiet = extension.random_position(mesh.device_type) == before
+                if torch.is_grad_enabled():
+                    _differentiate(output)
+            run.gradients.update(_gradients(parts))
+            run.buffers.update(_buffers(parts, buffers, mesh))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Recording(
+        records=list(run.observer.records()),
+        operators=_of_local_parts(recorder, parts),
+        drawn=recorder.all(),
+        tokens={n: region.last_tokens for n, region in parts.experts.items() if region.last_tokens is not None},
+        gradients={name: layout for name, (_, layout) in run.gradients.items()},
+        recomputed=run.names.recomputed,
+        is_quiet=is_quiet,
+    )
+
+
+def check(run: Run, parts: Parts, args: tuple, kwargs: dict) -> None:
+    """Run a call on local tensors.
+
+    Args:
+        run: takes what the run gives; its gradients of local parameters come from their hooks.
+        parts: the module.
+        args: of the call.
+        kwargs: of the call.
+
+    Raises:
+        NotLocalFriendlyError: the module fails, naming the innermost part.
+    """
+    mesh, buffers = run.observer.mesh, _dtensor_buffers(parts)
+    with _nothing_happens(parts.module), run.names.watching(parts.modules):
+        output = _call_locally(run, parts, copied(args), copied(kwargs))
+        if torch.is_grad_enabled():
+            _differentiate_locally(output)
+        _add_gradients(run, _gradients(parts))
+        run.buffers.update(_buffers(parts, buffers, mesh))
+
+
+def _of_local_parts(recorder: OperatorRecorder, parts: Parts) -> dict[str, list]:
+    """Return the random operators of modules that run on local tensors, if they or a part of them draw on shards."""
+    found = {name: operators for name, operators in recorder.operators.items() if not parts.is_eager(name)}
+    sharded = [name for name, operators in found.items() if any(operator.is_sharded for operator in operators)]
+    return {name: ops for name, ops in found.items() if any(is_inside(name, owner) for owner in sharded)}
+
+
+def _call_locally(run: Run, parts: Parts, args: tuple, kwargs: dict) -> object:
+    try:
+        return parts.module(*args, **kwargs)
+    except NotLocalFriendlyError:
+        raise
+    except Exception as error:
+        name = run.names.failed or parts.name
+        raise NotLocalFriendlyError(
+            f"on local tensors {describe(name)} fails, which runs in eager mode: {type(error).__name__}: {error}. "
+            f"Its code is written for global shapes (a hard-coded number of heads, a size); {ways_out(name)}"
+        ) from error
+
+
+def _differentiate_locally(output: object) -> None:
+    try:
+        _differentiate(output)
+    except NotLocalFriendlyError:
+        raise
+    except Exception as error:
+        raise NotLocalFriendlyError(
+            f"on local tensors backward fails, which runs in eager mode: {type(error).__name__}: {error}. Activation "
+            "checkpointing of a function may be why, whose own code draws random numbers or reads parameters: "
+            'checkpoint a module instead, or run the model on DTensors (mode="eager")'
+        ) from error
+
+
+def _differentiate(output: object) -> None:
+    """Go backward from what a module returned, see the module's docstring."""
+    leaves: list[Tensor] = []
+    map_leaves(lambda tensor, _where: leaves.append(tensor) or tensor, output, "")
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    scalars = [leaf for leaf in leaves if leaf.ndim == 0]
+    chosen = scalars or leaves
+    if chosen:
+        _torch.run_backward(chosen, [_weights(leaf) for leaf in chosen])
+
+
+def _weights(output: Tensor) -> Tensor:
+    value = output.detach()
+    if isinstance(value, DTensor) and any(isinstance(p, Partial) for p in value.placements):
+        value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
+    return value.cos()
+
+
+# ------------------------------------------------------------------------------------------------- what a run gives
+
+
+def _gradients(parts: Parts) -> Gradients:
+    """Return local gradients and their layouts.
+
+    Only sums are left to be done: along an axis where eager mode computes a gradient in another layout than its
+    parameter's without being partial (of a sharded vocabulary it computes the full one), it is brought to the
+    parameter's, as local code does.
+    """
+    found = {}
+    for name, parameter in parts.module.named_parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            pairs = zip(grad.placements, parameter.placements, strict=True)
+            grad = grad.redistribute(placements=[here if here.is_partial() else own for here, own in pairs])
+            found[join(parts.name, name)] = (_torch.local_of(grad), tuple(grad.placements))
+    return found
+
+
+def _add_gradients(run: Run, others: Gradients) -> None:
+    """Add gradients that came to DTensors, in parts that stay in eager mode, to those that came to local tensors.
+
+    Raises:
+        NotLocalFriendlyError: a tied parameter has both, and one of them is a sum that is yet to be done.
+    """
+    for name, (gradient, layout) in others.items():
+        if name in run.gradients:
+            local, _ = run.gradients[name]
+            if local.shape != gradient.shape or any(p.is_partial() for p in layout):
+                raise NotLocalFriendlyError(
+                    f"parameter {name!r} is used on local tensors and by a part that stays in eager mode, where its "
+                    f"gradient is {layout}; keep both uses in one mode"
+                )
+            gradient = gradient + local
+        run.gradients[name] = gradient, layout
+
+
+def _dtensor_buffers(parts: Parts) -> dict[str, DTensor]:
+    buffers = parts.module.named_buffers()
+    return {join(parts.name, name): buffer for name, buffer in buffers if isinstance(buffer, DTensor)}
+
+
+def _buffers(parts: Parts, before: dict[str, DTensor], mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Return the local values of the buffers after a call, in the layouts that they had before it."""
+    found = {}
+    for name, buffer in parts.module.named_buffers():
+        old, new = before.get(join(parts.name, name)), buffer
+        if old is not None and not isinstance(new, DTensor):
+            new = as_dtensor(new, mesh)
+        if isinstance(new, DTensor):
+            same = old is not None and old.shape == new.shape
+            new = new.redistribute(placements=old.placements if same else replicated(mesh))
+        local = _torch.local_of(new) if isinstance(new, DTensor) else new
+        found[join(parts.name, name)] = local.detach().clone()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- nothing happens
+
+
+@contextlib.contextmanager
+def _nothing_happens(module: nn.Module) -> Iterator[None]:
+    """Undo what a call does to random streams, buffers, attributes of modules and gradients; silence users' hooks."""
+    state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in random.get_state().items()}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    tables = [(table, dict(table)) for part in module.modules() for table in _torch.tensor_tables(part)]
+    # Models install hooks in their first call and note that in an attribute: both or neither must stay.
+    tables += [(table, dict(table)) for part in module.modules() for table in _torch.module_hook_tables(part)]
+    attributes = [(part, dict(vars(part))) for part in module.modules()]
+    parameters = list(module.parameters())
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with _torch.without_hooks(parameters):
+            yield
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        for part, before in attributes:
+            _restore(vars(part), before)
+        for table, before in tables:
+            _restore(table, before)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(_local(buffer), _local(before)):
+                    buffer.copy_(before)
+        random.set_state(state)
+
+
+def _restore(table: dict, before: dict) -> None:
+    for name in [name for name in table if name not in before]:
+        del table[name]
+    for name, value in before.items():
+        if table.get(name) is not value:
+            table[name] = value
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,225 @@
+"""What recordings have found, for the calls that share it.
+
+On local tensors a value is identified by its boundary and its local shape. That is enough as long as one local shape at
+one boundary always means the same. (A sequence of 8 and one of 7 over two ranks both give the first rank 4.) So calls
+whose values look alike but lie differently have layouts of their own, and the signature of a call chooses. Nearly all
+programs have one for all::
+
+    recording of a call  ->  Recording  -- adopt -->  RecordedLayouts, one that agrees or a new one
+    signature of a call  ----------------- find ---->  RecordedLayouts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from ...errors import NotLocalFriendlyError
+from ..direct_calls import Steps
+from ..movement.conversions import Conversion, compile_conversion
+from ..parts import describe, ways_out
+from ..patch import ModulePatch
+from ..random_operators import RandomOperator
+from .observe import BoundaryRecord, BoundaryRecords, replicated
+
+__all__ = ["RecordedLayouts", "Recording", "Recordings"]
+
+Placements = tuple[Placement, ...]
+
+MANY = 1 << 16  # calls of parts that may still be recomputed
+
+
+@dataclass(eq=False)
+class Recording:
+    """What the recording of one call found on DTensors; plain data.
+
+    Attributes:
+        records: boundary records in order.
+        operators: random operators on shards, by module; the program runs them.
+        drawn: all random operators, those on plain tensors, too, by module; a compiler must know of each.
+        tokens: layouts of the tokens of experts, by name of the experts.
+        gradients: layouts of the local gradients of parameters, by name.
+        recomputed: parts that autograd called in backward.
+        is_quiet: whether the forward drew no random numbers.
+    """
+
+    records: list[BoundaryRecord]
+    operators: dict[str, list[RandomOperator]]
+    drawn: dict[str, list[RandomOperator]]
+    tokens: dict[str, Placements]
+    gradients: dict[str, Placements]
+    recomputed: set[str]
+    is_quiet: bool
+
+    def check(self) -> None:
+        """Refuse two layouts in one call that look the same on local tensors.
+
+        Raises:
+            NotLocalFriendlyError: naming the boundary or the module, and the layouts.
+        """
+        seen = BoundaryRecords()
+        for record in self.records:
+            other = seen.conflict(record)
+            if other is not None:
+                raise NotLocalFriendlyError(
+                    f"{record.where}: in one call values of local shape {record.arriving} come in two layouts, "
+                    f"{other.source} of shape {other.shape} and {record.source} of shape {record.shape} (their "
+                    f"gradients in {other.gradient} and {record.gradient}); bring them to one by a boundary, or keep "
+                    "the module in eager mode"
+                )
+            seen.add(record)
+        for name, found in self.operators.items():
+            known: dict[tuple, RandomOperator] = {}
+            for operator in found:
+                other = known.setdefault(operator.key, operator)
+                if not operator.agrees(other):
+                    raise NotLocalFriendlyError(
+                        f"{describe(name)} draws random numbers for two layouts that look alike on local tensors: "
+                        f"{other}, and {operator}; {ways_out(name, is_random=True)}"
+                    )
+
+
+@dataclass(eq=False)
+class RecordedLayouts:
+    """Layouts of values, as calls with some signatures have them.
+
+    Attributes:
+        records: by boundary and local shape.
+        steps: conversions of boundaries, by boundary and local shape.
+        operators: random operators on shards, by module.
+        drawn: all random operators, by module.
+        tokens: layouts of the tokens of experts, by name of the experts.
+        calls: direct calls by these layouts, made when they are first used.
+    """
+
+    records: BoundaryRecords = field(default_factory=BoundaryRecords)
+    steps: Steps = field(default_factory=dict)
+    operators: dict[str, list[RandomOperator]] = field(default_factory=dict)
+    drawn: dict[str, list[RandomOperator]] = field(default_factory=dict)
+    tokens: dict[str, Placements] = field(default_factory=dict)
+    calls: ModulePatch | None = None
+
+    def fits(self, new: Recording) -> bool:
+        """Return whether another recording can be added."""
+        if any(self.records.conflict(record) is not None for record in new.records):
+            return False
+        if any(self.tokens.get(name, layout) != layout for name, layout in new.tokens.items()):
+            return False
+        pairs = ((a, b) for name, found in new.operators.items() for a in found for b in self.operators.get(name, ()))
+        return all(operator.agrees(old) for operator, old in pairs)
+
+    def add(self, new: Recording, mesh: DeviceMesh, returns: str | None) -> None:
+        """Add a recording that fits.
+
+        Args:
+            new: the recording.
+            mesh: of the layouts.
+            returns: the edge where replicated results become plain tensors; None if they stay DTensors.
+        """
+        for record in new.records:
+            self.records.add(record)
+            self._add_step(self.records.known[record.key], mesh, returns)
+        for name, operators in new.operators.items():
+            self._add_operators(name, operators)
+        for name, operators in new.drawn.items():
+            known = self.drawn.setdefault(name, [])
+            for operator in operators:
+                if not any(operator.key == old.key and operator.operands == old.operands for old in known):
+                    known.append(operator)
+        self.tokens.update(new.tokens)
+
+    def _add_step(self, record: BoundaryRecord, mesh: DeviceMesh, returns: str | None) -> None:
+        """Compile the conversion of a value that moves or whose gradient does."""
+        if record.source is None:
+            return
+        target, gradient = record.target, record.gradient
+        if returns is not None and record.where.startswith(returns):
+            if any(p.is_shard() for p in record.source):
+                return  # stays a DTensor
+            target = replicated(mesh)
+            gradient = None if gradient is None else target
+        try:
+            step = compile_conversion(Conversion(record.shape, record.source, target, gradient), mesh)
+        except ValueError as error:
+            raise NotLocalFriendlyError(f"{record.where}: {error}") from error
+        self.steps.setdefault(record.where, {})[torch.Size(record.arriving)] = step
+
+    def _add_operators(self, name: str, operators: Iterable[RandomOperator]) -> None:
+        """Add random operators of a module; of two that look the same, one with known gradients is kept."""
+        known = {operator.key: operator for operator in self.operators.get(name, ())}
+        for operator in operators:
+            old = known.get(operator.key)
+            if old is None or all(gradient is None for gradient in old.gradients):
+                known[operator.key] = operator
+        self.operators[name] = list(known.values())
+
+
+class Recordings:
+    """All recordings of one program.
+
+    Attributes:
+        by_signature: the layouts by which a call with a signature runs.
+        layouts: all of them.
+        gradients: layouts of the local gradients of parameters, by name.
+        quiet: signatures of calls that draw no random numbers.
+        seen: signatures of calls without gradients that ran once in eager mode.
+    """
+
+    def __init__(self):
+        self.by_signature: dict[Hashable, RecordedLayouts] = {}
+        self.layouts: list[RecordedLayouts] = []
+        self.gradients: dict[str, Placements] = {}
+        self.quiet: set[Hashable] = set()
+        self.seen: set[Hashable] = set()
+        self._recomputed: dict[tuple[str, int], RecordedLayouts] = {}
+
+    def adopt(self, new: Recording, mesh: DeviceMesh, returns: str | None) -> RecordedLayouts:
+        """Add a recording to the layouts that it agrees with, or to new ones, and return them.
+
+        Args:
+            new: the recording.
+            mesh: of the layouts.
+            returns: see :meth:`RecordedLayouts.add`.
+
+        Raises:
+            NotLocalFriendlyError: the recording contradicts itself.
+        """
+        new.check()
+        layouts = next((known for known in self.layouts if known.fits(new)), None)
+        if layouts is None:
+            layouts = RecordedLayouts()
+            self.layouts.append(layouts)
+        layouts.add(new, mesh, returns)
+        self.gradients.update(new.gradients)
+        return layouts
+
+    def know(self, signature: Hashable, layouts: RecordedLayouts, *, is_quiet: bool) -> None:
+        """Run calls with a signature by some layouts from now on."""
+        self.by_signature[signature] = layouts
+        (self.quiet.add if is_quiet else self.quiet.discard)(signature)
+
+    # Note [layouts of a recomputation]: activation checkpointing calls a part again in backward. The layouts of its
+    # first run are looked up by the address of its first operand, which is alive until then, so its address is its own.
+    # Parts that ran before there was a choice are not listed, and ran by the first layouts.
+
+    def note_run(self, name: str, args: tuple, kwargs: Mapping, layouts: RecordedLayouts) -> None:
+        """Note by which layouts a part runs, see Note [layouts of a recomputation]."""
+        key = _key(name, args, kwargs)
+        self._recomputed.pop(key, None)
+        self._recomputed[key] = layouts
+        if len(self._recomputed) > MANY:
+            del self._recomputed[next(iter(self._recomputed))]
+
+    def of_run(self, name: str, args: tuple, kwargs: Mapping) -> RecordedLayouts:
+        """Return by which layouts a part ran with these operands."""
+        return self._recomputed.get(_key(name, args, kwargs)) or self.layouts[0]
+
+
+def _key(name: str, args: tuple, kwargs: Mapping) -> tuple[str, int]:
+    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    return name, 0 if first is None else first.data_ptr()

@@ -1,0 +1,118 @@
+"""Parts of a static program that are not plain local code: parts in eager mode, and regions of experts.
+
+An eager part gets DTensors and returns local tensors. Experts run on local tensors and need to know how the tokens lie.
+Experts that the model calls one by one do not. Which experts get a gradient depends on where the tokens go, so the
+layouts of all of them are known from the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from .. import _torch
+from .._boundary.convert import Convert
+from .._boundary.edges import unwrapped
+from .._boundary.hooks import Phase
+from .._boundary.values import map_leaves
+from .._experts import ExpertRegion, listed_gradients
+from ..errors import NotLocalFriendlyError
+from .call import Call, State
+from .parts import Parts, join, ways_out
+
+__all__ = ["EagerPart", "ExpertsPart", "experts_gradients"]
+
+
+class EagerPart:
+    """Hooks of a module that stays in eager mode inside of a static program.
+
+    Args:
+        call: of the program.
+        phase: of the parallelized model.
+        name: of the module.
+    """
+
+    def __init__(self, call: Call, phase: Phase, name: str):
+        self.call, self.phase, self.name = call, phase, name
+        self.outside: list[Convert | None] = []
+
+    def enter(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Turn arguments into what eager mode gives the module."""
+        call, where = self.call, f"{self.name} enters"
+        self.outside.append(self.phase.convert)
+        if call.is_open:
+            args, kwargs = map_leaves(self._wrap, args, where), map_leaves(self._wrap, kwargs, where)
+        elif call.state is State.RECORDING:
+            watch = call.observer.watch
+            args, kwargs = map_leaves(watch, args, where), map_leaves(watch, kwargs, where)
+        self.phase.convert, self.phase.local = None, False
+        return args, kwargs
+
+    def leave(self, _module: nn.Module, _args: tuple, output: object) -> object:
+        """Turn results into local tensors."""
+        if not self.outside:
+            return None  # it failed before it was entered
+        call, where = self.call, f"{self.name} returns"
+        self.phase.convert, self.phase.local = self.outside.pop(), call.is_open
+        if output is None:
+            return None
+        if call.is_open:
+            return map_leaves(self._unwrap, output, where)
+        return map_leaves(call.observer.watch, output, where) if call.state is State.RECORDING else output
+
+    def _wrap(self, local: Tensor, where: str) -> Tensor:
+        local = self.call.noted(local, where)
+        record = self.call.record(where, local)
+        return local if record.source is None else self.call.wrap(local, record, pins_gradient=False)
+
+    def _unwrap(self, value: Tensor, where: str) -> Tensor:
+        if isinstance(value, DTensor):
+            local = _torch.local_of(value)
+            record = self.call.record(where, local)
+            value = unwrapped(value, record.gradient) if value.requires_grad else local
+        return self.call.noted(value, where)
+
+
+class ExpertsPart:
+    """Hooks of a module of experts that runs on local tensors.
+
+    Args:
+        call: of the program.
+        name: of the module.
+        region: of the module.
+    """
+
+    def __init__(self, call: Call, name: str, region: ExpertRegion):
+        self.call, self.name, self.region = call, name, region
+        self.entered: list[contextlib.AbstractContextManager] = []
+
+    def enter(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
+        """Give the region the layout of its tokens.
+
+        Raises:
+            NotLocalFriendlyError: the experts have not run in the recorded call.
+        """
+        tokens = self.call.layouts.tokens
+        if self.call.is_open and self.name not in tokens:
+            raise NotLocalFriendlyError(
+                f"experts {self.name!r} run now, but did not when static mode recorded this call: a branch that "
+                f"depends on data? {ways_out(self.name)}"
+            )
+        context = self.region.on_local_tensors(tokens[self.name]) if self.call.is_open else contextlib.nullcontext()
+        context.__enter__()
+        self.entered.append(context)
+
+    def leave(self, _module: nn.Module, _args: tuple, _output: object) -> None:
+        """Take it back."""
+        if self.entered:
+            self.entered.pop().__exit__(None, None, None)
+
+
+def experts_gradients(parts: Parts, tokens: Mapping[str, tuple[Placement, ...]]) -> dict[str, tuple[Placement, ...]]:
+    """Return the layouts of the gradients of all experts' parameters, by full name, for tokens in these layouts."""
+    found = {name: listed_gradients(module) for name, module in parts.modules.items()}
+    found |= {n: region.gradient_placements(tokens[n]) for n, region in parts.experts.items() if n in tokens}
+    return {join(name, leaf): placements for name, leaves in found.items() for leaf, placements in leaves.items()}
