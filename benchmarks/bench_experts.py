@@ -13,7 +13,7 @@ collectives where they must be, before and after forward and backward.
 Two layouts of the tokens: sharded over the ranks (exchanged by all-to-all), and replicated (each rank computes what its
 experts get, and the output is all-reduced). Real ranks on gloo, one thread each, forward and backward. Before, output
 and gradients are compared with one process's. Times are of the clock: ranks wait for each other, so run this where
-nothing else runs. Processor time, which knows no waiting, is beside them.
+nothing else runs. Processor time, which excludes waiting, is beside them.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _meetings(layout: str, mesh: DeviceMesh) -> tuple[Callable[[], None], ...]:
 
 
 def _nothing() -> None:
-    """Meet nobody."""
+    """Do not synchronize with other ranks."""
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:

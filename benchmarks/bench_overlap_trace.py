@@ -162,7 +162,7 @@ def _draw(all_spans: dict[str, list[Span]]) -> None:
         axis.set_title(case, fontsize=9, loc="left", pad=2)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel(
-        "ms; blue: blocks: forward, backward, next forward; grey: optimizer; green: sums; orange: gathers", fontsize=8
+        "ms; blue: blocks: forward, backward, next forward; gray: optimizer; green: sums; orange: gathers", fontsize=8
     )
     figure.tight_layout()
     PICTURE.parent.mkdir(exist_ok=True)

@@ -1,8 +1,8 @@
-"""A step of a LLaMA of a billion parameters on four processes, with deferred initialisation and ZeRO 3.
+"""A step of a LLaMA of a billion parameters on four processes, with deferred initialization and ZeRO 3.
 
 float32 and AdamW take 16 bytes per parameter: 16 GB together, 4 GB per rank, and no rank ever holds the model. Counted
 are the tensors of a rank between the second backward and `step()`, when parameters, gradients and state are all there.
-The peak is that of the process over everything, initialisation included, less what it took before; the C library is
+The peak is that of the process over everything, including initialization, less what it took before; the C library is
 told to give memory back that is freed, which it otherwise keeps for later. The machine needs 24 GiB.
 """
 
@@ -81,7 +81,7 @@ def _train() -> dict[str, object]:
         counted = held_bytes()
         optimizer.step()
     if not losses[1] < losses[0]:
-        raise RuntimeError(f"nothing was learnt: losses {losses}")
+        raise RuntimeError(f"expected decreasing losses, got {losses}")
     return {
         "parameters": num_parameters,
         "unit": unit,

@@ -155,7 +155,7 @@ def plan(axis: str = "tp", *, whole: bool = False) -> dict[str, dict[str, object
 def parallelize_as_stock(
     model: nn.Module, mesh: DeviceMesh, *, local_outputs: bool = True, whole: bool = False
 ) -> nn.Module:
-    """Parallelise a stack with torch's own styles.
+    """Parallelize a stack with torch's own styles.
 
     Args:
         model: of `stack`.

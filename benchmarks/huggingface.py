@@ -167,7 +167,7 @@ def _shard(module: nn.Module, name: str, dim: int, group: dist.ProcessGroup) -> 
 
 
 def parallelize_as_stock(model: nn.Module, mesh: DeviceMesh, *, experts_by_hand: bool = False) -> nn.Module:
-    """Parallelise a model of `build` with torch's own styles, with sequence parallelism, as its tutorial does.
+    """Parallelize a model of `build` with torch's own styles, with sequence parallelism, as its tutorial does.
 
     There is no style for experts. What torch offers without a rewritten forward is to shard their weights as DTensors,
     one share of the experts per rank, and let DTensor find out the rest, which gathers the weights; plain tensors

@@ -55,7 +55,7 @@ def processor_time_in_turns(
 ) -> tuple[dict[str, list[float]], dict[str, object]]:
     """Return the processor seconds of one call of every step, round by round, and the remarks of the makers by name.
 
-    For cases that wait for nobody: there processor time is all there is, and other programs change it least.
+    For cases without waiting: processor time is then complete, and other programs change it least.
 
     Args:
         makers: called in the forked processes, all at once.

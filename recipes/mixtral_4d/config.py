@@ -252,7 +252,7 @@ def check_layout(config: Config, layout: Layout) -> None:
         )
     if layout.pp > 1 and config.dropout > 0:
         raise ConfigError(
-            f"--dropout {config.dropout} with --pp {layout.pp}: the random stream is not carried through pipeline "
+            f"--dropout {config.dropout} with --pp {layout.pp}: random operators are not supported in pipeline "
             "stages; use --dropout 0, or --pp 1"
         )
 

@@ -1,6 +1,6 @@
 """A GPT in the manner of nanoGPT: merged query-key-value, attention written out, tied embedding, dropout everywhere.
 
-Nothing in this file knows of DTensor.
+This file does not use DTensor.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to its input."""
+    """Attention and MLP, with a norm before each, and added to their inputs."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()

@@ -159,7 +159,7 @@ def report(title: str, losses: dict[str, list[float]]) -> None:
 
 
 def passed(results: dict[str, dict[str, list[float]]]) -> bool:
-    """Tell whether every training with our rules is that of one process, and every one with stock's is another."""
+    """Return whether every training with our rules equals one process, and every one with stock torch differs."""
     verdicts = []
     for title, losses in results.items():
         bound = BOUNDS[title.split(", ")[1]]

@@ -1,4 +1,4 @@
-"""The memory of a process's tensors is counted once, whoever shares it."""
+"""The memory of a process's tensors is counted once, even if several tensors share it."""
 
 import gc
 

@@ -21,7 +21,7 @@ def run(pytester):
 
 
 @pytest.mark.parametrize("plugin", [PLUGIN, ("-p", "no:vescale_testing.plugin")], ids=["with", "without"])
-def test_every_outcome_is_honoured_with_and_without_the_plugin(run, plugin):
+def test_every_outcome_is_reported_with_and_without_the_plugin(run, plugin):
     source = """
 @ranks(2)
 def test_passes(): pass

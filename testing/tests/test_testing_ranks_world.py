@@ -93,7 +93,7 @@ def test_without_a_backend_there_are_only_processes():
     assert run_ranks(dist.is_initialized, 2, backend=None) == [False, False]
 
 
-def test_output_is_labelled(capfd):
+def test_output_is_labeled(capfd):
     def body():
         print(f"hello from {dist.get_rank()}\nand more")
         os.write(2, b"written by C\n")

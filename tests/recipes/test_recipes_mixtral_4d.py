@@ -38,7 +38,7 @@ def start(*arguments):
         (["--dp", "3"], "--batch 16 does not divide over --dp 3"),
         (["--dp", "0"], "--dp is 0; it must be at least 1"),
         (["--microbatches", "3"], "--microbatches 3 does not divide a rank's batch of 8 sequences"),
-        (["--dropout", "0.1"], "--dropout 0.1 with --pp 2: the random stream is not carried through pipeline stages"),
+        (["--dropout", "0.1"], "--dropout 0.1 with --pp 2: random operators are not supported in pipeline stages"),
         (["--dropout", "1.5"], "--dropout is 1.5; it must be at least 0 and below 1"),
         (["--data", "missing.txt"], "--data missing.txt is not a file"),
         (["--tokenizer", "missing"], "--tokenizer missing is not a folder"),

@@ -114,11 +114,39 @@ def private_torch_names(path: Path) -> list[str]:
     ]
 
 
+# Private attributes of torch's tensors, operators and modules that no class of ours has.
+PRIVATE_ATTRIBUTES = (
+    "_backward_hooks",
+    "_buffers",
+    "_cdata",
+    "_local_tensor",
+    "_op_dispatcher",
+    "_overloadpacket",
+    "_parameters",
+    "_schema",
+)
+
+
+def private_torch_attributes(path: Path) -> list[str]:
+    """Return the private attributes of torch's modules and objects that a file reads. Names of operators are public."""
+    return [
+        f"{path.name}:{node.lineno} {text}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+        for text in [ast.unparse(node)]
+        if node.attr in PRIVATE_ATTRIBUTES
+        or (re.match(r"(torch|dist)\.(.*\.)?_(?!_)\w+$", text) and not text.startswith("torch.ops."))
+    ]
+
+
 @pytest.mark.parametrize("name", PROJECTS)
 def test_private_torch_names_stay_in_one_file(name):
     paths = PROJECTS[name].folder.glob("src/**/*.py")
     assert [
-        found for path in paths if "_torch" not in (path.stem, path.parent.name) for found in private_torch_names(path)
+        found
+        for path in paths
+        if "_torch" not in (path.stem, path.parent.name)
+        for found in (*private_torch_names(path), *private_torch_attributes(path))
     ] == []
 
 
@@ -126,6 +154,8 @@ def test_a_private_torch_name_is_found(tmp_path):
     path = tmp_path / "module.py"
     path.write_text("from torch.utils._pytree import tree_map\nfrom torch import __version__\n")
     assert private_torch_names(path) == ["module.py:1 torch.utils._pytree.tree_map"]
+    path.write_text("import torch\ntorch._C\nop._schema\nself._schema\ntorch.ops.aten._softmax\ntorch.utils.data\n")
+    assert private_torch_attributes(path) == ["module.py:2 torch._C", "module.py:3 op._schema"]
 
 
 # Collectives of Python objects and Tensor.numpy() fail without numpy, which torch does not declare.

@@ -24,11 +24,11 @@ from vescale.plan import Plan
         ({"mode": "dynamic"}, "Plan: mode must be one of 'eager', 'static', 'compile', got 'dynamic'"),
         (
             {"mode": "static", "pp": 2, "num_microbatches": 4},
-            "Plan: mode 'static' does not run in a pipeline yet (pp = 2, num_microbatches = 4); use mode='eager', or "
+            "Plan: expected mode 'eager' for pp = 2 and num_microbatches = 4, got 'static'; use mode='eager', or "
             "pp=1 and num_microbatches=1",
         ),
         ({"sequence_parallel": 1}, "Plan: sequence_parallel must be True or False, got 1"),
-        ({"sequence_parallel": True}, "splits activations over tp, but tp is 1; set tp > 1 or leave it off"),
+        ({"sequence_parallel": True}, "expected tp > 1 for sequence_parallel, got tp = 1; set tp > 1"),
         ({"module_plan": ""}, "module_plan must be the name of a ready plan or None, got ''"),
         ({"axis_order": ("dp", "tp")}, "axis_order must hold 'pp', 'dp' and 'tp' once each, got ('dp', 'tp')"),
         (
@@ -105,4 +105,4 @@ def test_plan_prints_what_runs():
 
 
 def test_plan_written_by_hand_says_that_there_is_no_table():
-    assert "written by hand: there is no table" in Plan(dp=2).explain()
+    assert "written by hand and has no table" in Plan(dp=2).explain()

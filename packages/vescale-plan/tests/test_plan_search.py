@@ -195,7 +195,7 @@ def test_nearest_miss_is_named_with_its_bytes(small):
     assert "over the limit" in text
 
 
-def test_model_that_only_knows_data_parallelism():
+def test_model_without_tensor_parallelism():
     """No blocks and no heads: dp is all that is left, and the table says why."""
     plan = generate_plan(nn.Linear(64, 64), Cluster(4, memory_bytes=GIB), run())
     assert (plan.dp, plan.tp, plan.pp) == (4, 1, 1)

@@ -93,5 +93,5 @@ def test_unequally_masked_slices_are_refused():
         ({"labels": torch.tensor([1, -100, 2, -100])}, 2),
     ],
 )
-def test_other_normalisations_are_left_alone(batch, dp):
+def test_other_normalizations_are_left_alone(batch, dp):
     assert len(slice_batch(batch, coord=0, dp=dp)["labels"]) == 4 // dp

@@ -1,4 +1,4 @@
-"""`vescale.generate_plan` asks the model's ready module plan what tensor parallelism splits."""
+"""`vescale.generate_plan` reads the sharded parameters from the model's ready module plan."""
 
 import pytest
 import torch

@@ -49,7 +49,7 @@ def test_plan_for_more_processes_is_refused_before_anything_starts(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_plan_without_cuda_is_refused(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(RuntimeError, match=r"the plan's device is 'cuda', but torch\.cuda\.is_available\(\) is False"):
+    with pytest.raises(RuntimeError, match=r"expected a GPU for device 'cuda', got torch\.cuda\.is_avail"):
         ensure_process_group(Plan(device="cuda"))
 
 
@@ -65,6 +65,6 @@ def test_group_that_is_there_is_used():
 @ranks(3)
 def test_plans_that_differ_name_the_ranks():
     check_same_plan(Plan(dp=3))
-    with pytest.raises(ValueError, match=r"ranks \[2\] were given another plan than rank 0") as error:
+    with pytest.raises(ValueError, match=r"expected the same plan on all ranks, got .* on ranks \[2\]") as error:
         check_same_plan(Plan(dp=3, zero=int(dist.get_rank() == 2)))
     assert "rank 2: Plan(dp=3, tp=1, pp=1, zero=1" in str(error.value)

@@ -55,9 +55,9 @@ def test_bad_arguments_are_refused_without_a_process_group(monkeypatch, plan, mo
 
 
 @ranks(1)
-def test_parallel_model_is_not_parallelised_again():
+def test_parallel_model_is_not_parallelized_again():
     model, _ = vescale.parallelize(vescale.Plan(), build(), torch.optim.SGD)
-    with pytest.raises(TypeError, match="the model is a ParallelModel already; give the plain module"):
+    with pytest.raises(TypeError, match="expected a plain module, got ParallelModel; pass the plain module"):
         vescale.parallelize(vescale.Plan(), model, torch.optim.SGD)
 
 
@@ -65,11 +65,11 @@ def test_parallel_model_is_not_parallelised_again():
 def test_mesh_of_another_shape_is_refused():
     mesh = vescale.init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
     with pytest.raises(
-        ValueError, match=r"the mesh has the axes \{'pp': 1, 'dp': 1, 'tp': 2\}, the plan needs .*'dp': 2"
+        ValueError, match=r"expected a mesh with the axes .*'dp': 2.*, got \{'pp': 1, 'dp': 1, 'tp': 2\}"
     ):
         vescale.parallelize(vescale.Plan(dp=2), build(), torch.optim.SGD, mesh=mesh)
     unnamed = vescale.init_device_mesh("cpu", (2,))
-    with pytest.raises(ValueError, match="the mesh has the axes without names, the plan needs"):
+    with pytest.raises(ValueError, match=r"expected a mesh with the axes .*, got axes without names"):
         vescale.parallelize(vescale.Plan(dp=2), build(), torch.optim.SGD, mesh=unnamed)
 
 

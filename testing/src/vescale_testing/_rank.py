@@ -61,7 +61,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place in the world, and the files in `folder` that it and the parent share."""
+    """One rank's number and world size, and the files in `folder` shared with the parent."""
 
     rank: int
     world_size: int
@@ -124,8 +124,8 @@ def _run(seat: Seat, body: Callable[[], Any]) -> Report:
         return Report("skipped", str(outcome))
     except pytest.xfail.Exception as outcome:
         return Report("xfailed", str(outcome))
-    except BaseException as error:  # also SystemExit and pytest.fail: whatever ends the body is the rank's result
-        return Report("raised", _summarise(error), _format(error), error)
+    except BaseException as error:  # also SystemExit and pytest.fail, which are results of the rank too
+        return Report("raised", _summarize(error), _format(error), error)
 
 
 def _join_world(seat: Seat) -> None:
@@ -151,7 +151,7 @@ def _loopback() -> str:
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
-def _summarise(error: BaseException) -> str:
+def _summarize(error: BaseException) -> str:
     """Return the exception's type and the first line of its message."""
     return traceback.format_exception_only(error)[-1].partition("\n")[0]
 

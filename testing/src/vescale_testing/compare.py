@@ -54,7 +54,7 @@ class TrainingRecord:
 
         Works for a plain module and optimizer, for DTensor parameters, for pipeline stages (each rank adds its names),
         and for an optimizer whose `state_dict()["state"]` is keyed by name and holds boxed values. A tied parameter
-        appears under each of its names, because pipeline stages know it under different ones. Parameters without a
+        appears under each of its names, because pipeline stages use different ones. Parameters without a
         gradient are left out of `grads`.
 
         Args:

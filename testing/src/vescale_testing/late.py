@@ -1,4 +1,4 @@
-"""Take chance out of what runs in the background.
+"""Make background work deterministic in tests.
 
 A test whose code forgets to wait still passes when the background is quick. With `begin_late` it cannot:
 

@@ -1,4 +1,4 @@
-"""How much memory the tensors of a process hold."""
+"""The memory of all live tensors of a process."""
 
 import contextlib
 import gc
@@ -10,7 +10,7 @@ __all__ = ["held_bytes", "settled_bytes"]
 
 
 def held_bytes() -> int:
-    """Return the bytes of the memory behind all tensors that Python knows of; what several share counts once.
+    """Return the bytes of all live tensors of this process; shared memory is counted once.
 
     Memory that only autograd keeps, such as activations, does not count.
     """

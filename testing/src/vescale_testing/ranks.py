@@ -1,6 +1,6 @@
 """Run a function on several real processes that end, always, with one report.
 
-`@ranks(n)` turns a test function into one whose body runs in `n` forked processes with torch.distributed initialised.
+`@ranks(n)` runs the body of a test in `n` forked processes with torch.distributed initialized.
 `run_ranks` does the same for any function and returns what each rank returned.
 
     @ranks(2)
@@ -147,7 +147,7 @@ def _launch(body: Callable[[], Any], world_size: int, timeout: float | None, bac
             for rank in range(world_size):
                 _fork(Seat(rank, world_size, Path(folder), timeout, backend), body, children)
             reports = _collect(children, timeout)
-        except BaseException:  # an interrupt: nobody will read what the ranks have to say
+        except BaseException:  # an interrupt: reports of the ranks are dropped
             for child in children:
                 child.process.kill()
             raise

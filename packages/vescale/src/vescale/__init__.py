@@ -6,16 +6,16 @@
     model, optimizer = vescale.parallelize(plan, model, torch.optim.AdamW)
     vescale.save("checkpoint", {"model": model, "optimizer": optimizer})
 
-This package joins the parts; each of them (``vescale.dtensor``, ``vescale.dmodule``, ``vescale.optim``,
-``vescale.pipe``, ``vescale.ckpt``, ``vescale.plan``) is a distribution of its own and works without it. ``import
-vescale`` imports none of them, and no torch: names are looked up when they are first used.
+This package composes the parts. Each part (``vescale.dtensor``, ``vescale.dmodule``, ``vescale.optim``,
+``vescale.pipe``, ``vescale.ckpt``, ``vescale.plan``) is its own distribution and works without this package. ``import
+vescale`` imports no part and no torch; the first use of a name imports it.
 """
 
 import importlib
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-# The parts are portions of this namespace in distributions of their own, perhaps in other folders of sys.path.
+# The parts are portions of this namespace in their own distributions, possibly in other folders of sys.path.
 __path__ = pkgutil.extend_path(__path__, __name__)
 __version__ = "0.1.0"
 
@@ -66,7 +66,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, and keep it, so that this runs once per name."""
+    """Import a name on its first use and store it, so that this runs once per name."""
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _MODULES:

@@ -1,12 +1,12 @@
-"""Cut a global batch into the slices of the data-parallel ranks: pure functions over dicts of tensors.
+"""Slice a global batch for the data-parallel ranks: pure functions over dicts of tensors.
 
-Every rank sees the same global batch and takes its own slice along dim 0:
+Every rank gets the same global batch and takes its own slice along dim 0:
 
     rows of the global batch    | 0 1 2 3 | 4 5 6 7 |        dp = 2: coord 0 takes rows 0-3, coord 1 rows 4-7
     micro-batches of a rank     | 0 1 | 2 3 |                 num_microbatches = 2, in this order
 
-The loss of the run is the mean over slices of the slices' means. It equals the mean over the global batch only if all
-slices count equally; where labels are masked unevenly it does not, and that is an error here, not another number.
+The loss of the run is the mean of the slices' means. It equals the mean over the global batch only if all slices have
+the same number of counted labels. Unevenly masked labels therefore raise an error.
 """
 
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ _LABELS, _NUM_ITEMS = "labels", "num_items_in_batch"
 
 
 def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatches: int = 1) -> dict[str, Any]:
-    """Return the rows of every tensor that belong to one data-parallel coordinate; other values as they are.
+    """Return the rows of every tensor for one data-parallel coordinate, and all other values unchanged.
 
     Args:
-        batch: the global batch. Tensors of at least one dimension have the sequences in dim 0.
+        batch: the global batch. Tensors of at least one dim have the sequences in dim 0.
         coord: this rank's coordinate on the axis.
         dp: size of the axis.
-        num_microbatches: pieces that a rank cuts its slice into.
+        num_microbatches: micro-batches of a rank's slice.
 
     Raises:
         TypeError: ``batch`` is not a mapping.
-        ValueError: there is no tensor to slice, tensors disagree in dim 0, their length is not divisible by
-            ``dp * num_microbatches``, or labels are masked so that the slices do not count equally.
+        ValueError: there is no tensor to slice, tensors differ in dim 0, their length is not divisible by
+            ``dp * num_microbatches``, or the slices have different numbers of counted labels.
     """
     if not isinstance(batch, Mapping):
         raise TypeError(f"local_batch: expected a dict of the model's arguments, got {type(batch).__name__}")
@@ -54,10 +54,10 @@ def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatch
 
 
 def check_equal_weight(labels: Tensor, *, pieces: int) -> None:
-    """Raise `ValueError` unless every piece of ``labels`` has as many labels that count as every other.
+    """Raise `ValueError` unless every piece of ``labels`` has the same number of counted labels.
 
-    Labels of -100 do not count. A causal model drops the first label of each sequence, so both ways of counting, with
-    the first column and without it, must agree.
+    Labels of -100 are not counted. A causal model drops the first label of each sequence, so the numbers must be equal
+    both with and without the first column.
     """
     if pieces == 1 or labels.dtype.is_floating_point or labels.dtype == torch.bool:
         return

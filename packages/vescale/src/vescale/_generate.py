@@ -1,7 +1,7 @@
-"""`generate_plan` with what the other parts know: which parameters a ready module plan splits.
+"""`generate_plan` with the parameters that a ready module plan shards.
 
-``vescale.plan`` knows no sibling and guesses which matrices tensor parallelism splits. Here the model's ready plan is
-asked, and a model without one is planned without tensor parallelism.
+``vescale.plan`` imports no sibling package and assumes which matrices tensor parallelism shards. This module reads them
+from the model's ready plan. A model without a ready plan is planned without tensor parallelism.
 """
 
 import dataclasses
@@ -28,15 +28,15 @@ def generate_plan(
     Args:
         model: an ``nn.Module`` (real, meta or deferred) or its profile.
         cluster: the devices; all of them are used.
-        constraints: batch, sequence length, and the choices that are already made.
-        module_plan: the tensor-parallel plan that will be given to `parallelize`. ``None``: the ready one for the
-            model's family; a model without one gets no tensor parallelism, and ``plan.explain()`` says so.
+        constraints: batch, sequence length, and fixed choices.
+        module_plan: the tensor-parallel plan for `parallelize`. ``None``: the ready plan of the model's family; a model
+            without one gets no tensor parallelism, and ``plan.explain()`` has the reason.
 
     Returns:
         The first plan in the order of preference that fits memory; see ``vescale.plan.generate_plan``.
 
     Raises:
-        ValueError: nothing fits; the message has the nearest miss.
+        ValueError: no plan fits; the text has the nearest miss.
     """
     if isinstance(model, ModelProfile):
         return search(model, cluster, constraints)
@@ -51,7 +51,7 @@ def generate_plan(
 
 
 def sharded_patterns(model: nn.Module, module_plan: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the regular expressions of a module plan that split parameters of this model."""
+    """Return the regular expressions of a module plan that shard parameters of this model."""
     patterns = [
         pattern
         for pattern, placements in module_plan.get("parameter", {}).items()

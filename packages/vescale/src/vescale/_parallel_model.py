@@ -1,9 +1,9 @@
-"""What `parallelize` returns: the user's model behind one interface for every layout.
+"""`ParallelModel`, the result of `parallelize`: the user's model behind one interface for every layout.
 
     out = model(**model.local_batch(batch))         with a pipeline, micro-batches or a loss_fn: a `StepOutput`
     out.loss.backward()                             otherwise: the module's own output
 
-Names are the user's: ``state_dict``, ``named_parameters`` and attributes are those of the module that was given.
+``state_dict``, ``named_parameters`` and attributes are those of the user's module.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ LossFn = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Output of a model whose forward is a step of micro-batches, or ends in a ``loss_fn``.
+    """Output of a forward with micro-batches, a pipeline or a ``loss_fn``.
 
     Attributes:
-        loss: mean over this rank's part of the batch, a 0-dim tensor that is the same on every stage;
-            ``loss.backward()`` brings the gradients.
+        loss: mean over this rank's part of the batch, a 0-dim tensor equal on every stage; ``loss.backward()``
+            accumulates the gradients.
     """
 
     loss: Tensor
@@ -43,7 +43,7 @@ class ParallelModel(nn.Module):
     Attributes:
         plan: the plan it was built from.
         mesh: device mesh with the axes "pp", "dp" and "tp".
-        module: the user's module, parallelised in place. With a pipeline, modules of other stages are stubs.
+        module: the user's module, parallelized in place. With a pipeline, modules of other stages are stubs.
         engine: the pipeline engine; ``None`` if the plan needs none.
     """
 
@@ -89,10 +89,10 @@ class ParallelModel(nn.Module):
         """Return this data-parallel rank's slice of the global batch, on the plan's device.
 
         Args:
-            batch: the model's arguments for the global batch; every rank gives the same. Tensors are cut along dim 0.
+            batch: the model's arguments for the global batch, equal on every rank. Tensors are sliced along dim 0.
 
         Raises:
-            ValueError: the batch cannot be cut into ``dp * num_microbatches`` pieces that count equally.
+            ValueError: the batch does not divide into ``dp * num_microbatches`` parts with equally many counted labels.
         """
         axis = self.mesh["dp"]
         local = slice_batch(
@@ -104,7 +104,7 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def global_loss(self, loss: Tensor) -> Tensor:
-        """Return the mean of ``loss`` over the data-parallel ranks, detached: what one process would print.
+        """Return the mean of ``loss`` over the data-parallel ranks, detached: the loss of one process.
 
         A collective over the dp axis: every rank calls it.
         """
@@ -115,11 +115,11 @@ class ParallelModel(nn.Module):
         return total
 
     def no_sync(self) -> Any:
-        """Return a context in which gradients accumulate locally; see ``vescale.optim.DDP.no_sync``."""
+        """Return a context that accumulates gradients locally; see ``vescale.optim.DDP.no_sync``."""
         return self.ddp.no_sync()
 
     def unsharded(self) -> Any:
-        """Return a context in which parameters are whole (``zero=3``); see ``vescale.optim.DDP.unsharded``."""
+        """Return a context with full parameters (``zero=3``); see ``vescale.optim.DDP.unsharded``."""
         return self.ddp.unsharded()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -127,9 +127,9 @@ class ParallelModel(nn.Module):
         self.ddp.zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's state dict, under the module's names: what this rank's stage holds.
+        """Return the module's state dict, under the module's names, for this rank's stage.
 
-        With ``zero=3`` values of parameters are this rank's parts, see ``vescale.optim.DDP.state_dict``.
+        With ``zero=3`` the values of parameters are this rank's shards, see ``vescale.optim.DDP.state_dict``.
         """
         return self.ddp.state_dict(*args, **kwargs)
 
@@ -167,15 +167,15 @@ class ParallelModel(nn.Module):
 def refuse_random_operators(plan: Plan) -> Iterator[None]:
     """Raise `RuntimeError` at the end if the device's generator has advanced.
 
-    One process draws a dropout mask for the whole batch, layer by layer. Micro-batches would draw in another order, so
-    their masks would be other ones; a pipeline refuses them itself.
+    One process draws a dropout mask for the full batch, layer by layer. Micro-batches would draw in another order and
+    get other masks. A pipeline of several stages refuses random operators itself.
     """
     before = _generator_state(plan.device)
     yield
     if not torch.equal(before, _generator_state(plan.device)):
         raise RuntimeError(
-            f"a random operator (dropout?) ran in a model with num_microbatches = {plan.num_microbatches}: its numbers "
-            "are not those that one process draws for the whole batch. Set dropout to 0, or use num_microbatches=1"
+            f"expected no random operators with num_microbatches = {plan.num_microbatches}, got a random operator "
+            "(dropout?): its values would differ from those of one process; set dropout to 0, or use num_microbatches=1"
         )
 
 

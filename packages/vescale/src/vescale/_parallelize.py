@@ -1,11 +1,11 @@
-"""`parallelize`: carry out a plan. Composes the parts in the one order that works.
+"""`parallelize`: execute a plan by composing the parts, in this order.
 
-1  checks                plan, optimizer, module plan, number of processes: nothing is communicated before they pass
+1  checks                plan, optimizer, module plan, number of processes, before any communication
 2  mesh                  axes pp, dp, tp in the plan's order
-3  PipelineEngine        other stages' modules become stubs, so that a rank never holds them
-4  parallelize_module    tensor parallelism; a deferred model gets its values here, shard by shard
+3  PipelineEngine        modules of other stages become stubs, so that a rank never holds them
+4  parallelize_module    tensor parallelism; materializes the shards of a deferred model
 5  DDP                   data parallelism and ZeRO
-6  DistributedOptimizer  on what this rank owns, with the gradient norm over all axes
+6  DistributedOptimizer  state of this rank's shards, gradient norm over all axes
 """
 
 import functools
@@ -41,28 +41,28 @@ def parallelize(
     module_plan: ModulePlan | None = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[ParallelModel, DistributedOptimizer]:
-    """Make a plain model and its optimizer parallel as a plan says. Every process calls it with the same arguments.
+    """Parallelize a model and its optimizer by a plan. Every process calls it with the same arguments.
 
     Args:
         plan: degrees and choices, written by hand or by `generate_plan`.
-        model: the user's module, changed in place; real, or deferred so that no rank ever holds the whole.
+        model: the user's module, modified in place; real, or deferred so that no rank holds the full model.
         optimizer_fn: an element-wise ``torch.optim`` class, or ``functools.partial`` of one with its hyperparameters.
         clip_grad_norm: clip gradients by this global norm in every ``optimizer.step()``; ``optimizer.grad_norm`` is
             the norm before clipping.
         loss_fn: computes the loss from the module's output, as ``loss_fn(output)`` or, if the batch has ``target``, as
             ``loss_fn(output, target)``. Not needed if the output is a scalar loss or has one as ``output.loss``.
-        param_groups: called with the parallel module when its parameters are final; returns torch's parameter groups,
-            for example to exempt norms from weight decay. By default one group of all parameters.
-        module_plan: tensor-parallel plan of ``vescale.dmodule``; by default the ready one for the model's family.
-        mesh: device mesh with the axes "pp", "dp" and "tp"; by default made from the plan.
+        param_groups: called with the parallel module after its parameters are final; returns torch's parameter groups,
+            for example without weight decay of norms. By default one group of all parameters.
+        module_plan: tensor-parallel plan of ``vescale.dmodule``; by default the ready plan of the model's family.
+        mesh: device mesh with the axes "pp", "dp" and "tp"; by default built from the plan.
 
     Returns:
-        The parallel model and its optimizer, for a loop that reads like the one for a single process.
+        The parallel model and its optimizer, for a training loop as in a single process.
 
     Raises:
-        TypeError: an argument is of another kind.
-        ValueError: the number of processes or the mesh is not the plan's; heads or experts do not divide; the model has
-            no ready module plan; the ranks' plans differ. All of it before any tensor is communicated.
+        TypeError: an argument has another type.
+        ValueError: the number of processes or the mesh does not match the plan, degrees do not divide heads or experts,
+            the model has no ready module plan, or the plans of the ranks differ. No tensor is communicated before.
 
     Example:
         >>> plan = Plan(dp=2, tp=2, pp=2, zero=1, num_microbatches=4)                               # doctest: +SKIP
@@ -104,7 +104,7 @@ def _read_arguments(
     if not isinstance(plan, Plan):
         raise TypeError(f"parallelize: plan must be a vescale.Plan, got {type(plan).__name__}")
     if isinstance(model, ParallelModel | DDP):
-        raise TypeError(f"parallelize: the model is a {type(model).__name__} already; give the plain module")
+        raise TypeError(f"parallelize: expected a plain module, got {type(model).__name__}; pass the plain module")
     if not isinstance(model, nn.Module):
         raise TypeError(f"parallelize: model must be an nn.Module, got {type(model).__name__}")
     optimizer_class: Any = optimizer_fn
@@ -129,16 +129,16 @@ def _resolve_module_plan(plan: Plan, model: nn.Module, module_plan: ModulePlan |
 
 
 def _resolve_mesh(plan: Plan, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh after comparing it with the plan, or make the plan's."""
+    """Return the given mesh, checked against the plan, or a new mesh of the plan."""
     if mesh is None:
         return init_device_mesh(plan.device, plan.mesh_shape, mesh_dim_names=plan.axis_order)
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     expected = {axis: getattr(plan, axis) for axis in plan.axis_order}
     if {axis: sizes.get(axis) for axis in expected} != expected or mesh.size() != plan.world_size:
         raise ValueError(
-            f"parallelize: the mesh has the axes {sizes or 'without names'}, the plan needs {expected}; "
-            "leave mesh out, or make it with init_device_mesh(..., mesh_dim_names=('pp', 'dp', 'tp'))"
+            f"parallelize: expected a mesh with the axes {expected}, got {sizes or 'axes without names'}; leave mesh "
+            "out, or build it with init_device_mesh(..., mesh_dim_names=('pp', 'dp', 'tp'))"
         )
     if mesh.device_type != plan.device:
-        raise ValueError(f"parallelize: the mesh is on {mesh.device_type!r}, the plan on {plan.device!r}")
+        raise ValueError(f"parallelize: expected a mesh on the plan's {plan.device!r}, got {mesh.device_type!r}")
     return mesh

@@ -1,10 +1,10 @@
-"""Make sure that torch.distributed is initialised as a plan needs it, before anything is communicated.
+"""Initialize torch.distributed for a plan, before any communication.
 
-    process group is there already        used as it is, and left to who made it
-    started by torchrun                   initialised from the environment, nccl for cuda and gloo for cpu
-    started as a plain python process     a group of this one process, so that one script serves both
+    existing process group                used unchanged, and not destroyed here
+    started by torchrun                   initialized from the environment, nccl for cuda and gloo for cpu
+    started as a plain python process     a group of this one process, so that one script runs in both ways
 
-A group made here is closed when the program ends, see Note [the last collective].
+A group created here is destroyed at the end of the program, see Note [the last collective].
 """
 
 import atexit
@@ -24,11 +24,11 @@ _LAST_COLLECTIVE_SECONDS = 0.1
 
 
 def ensure_process_group(plan: Plan) -> None:
-    """Check the number of processes against the plan, and initialise torch.distributed if nobody has.
+    """Check the number of processes against the plan, and initialize torch.distributed if there is no process group.
 
     Raises:
-        ValueError: the number of processes is not ``dp * tp * pp``; nothing has been initialised then.
-        RuntimeError: the plan wants cuda and there is none.
+        ValueError: the number of processes is not ``dp * tp * pp``; nothing is initialized.
+        RuntimeError: the plan's device is cuda, which is not available.
     """
     launched = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
     started = int(os.environ["WORLD_SIZE"]) if launched else 1
@@ -39,7 +39,7 @@ def ensure_process_group(plan: Plan) -> None:
     if dist.is_initialized():
         return
     backend = BACKENDS[plan.device]
-    logger.info("initialising torch.distributed: %s, %d processes", backend, world_size)
+    logger.info("initializing torch.distributed: %s, %d processes", backend, world_size)
     if launched:
         dist.init_process_group(backend)
     else:
@@ -48,12 +48,12 @@ def ensure_process_group(plan: Plan) -> None:
 
 
 def _close_process_group() -> None:
-    """Destroy the group at the end of the program, and let gloo's threads finish.
+    """Destroy the group at the end of the program, and sleep until gloo's threads finish.
 
-    Note [the last collective]: gloo's worker thread frees the tensors of a collective after it has told the caller
-    that it is done, and needs Python's lock for that. If the interpreter is shutting down by then, the thread is ended
-    instead, and the process aborts after its last line: "terminate called without an active exception". Sleeping gives
-    the lock away while the interpreter is still whole.
+    Note [the last collective]: a gloo worker thread frees the tensors of a collective after the collective returns to
+    the caller, and needs the GIL to do so. If the interpreter is already shutting down, it kills the thread, and the
+    process aborts after its last line: "terminate called without an active exception". The sleep releases the GIL while
+    the interpreter still runs.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -61,23 +61,23 @@ def _close_process_group() -> None:
 
 
 def _select_gpu() -> None:
-    """Select this process's device, unless the caller has selected another one than the first."""
+    """Select this process's device, unless the caller already selected another than the first."""
     if not torch.cuda.is_available():
         raise RuntimeError(
-            "the plan's device is 'cuda', but torch.cuda.is_available() is False; use Plan(device='cpu')"
+            "expected a GPU for device 'cuda', got torch.cuda.is_available() == False; use Plan(device='cpu')"
         )
     if torch.cuda.current_device() == 0 and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 
 
 def check_same_plan(plan: Plan) -> None:
-    """Raise `ValueError` on every rank, naming the ranks, if the plans of the default group's ranks differ."""
+    """Raise `ValueError` on every rank, with the ranks in its text, if plans differ in the default group."""
     mine = repr(plan)
     every: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     other = [rank for rank, text in enumerate(every) if text != every[0]]
     if other:
         raise ValueError(
-            f"ranks {other} were given another plan than rank 0:\n"
+            f"expected the same plan on all ranks, got another one than rank 0's on ranks {other}:\n"
             f"  rank 0: {every[0]}\n  rank {other[0]}: {every[other[0]]}"
         )

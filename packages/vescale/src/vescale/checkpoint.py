@@ -1,4 +1,4 @@
-"""Checkpoints that load under any layout: the name users expect for ``vescale.ckpt``.
+"""Checkpoints that load under any layout: an alias of ``vescale.ckpt``.
 
 vescale.checkpoint.save("runs/step-100", {"model": model, "optimizer": optimizer})
 vescale.checkpoint.load("runs/step-100", {"model": model, "optimizer": optimizer})

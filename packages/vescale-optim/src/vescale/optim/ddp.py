@@ -72,8 +72,8 @@ class DDP(_torch.UnmovableModule):
             parts are in the order of ranks along the first axis, then along the second, and means of gradients are over
             all. With one rank nothing is communicated.
         zero: 0, 1, 2 or 3, see above. From 1 on parameters become views of flat buffers. With 3 each rank keeps 1/N of
-            them, and makes them whole, unit by unit, where they are used; otherwise they have no values, and reading
-            one is an error: see `unsharded` and `state_dict`. All ranks must run the same units in the same order.
+            them, and unshards them, unit by unit, where they are used; otherwise they have no values, and reading one
+            is an error: see `unsharded` and `state_dict`. All ranks must run the same units in the same order.
         bucket_bytes: Size at which a gradient bucket is closed, in the dtype of its parameters.
         overlap: Reduce buckets while backward runs, and with ZeRO 1 and 2 gather parameters while the next forward
             runs, each bucket awaited at its first use; or all at the end of backward, and of step. The result is the
@@ -98,10 +98,10 @@ class DDP(_torch.UnmovableModule):
         find_unused_parameters: Find out, in each backward, which parameters no rank has used: they keep ``grad`` None,
             as in one process. It takes one small all-reduce that the host waits for. If False, every trainable
             parameter must get a gradient on every rank in each synchronizing backward; a missing one is an error.
-        units: With ``zero=3``: names of modules, or regular expressions for whole names, whose parameters are made
-            whole and freed together. By default the elements of the outermost ``nn.ModuleList`` and ``nn.Sequential``
-            containers. The rest, and what several units share, is whole from the beginning of the forward to the end of
-            the backward.
+        units: With ``zero=3``: names of modules, or regular expressions for whole names, whose parameters are
+            unsharded and freed together. By default the elements of the outermost ``nn.ModuleList`` and
+            ``nn.Sequential`` containers. The rest, and what several units share, stays unsharded from the beginning of
+            the forward to the end of the backward.
         reshard_after_forward: With ``zero=3``: free a unit after its forward and gather it again for its backward.
             False keeps it, which takes the memory of all parameters and saves a third of the communication.
         prefetch: With ``zero=3``: gather the next unit while one runs.
@@ -234,7 +234,7 @@ class DDP(_torch.UnmovableModule):
 
         Args:
             reshard: With ``zero=3``, free parameters after each use inside, too. By default they are gathered once and
-                stay whole until a backward outside has ended.
+                stay unsharded until a backward outside has ended.
 
         Raises:
             RuntimeError: If it is entered, or left, during a backward.
@@ -284,10 +284,10 @@ class DDP(_torch.UnmovableModule):
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Make all parameters whole (``zero=3``): to read, write or export them, or to call parts of the module.
+        """Unshard all parameters (``zero=3``): to read, write or export them, or to call parts of the module.
 
         All ranks enter and leave it. What is written to a parameter, alike on all ranks, is kept. It needs the memory
-        of all parameters, which views made inside keep. With other stages parameters are whole anyway.
+        of all parameters, which views made inside keep. With other stages parameters are never sharded.
 
         Raises:
             RuntimeError: If it is entered during forward or backward.
@@ -307,7 +307,7 @@ class DDP(_torch.UnmovableModule):
         """Start filling the parameters with what the optimizers of all ranks have made of their parts (ZeRO 1, 2).
 
         A read or write of a parameter waits until it is filled; with ``overlap=False`` this method does. With
-        ZeRO 3 nothing is filled: whole parameters are forgotten, and the next forward gathers them.
+        ZeRO 3 nothing is filled: full parameters are freed, and the next forward gathers them.
 
         Args:
             num_views: By index of a bucket: how many tensors the optimizer has over its parameters.
@@ -367,14 +367,14 @@ class DDP(_torch.UnmovableModule):
         """Return the module's state dict, under the module's names.
 
         With ``zero=3`` a parameter's value is a `StatePiece`, this rank's part of it, which checkpoints store and
-        reshard; inside `unsharded` it is the whole tensor.
+        reshard; inside `unsharded` it is the full tensor.
         """
         if self._sharded is None or self._sharded.is_unsharded or kwargs.get("keep_vars"):
             return self.module.state_dict(*args, **kwargs)
         return state_of_pieces(self.module, self._sharded.parts, self.spreads, *args, **kwargs)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the module's state dict, in place; with ``zero=3`` values of parameters may be pieces or whole.
+        """Load the module's state dict, in place; with ``zero=3`` values of parameters may be pieces or full tensors.
 
         Values of parameters may be DTensors over the data-parallel axis, such as those of `sharded_parameters`: then
         all ranks call it alike.

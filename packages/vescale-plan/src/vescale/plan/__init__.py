@@ -1,11 +1,11 @@
-"""Choose how to parallelise a model, as data.
+"""Choose a parallel layout of a model, as data.
 
     from vescale.plan import Cluster, Constraints, Plan, generate_plan
 
 `generate_plan` reads a model's shapes (never its memory), enumerates data x tensor x pipeline x ZeRO layouts and
 returns the first one, in a documented order of preference, that fits the devices. The result is a `Plan`: it prints,
-saves, loads and explains itself. Read in this order: ``_profile.py`` (what is known of a
-model), ``_memory.py`` (bytes per rank), ``cluster.py``, ``plan.py``, ``_search.py``.
+saves, loads and explains itself. Read in this order: ``_profile.py`` (sizes of a model), ``_memory.py`` (bytes per
+rank), ``cluster.py``, ``plan.py``, ``_search.py``.
 """
 
 from ._memory import Layout, StageMemory, StateBytes, estimate_memory, model_state_bytes

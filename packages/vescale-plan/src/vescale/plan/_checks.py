@@ -1,6 +1,6 @@
-"""Words the planner accepts, and the checks its dataclasses share.
+"""Accepted values of the planner, and the checks shared by its dataclasses.
 
-A value that does not fit raises at construction, so every `Plan`, `Cluster` and `Constraints` that exists is valid.
+An invalid value raises at construction, so every `Plan`, `Cluster` and `Constraints` is valid.
 """
 
 from collections.abc import Collection

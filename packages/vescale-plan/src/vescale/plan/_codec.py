@@ -1,6 +1,6 @@
-"""Frozen dataclasses to JSON and back, exactly: tuples come back as tuples, nested dataclasses as their classes.
+"""Convert frozen dataclasses to JSON and back, with tuples as tuples and nested dataclasses as their classes.
 
-An unknown field is refused with the nearest known name: a plan must mean what it meant when it was written.
+An unknown field is refused with the nearest field name, so a plan never changes its meaning between releases.
 """
 
 import dataclasses
@@ -23,7 +23,8 @@ def from_data(cls: type, data: Any, *, where: str) -> Any:
     """Build dataclass ``cls`` from `to_data`'s output.
 
     Raises:
-        ValueError: ``data`` is not an object, has an unknown field or lacks a required one; ``where`` names the place.
+        ValueError: ``data`` is not an object, has an unknown field or lacks a required one; the text begins with
+            ``where``.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{where}: expected an object with the fields of {cls.__name__}, got {type(data).__name__}")
@@ -45,7 +46,7 @@ def from_data(cls: type, data: Any, *, where: str) -> Any:
 
 
 def _value(annotation: Any, item: Any, *, where: str) -> Any:
-    """Convert lists and objects as the annotation says; leave scalars to the class's own checks."""
+    """Convert lists and objects by the annotation; the class itself checks scalars."""
     if typing.get_origin(annotation) in (UnionType, typing.Union):
         members = [member for member in typing.get_args(annotation) if member is not NoneType]
         nested = [

@@ -1,11 +1,11 @@
-"""Estimate the bytes one rank needs: pure functions of a profile and a layout.
+"""Estimate the bytes of one rank: pure functions of a profile and a layout.
 
 Model states (P parameters held by a rank, N = dp; bytes per parameter p, g, o for parameters, gradients, optimizer):
 
     ZeRO-0   (p + g + o) P
     ZeRO-1   (p + g) P + o P/N
     ZeRO-2   p P + (g + o) P/N
-    ZeRO-3   (p + g + o) P/N      and, while they are used, whole: what is in no block, and two blocks
+    ZeRO-3   (p + g + o) P/N      plus the full parameters in use: those outside of blocks, and two blocks
 
 With p, g, o = 2, 2, 12 these are the formulas of the ZeRO paper (arXiv 1910.02054, figure 1); with 2, 4, 12 and 4, 4, 8
 those of Megatron's distributed optimizer. P is the rank's share: its stage's parameters, the tp-sharded ones over tp.
@@ -20,9 +20,9 @@ of e bytes; h hidden, q and k widths of queries and keys, f feed-forward, a head
                                 + a s (e + d (e + 1))        scores, if they are kept: softmax, dropped, mask
 
 For e = 2, d = 1, q = k = h the sum is 18 h + 4 f, or 10 h + 24 h / tp for f = 4 h. Sequence parallelism splits the
-first row over tp; the second stays whole, because the gathered inputs are kept for the weight gradients (Megatron
-gathers them again in backward: ``regather=True``, everything over tp). With experts, f counts once per chosen expert,
-each choice keeps the token before and after, and all of it is split over tp: experts are taken to be evenly loaded.
+first row over tp. The second row is not split, because the gathered inputs are kept for the weight gradients (Megatron
+gathers them again in backward: ``regather=True``, all rows over tp). With experts, f counts once per chosen expert,
+each choice keeps the token before and after, and all of it is split over tp: the load of experts is assumed to be even.
 """
 
 import itertools
@@ -35,10 +35,10 @@ from ._profile import ModelProfile, dtype_bytes
 from ._units import format_bytes, format_percent
 
 ACTIVATIONS_COVER = (
-    "Activations are counted by the formula of arXiv 2205.05198 for what autograd keeps of a transformer block, the "
-    "embedding, the last norm and one float32 copy of the logits. Not counted: recomputation (which keeps less), casts "
-    "to float32 inside the model, further copies of the logits in an unfused loss, temporary tensors, workspaces and "
-    "allocator fragmentation: memory_fraction leaves room for them."
+    "Activations are counted by the formula of arXiv 2205.05198 for tensors saved by autograd in a transformer block, "
+    "the embedding, the last norm and one float32 copy of the logits. Not counted: recomputation (which saves less), "
+    "casts to float32 inside the model, further copies of the logits in an unfused loss, temporary tensors, workspaces "
+    "and allocator fragmentation: memory_fraction leaves room for them."
 )
 
 
@@ -49,7 +49,7 @@ class StateBytes:
     Attributes:
         params: the parameter itself.
         grads: its gradient.
-        optimizer: what the optimizer keeps: two moments for AdamW, plus a master copy if there is one.
+        optimizer: optimizer state: two moments for AdamW, plus a master copy, if any.
 
     Example:
         >>> StateBytes(params=2, grads=2, optimizer=12)      # mixed precision Adam of the ZeRO paper: 16 bytes
@@ -69,7 +69,7 @@ class StateBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The degrees and choices that decide memory: what a plan is about."""
+    """The degrees and choices of a plan that determine memory."""
 
     dp: int
     tp: int
@@ -86,18 +86,18 @@ class Layout:
 
     @property
     def bubble(self) -> float:
-        """Idle share of a pipeline rank's time with equal stages: (pp - 1) / (m + pp - 1), for GPipe and 1F1B alike."""
+        """Idle fraction of a pipeline rank with equal stages: (pp - 1) / (m + pp - 1), for GPipe and 1F1B."""
         return (self.pp - 1) / (self.num_microbatches + self.pp - 1)
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on each rank of one pipeline stage, by what they are for.
+    """Bytes on each rank of one pipeline stage, by purpose.
 
     Attributes:
         parameters, gradients, optimizer: the model states.
-        activations: kept for backward by the micro-batches in flight at the worst moment.
-        buffers: gradients on their way, see `buffer_bytes`.
+        activations: saved for backward by the largest number of micro-batches in flight.
+        buffers: gradient and parameter buffers, see `buffer_bytes`.
     """
 
     parameters: int
@@ -118,14 +118,14 @@ class StageMemory:
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """Return the smallest integer that is not below ``numerator / denominator``."""
+    """Return ``numerator / denominator``, rounded up."""
     return -(-numerator // denominator)
 
 
 def stage_blocks(num_blocks: int, pp: int) -> tuple[range, ...]:
     """Return the blocks of each stage under the uniform split.
 
-    The remainder goes one each to stages 1, 2, ..., pp-2, then 0: the ends carry embedding and head as well. This is
+    The remainder goes one each to stages 1, 2, ..., pp-2, then 0, because the ends also run embedding and head. This is
     the rule of ``vescale.pipe``.
 
     >>> stage_blocks(7, 4)
@@ -140,7 +140,7 @@ def stage_blocks(num_blocks: int, pp: int) -> tuple[range, ...]:
 
 
 def microbatches_in_flight(schedule: str, pp: int, num_microbatches: int, stage: int) -> int:
-    """Return how many micro-batches a stage keeps activations of: all for GPipe, at most ``pp - stage`` for 1F1B."""
+    """Return the number of micro-batches with live activations: all for GPipe, at most ``pp - stage`` for 1F1B."""
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, pp - stage)
 
 
@@ -148,7 +148,7 @@ def model_state_bytes(num_params: int, *, state: StateBytes, dp: int = 1, zero: 
     """Return bytes of parameters, gradients and optimizer state on one rank.
 
     Args:
-        num_params: trainable elements that the rank holds after tensor and pipeline parallelism.
+        num_params: trainable elements of the rank after tensor and pipeline parallelism.
         state: bytes per element.
         dp: data-parallel degree.
         zero: ZeRO stage 0 to 3.
@@ -171,7 +171,7 @@ def block_activation_bytes(
     sequence_parallel: bool = False,
     regather: bool = False,
 ) -> int:
-    """Return the bytes one block keeps for backward on one rank, for ``tokens`` tokens (see the module's formulas)."""
+    """Return the bytes saved by one block for backward on one rank, for ``tokens`` tokens (see the module's table)."""
     e, h, dropout = dtype_bytes(profile.dtype), profile.hidden, int(profile.dropout)
     queries, keys = profile.heads * profile.head_dim or h, profile.kv_heads * profile.head_dim or h
     choices = max(profile.experts_per_token, 1)
@@ -190,10 +190,10 @@ def block_activation_bytes(
 def edge_activation_bytes(
     profile: ModelProfile, *, tokens: int, tp: int = 1, sequence_parallel: bool = False
 ) -> tuple[int, int]:
-    """Return the bytes kept by the embedding and by norm + head + loss, for ``tokens`` tokens.
+    """Return the bytes saved by the embedding and by norm + head + loss, for ``tokens`` tokens.
 
-    The embedding keeps 8-byte indices and a dropout mask; the end keeps the inputs of norm and head and the logits in
-    float32, which every tp rank holds whole.
+    The embedding saves 8-byte indices and a dropout mask. The end saves the inputs of norm and head, and the logits in
+    float32, which are full on every tp rank.
     """
     e, h = dtype_bytes(profile.dtype), profile.hidden
     split = tp if sequence_parallel else 1
@@ -207,10 +207,10 @@ class StageParams:
     """Parameter elements on one rank of a stage.
 
     Attributes:
-        trainable, frozen: of all parameters.
-        largest: of the largest trainable parameter.
-        block: of the largest block.
-        edges: of what belongs to no block, or to several.
+        trainable, frozen: elements of all parameters.
+        largest: elements of the largest trainable parameter.
+        block: elements of the largest block.
+        edges: elements of parameters in no block, or in several.
     """
 
     trainable: int
@@ -249,25 +249,25 @@ def stage_params(profile: ModelProfile, *, tp: int, pp: int) -> tuple[StageParam
 
 
 def buffer_bytes(params: StageParams, layout: Layout, *, state: StateBytes, bucket_bytes: int) -> int:
-    """Return the bytes of buffers beside the model states themselves.
+    """Return the bytes of buffers in addition to the model states.
 
-    ZeRO-1 keeps the reduced shard next to the whole gradients. ZeRO-2 holds two whole buckets during backward, one
-    being filled and one being reduced (a parameter larger than ``bucket_bytes`` is a bucket of its own). ZeRO-3 holds,
-    as parameters and as gradients, what belongs to no block and two blocks, one that runs and one that is gathered or
-    reduced meanwhile. The pipeline sums the gradients of micro-batches in a copy.
+    ZeRO-1 keeps the reduced shard in addition to the full gradients. ZeRO-2 holds two full buckets during backward: one
+    being filled and one being reduced (a parameter larger than ``bucket_bytes`` has its own bucket). ZeRO-3 holds full
+    parameters and gradients outside of blocks and of two blocks: one running, one in a collective. A pipeline sums the
+    gradients of micro-batches in a copy.
     """
-    whole = params.trainable * state.grads
+    full = params.trainable * state.grads
     total = 0
     if layout.zero == 1:
         total += ceil_div(params.trainable, layout.dp) * state.grads
     elif layout.zero == 2:
-        total += min(2 * max(bucket_bytes, params.largest * state.grads), whole)
+        total += min(2 * max(bucket_bytes, params.largest * state.grads), full)
     elif layout.zero == 3 and layout.dp > 1:
         in_use = params.edges + 2 * params.block
         total += min(in_use, params.trainable + params.frozen) * state.params
-        total += min(in_use * state.grads, whole)
+        total += min(in_use * state.grads, full)
     if layout.pp > 1 or layout.num_microbatches > 1:
-        total += whole
+        total += full
     return total
 
 
@@ -302,7 +302,7 @@ def estimate_memory(
         One `StageMemory` per stage.
 
     Raises:
-        ValueError: the batch does not divide.
+        ValueError: ``dp * num_microbatches`` does not divide the batch.
     """
     pieces = layout.dp * layout.num_microbatches
     if global_batch_size % pieces:
@@ -334,7 +334,7 @@ def estimate_memory(
 
 
 def describe_stages(stages: Sequence[StageMemory], *, limit: int | None = None) -> list[str]:
-    """Return one line per distinct run of equal stages, and the fullest stage's share of ``limit``."""
+    """Return one line per run of equal stages, and the fullest stage's fraction of ``limit``."""
     lines, first = [], 0
     for stage in range(1, len(stages) + 1):
         if stage == len(stages) or stages[stage] != stages[first]:

@@ -1,16 +1,16 @@
-"""Describe a model to the planner without running it and without its memory.
+"""Profile a model for the planner, without running it and without its memory.
 
-`profile` reads shapes only, so the model may be real, on ``torch.device("meta")`` or deferred. What it needs to know:
+`profile` reads shapes only, so the model may be real, on ``torch.device("meta")`` or deferred. It collects
 
-* every parameter: name, shape, dtype, and its **position** in the chain of blocks: -1 in front of the blocks
-  (embedding), ``i`` in block ``i``, ``num_blocks`` behind them (last norm, head). A tied parameter has several.
-* the transformer's numbers (hidden size, heads, experts ...). They are looked up, in this order, in a Hugging Face like
-  ``model.config``, in integer attributes of the first block's modules, and in the shapes of layers. What had to be
-  assumed is said in ``ModelProfile.notes``; correct it with ``dataclasses.replace(profile(model), heads=16)``.
+* every parameter: name, shape, dtype, and its **position** in the chain of blocks: -1 before the blocks (embedding),
+  ``i`` in block ``i``, ``num_blocks`` after them (last norm, head). A tied parameter has several positions.
+* the transformer's sizes (hidden size, heads, experts, ...). Sources, in order: a ``model.config`` as in Hugging Face,
+  integer attributes of the first block's modules, and shapes of layers. ``ModelProfile.notes`` lists assumptions;
+  correct one with ``dataclasses.replace(profile(model), heads=16)``.
 
 The blocks are the entries with parameters of the longest ``nn.ModuleList`` that is not inside another one (a list of
-experts is inside a block), or of the longest ``nn.Sequential`` if there is none. When activations are counted, all
-blocks are taken to be like the first one; parameters are counted one by one.
+experts is inside a block), or of the longest ``nn.Sequential`` if there is no such list. Activations of all blocks are
+counted like those of the first; parameters are counted one by one.
 """
 
 import itertools
@@ -40,14 +40,14 @@ _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """Name, shape and place of one parameter.
+    """Name, shape and position of one parameter.
 
     Attributes:
         fqn: first name under which the model lists it.
         shape: global shape.
         dtype: name of the dtype, such as ``"float32"``.
-        positions: where it is used: -1 before the blocks, ``i`` in block ``i``, ``num_blocks`` after them.
-        sharded: whether tensor parallelism splits it over the ``tp`` axis.
+        positions: positions of its uses: -1 before the blocks, ``i`` in block ``i``, ``num_blocks`` after them.
+        sharded: whether tensor parallelism shards it over the ``tp`` axis.
         trainable: whether it needs a gradient and optimizer state.
     """
 
@@ -60,13 +60,13 @@ class ParameterInfo:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
+        """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """What the planner knows about a model. All sizes are counts of elements, 0 = the model has none or none was found.
+    """The sizes of a model for the planner. All sizes are counts of elements; 0 = none or not found.
 
     Attributes:
         parameters: every parameter once, in the model's order.
@@ -75,11 +75,11 @@ class ModelProfile:
         hidden, heads, kv_heads, head_dim, ffn, vocab: the transformer's sizes.
         experts, experts_per_token: mixture of experts; 0 and 0 for a dense model.
         gated: the feed-forward is ``down(act(gate(x)) * up(x))`` and not ``down(act(up(x)))``.
-        dropout: the model has active dropout, whose masks are kept for backward.
-        fused_attention: attention scores are recomputed in backward and not kept.
-        dtype: dtype of most parameter elements; activations are taken to have it too.
-        notes: what was assumed because it was not found.
-        tp_refusal: why tensor parallelism is impossible for this model; empty if it is not.
+        dropout: the model has active dropout, with masks saved for backward.
+        fused_attention: attention scores are recomputed in backward and not saved.
+        dtype: dtype of most parameter elements, assumed for activations too.
+        notes: assumptions about sizes that were not found.
+        tp_refusal: reason to refuse tensor parallelism for this model; empty if it is supported.
     """
 
     parameters: tuple[ParameterInfo, ...]
@@ -130,13 +130,13 @@ def profile(
 
     Args:
         model: real, meta or deferred module.
-        tp_sharded: regular expressions (full match) of the parameter FQNs that tensor parallelism splits. ``None``:
-            matrices inside blocks except routers, and matrices over the vocabulary, as usual transformer plans do.
-        fused_attention: whether attention scores are not kept for backward. ``None``: false only if
-            ``model.config`` says that the attention implementation is ``"eager"``.
+        tp_sharded: regular expressions (full match) of the parameter FQNs sharded by tensor parallelism. ``None``:
+            matrices inside blocks except routers, and matrices over the vocabulary, as in common transformer plans.
+        fused_attention: whether attention scores are not saved for backward. ``None``: false only if the attention
+            implementation in ``model.config`` is ``"eager"``.
 
     Returns:
-        The `ModelProfile`; ``print`` it to see what was found.
+        The `ModelProfile`; ``print`` shows its sizes.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
@@ -155,7 +155,7 @@ def profile(
     sizes, notes = _find_sizes(model, next(iter(entries.values()), model))
     parameters = tuple(_find_parameters(model, list(entries), sizes, tp_sharded))
     if not parameters:
-        raise ValueError(f"profile: {type(model).__name__} has no parameters")
+        raise ValueError(f"profile: expected a model with parameters, got {type(model).__name__} without any")
     config = _config(model)
     if fused_attention is None:
         fused_attention = getattr(config, "_attn_implementation", None) != "eager"
@@ -183,7 +183,7 @@ def _config(model: nn.Module) -> object:
 
 
 def _find_blocks(model: nn.Module) -> tuple[str, dict[str, nn.Module]]:
-    """Return FQN and entries of the longest list that is in no other list; the first of equals."""
+    """Return FQN and entries of the longest list outside of other lists; the first of equals."""
     for kind in (nn.ModuleList, nn.Sequential):
         best: tuple[str, dict[str, nn.Module]] = ("", {})
         outermost: list[str] = []
@@ -205,7 +205,7 @@ def _prefix(fqn: str) -> str:
 
 
 def _find_sizes(model: nn.Module, block: nn.Module) -> tuple[dict[str, int], list[str]]:
-    """Return the transformer's numbers, and sentences about those that were assumed."""
+    """Return the transformer's sizes, and notes about assumed ones."""
     sources = [_config(model), *block.modules()]
     found = {name: _first_int(sources, attributes) for name, attributes in _NAMES.items()}
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -221,7 +221,7 @@ def _find_sizes(model: nn.Module, block: nn.Module) -> tuple[dict[str, int], lis
 
 
 def _complete(found: dict[str, int], block: nn.Module) -> tuple[dict[str, int], list[str]]:
-    """Fill what follows from other sizes; say what is a guess."""
+    """Derive missing sizes from other sizes, and return notes about assumptions."""
     notes = []
     if not found["ffn"]:
         widest = max((module.in_features for module in block.modules() if isinstance(module, nn.Linear)), default=0)
@@ -241,7 +241,7 @@ def _complete(found: dict[str, int], block: nn.Module) -> tuple[dict[str, int], 
 
 
 def _first_int(sources: Iterable[object], names: Sequence[str]) -> int:
-    """Return the first positive integer attribute; a source that comes first wins over a name that comes first."""
+    """Return the first positive integer attribute; the order of sources has precedence over the order of names."""
     for source in sources:
         for name in names:
             value = getattr(source, name, None)
@@ -251,7 +251,7 @@ def _first_int(sources: Iterable[object], names: Sequence[str]) -> int:
 
 
 def _first_vector_length(block: nn.Module) -> int:
-    """Return the length of the block's first 1-D parameter (a norm or a bias), 0 if there is none."""
+    """Return the length of the block's first 1-D parameter (a norm or a bias), or 0."""
     return next((parameter.shape[0] for parameter in block.parameters() if parameter.dim() == 1), 0)
 
 
@@ -299,7 +299,7 @@ def _check_patterns(tp_sharded: Sequence[str] | None, fqns: Sequence[str]) -> No
 
 
 def _modules_in_front(model: nn.Module, blocks: Sequence[str]) -> set[str]:
-    """Return the FQNs of the modules that the model lists before its first block."""
+    """Return the FQNs of the modules before the first block."""
     fqns = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
     return set(itertools.takewhile(lambda fqn: fqn != blocks[0], fqns)) if blocks else set(fqns)
 
@@ -317,7 +317,7 @@ def _position(fqn: str, blocks: Sequence[str], front: set[str]) -> int:
 def _is_gated(parameters: Sequence[ParameterInfo], sizes: dict[str, int]) -> bool:
     """Count the feed-forward's matrices of one block: two are plain, three (or a double one and a single) are gated."""
     ffn, hidden = sizes["ffn"], sizes["hidden"]
-    if not ffn or ffn == hidden:  # shapes cannot tell the feed-forward from the projections of attention
+    if not ffn or ffn == hidden:  # feed-forward and attention projections have equal shapes
         return any("gate_up" in info.fqn or "gate_proj" in info.fqn for info in parameters)
     per_block = sum(
         info.numel

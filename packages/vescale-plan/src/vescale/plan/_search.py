@@ -1,19 +1,19 @@
-"""Choose a plan: enumerate the layouts, refuse what cannot work, take the first that fits memory.
+"""Choose a plan: enumerate the layouts, refuse invalid ones, and return the first that fits memory.
 
 The order of preference puts the least communication first; it is the sort key of `_preference`:
 
 1. tensor parallelism inside one host before tensor parallelism across hosts (it communicates in every layer);
-2. a pipeline that idles at most a quarter of the time before one that idles more;
-3. few model-parallel ranks (tp * pp): what remains is data parallelism, whose communication hides behind backward;
+2. a pipeline with a bubble of at most a quarter before one with a larger bubble;
+3. few model-parallel ranks (tp * pp): data parallelism overlaps its communication with backward;
 4. among equals a small tp, then a low ZeRO stage, then few micro-batches.
 
-A layout is refused, with the reason in the table, when tp does not divide heads, key/value heads, experts or the
-feed-forward, when there are fewer blocks than stages, when the batch does not divide, or when the fullest rank exceeds
-the memory limit. With pp > 1 only the largest allowed number of micro-batches is looked at: it has the smallest bubble
-and the smallest activations. With pp = 1 they are tried from 1 upwards (gradient accumulation).
+A layout is refused, with the reason in the table, if tp does not divide heads, key/value heads, experts or the
+feed-forward, if there are fewer blocks than stages, if the batch does not divide, or if the fullest rank exceeds the
+memory limit. With pp > 1 only the largest allowed number of micro-batches is considered: it has the smallest bubble
+and the smallest activations. With pp = 1 the numbers are considered from 1 upwards (gradient accumulation).
 
-The search is deterministic and exhaustive over what it enumerates; it takes milliseconds for 8 and about a second for
-1,024 devices. It models memory, not time.
+The search is deterministic and exhaustive; it takes milliseconds for 8 and about a second for 1,024 devices. It models
+memory, not time.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ _MAX_BUBBLE = 0.25
 
 
 class NoPlanFitsError(ValueError):
-    """No layout satisfies cluster and constraints.
+    """Raised if no layout satisfies cluster and constraints.
 
     Attributes:
-        table: every layout that was looked at, with the reason it was refused.
+        table: every considered layout, with the reason of its refusal.
     """
 
     def __init__(self, message: str, table: Sequence[Candidate]) -> None:
@@ -53,14 +53,14 @@ def generate_plan(model: nn.Module | ModelProfile, cluster: Cluster, constraints
     Args:
         model: an ``nn.Module`` (real, meta or deferred) or its `ModelProfile`.
         cluster: the devices; all of them are used.
-        constraints: batch, sequence length, and the choices that are already made.
+        constraints: batch, sequence length, and fixed choices.
 
     Returns:
-        The first plan in the order of preference whose fullest rank fits ``cluster.memory_bytes *
+        The first plan in the order of preference with a fullest rank within ``cluster.memory_bytes *
         constraints.memory_fraction``. ``print(plan)`` shows it, ``print(plan.explain())`` the table.
 
     Raises:
-        NoPlanFitsError: (a `ValueError`) nothing fits; the message has the nearest miss, ``error.explain()`` the table.
+        NoPlanFitsError: (a `ValueError`) no plan fits; the text has the nearest miss, ``error.explain()`` the table.
 
     Example:
         >>> import torch
@@ -111,7 +111,7 @@ def _estimate(found: ModelProfile, layout: Layout, constraints: Constraints) -> 
 
 
 def _enumerate(found: ModelProfile, cluster: Cluster, constraints: Constraints) -> list[tuple[Layout, str]]:
-    """Return every layout with the reason against it ("" = none so far), in the order of preference."""
+    """Return every layout with the reason of its refusal ("" = none so far), in the order of preference."""
     rows: list[tuple[Layout, str]] = []
     for dp, tp, pp in degrees(cluster.num_devices):
         base = Layout(dp=dp, tp=tp, pp=pp, schedule=constraints.schedule)
@@ -139,7 +139,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _refuse(found: ModelProfile, layout: Layout, constraints: Constraints) -> str:
-    """Return why these degrees cannot work, whatever the ZeRO stage and micro-batches; "" if they can."""
+    """Return the reason to refuse these degrees for every ZeRO stage and number of micro-batches, or ""."""
     if layout.pp > max(found.num_blocks, 1):
         return f"{found.num_blocks} blocks cannot fill {layout.pp} stages"
     tied = _tied_across_stages(found, layout.pp)
@@ -152,7 +152,7 @@ def _refuse(found: ModelProfile, layout: Layout, constraints: Constraints) -> st
     divided = {
         "attention heads": found.heads,
         "key/value heads": found.kv_heads,
-        "experts": found.experts,  # whole experts are spread over tp, so their size need not divide
+        "experts": found.experts,  # tp distributes full experts, so their size does not need to divide
         "feed-forward size": 0 if found.experts else found.ffn,
     }
     for name, count in divided.items():
@@ -168,14 +168,14 @@ def _refuse(found: ModelProfile, layout: Layout, constraints: Constraints) -> st
 
 
 def _tied_across_stages(found: ModelProfile, pp: int) -> str:
-    """Return the name of a parameter that several stages would use, "" if there is none."""
+    """Return the name of a parameter used by several stages, or ""."""
     blocks = stage_blocks(found.num_blocks, pp)
     used_by = ((info.fqn, {stage_of(position, blocks) for position in info.positions}) for info in found.parameters)
     return next((fqn for fqn, stages in used_by if len(stages) > 1), "")
 
 
 def _choices(base: Layout, constraints: Constraints) -> Iterator[Layout]:
-    """Yield the layouts of given degrees: ZeRO stages that change something, and useful numbers of micro-batches."""
+    """Yield the layouts of given degrees: ZeRO stages with an effect, and useful numbers of micro-batches."""
     stages = (0, 1, 2) if base.dp > 1 else (0,)
     if constraints.zero is not None:
         stages = (constraints.zero,)
@@ -208,7 +208,7 @@ def _preference(layout: Layout, cluster: Cluster) -> tuple:
 
 
 def _nearest_miss(table: Sequence[Candidate], cluster: Cluster, constraints: Constraints, limit: int) -> str:
-    """Say which layout came nearest, or why none got as far as memory."""
+    """Return the text of the layout nearest to the limit, or the refusals if none reached the estimate."""
     counted = [(each.bytes_per_rank, each) for each in table if each.bytes_per_rank is not None]
     if counted:
         num_bytes, nearest = min(counted, key=lambda pair: pair[0])

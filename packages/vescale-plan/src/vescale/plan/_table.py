@@ -1,4 +1,4 @@
-"""The table a plan was chosen from: one row per layout that was looked at, in the order of preference."""
+"""The table of a search: one row per layout, in the order of preference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ _COLUMNS = ("dp", "tp", "pp", "zero", "micro-batches", "sp", "bubble", "bytes pe
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout and what the search said about it.
+    """One layout and its verdict.
 
     Attributes:
         layout: the degrees.
-        verdict: ``"chosen"``, ``"fits"`` (comes later in the order of preference) or ``"refused"``.
-        reason: why it was refused; empty otherwise.
-        bytes_per_rank: estimate for the fullest rank, ``None`` if the layout was refused before memory was looked at.
+        verdict: ``"chosen"``, ``"fits"`` (later in the order of preference) or ``"refused"``.
+        reason: reason of a refusal; empty otherwise.
+        bytes_per_rank: estimate for the fullest rank; ``None`` if the layout was refused before the estimate.
     """
 
     layout: Layout
@@ -45,7 +45,7 @@ class Candidate:
 
 
 def render(candidates: Sequence[Candidate], *, max_rows: int = 40) -> str:
-    """Return the table as text: at most ``max_rows`` rows, the chosen one among them, then how many are left out."""
+    """Return the table as text: at most ``max_rows`` rows including the chosen one, and the number of omitted rows."""
     shown = list(candidates[:max_rows])
     chosen = next((candidate for candidate in candidates if candidate.verdict == CHOSEN), None)
     if chosen is not None and chosen not in shown:

@@ -1,7 +1,4 @@
-"""Write byte counts and ratios the way people read them.
-
-Everything the planner prints goes through here, so a number looks the same in a plan, in a table and in an error.
-"""
+"""Format byte counts, counts and ratios, in the same way in plans, tables and errors."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -17,7 +14,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """Return ``count`` with a decimal unit as model cards do: ``46_702_792_704 -> '46.70B'``."""
+    """Return ``count`` with a decimal unit, as in model cards: ``46_702_792_704 -> '46.70B'``."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= limit:
             return f"{count / limit:.2f}{unit}"

@@ -1,6 +1,6 @@
-"""What a plan must fit: the machines (`Cluster`) and the training run (`Constraints`).
+"""The inputs of a search: the devices (`Cluster`) and the training run (`Constraints`).
 
-Both are plain data. Nothing here looks at the machine the planner runs on: a plan for 1,024 GPUs is made on a laptop.
+Both are plain data. Nothing here inspects the local machine: a plan for 1,024 GPUs can be generated on a laptop.
 """
 
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from ._units import format_bytes
 
 @dataclass(frozen=True)
 class Cluster:
-    """Describe the devices a plan may use.
+    """The devices of a plan.
 
     Args:
-        num_devices: devices (= processes) in all, >= 1.
-        memory_bytes: memory of one device in bytes. For ``device="cpu"``: what one process may use.
+        num_devices: total number of devices (= processes), >= 1.
+        memory_bytes: memory of one device in bytes. For ``device="cpu"``: memory of one process.
         device: ``"cuda"`` or ``"cpu"``; becomes the plan's device.
-        devices_per_host: devices that share a fast link. Tensor parallelism inside a host is preferred.
+        devices_per_host: devices with a fast link between them. Tensor parallelism inside a host is preferred.
 
     Raises:
-        ValueError: a count below 1, or a device that is neither ``"cuda"`` nor ``"cpu"``.
+        ValueError: a count is below 1, or the device is neither ``"cuda"`` nor ``"cpu"``.
 
     Example:
         >>> print(Cluster(64, memory_bytes=80 * 2**30))
@@ -45,21 +45,22 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """State what the training run requires and which choices are already made.
+    """The requirements of a training run, and its fixed choices.
 
     Args:
         global_batch_size: sequences per optimizer step over all ranks.
         sequence_length: tokens per sequence.
         dp, tp, pp, zero, num_microbatches, sequence_parallel: fix a choice; ``None`` leaves it to the search.
         schedule: pipeline schedule, ``"1f1b"`` or ``"gpipe"``.
-        max_microbatches: the search never cuts a rank's batch into more pieces than this.
-        memory_fraction: share of the device memory that the estimate may fill. The rest is for what the estimate
-            does not cover: allocator fragmentation, workspaces, communication buffers.
+        max_microbatches: maximum number of micro-batches per rank in the search.
+        memory_fraction: maximum fraction of the device memory for the estimate. The rest is for memory that the
+            estimate does not cover: allocator fragmentation, workspaces, communication buffers.
         state_bytes: bytes per parameter for parameters, gradients and optimizer; ``None`` derives them from the
             model's dtype (`StateBytes.for_dtype`).
 
     Raises:
-        ValueError: a count below 1, an unknown schedule, a ZeRO stage outside 0..2, a fraction outside (0, 1].
+        ValueError: a count is below 1, the schedule is unknown, the ZeRO stage is outside 0..3, or the fraction is
+            outside (0, 1].
 
     Example:
         >>> Constraints(global_batch_size=64, sequence_length=4096, tp=8).tp

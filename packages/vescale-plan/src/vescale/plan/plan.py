@@ -1,10 +1,10 @@
-"""A `Plan` is everything needed to train a model in parallel, as data.
+"""A `Plan`: the configuration of a parallel training run, as data.
 
-It is made by `generate_plan` or written by hand, prints readably, and is saved as JSON so that the run that trained a
-checkpoint can be read and repeated. It starts nothing and holds no process group: `vescale.parallelize` carries it out.
+A plan comes from `generate_plan` or is written by hand. It prints, and it is saved as JSON, so that a run can be
+repeated. It holds no process group and starts no process; `vescale.parallelize` executes it.
 
 The ranks form a mesh of three axes. With the default order ``("pp", "dp", "tp")``, tp varies fastest, so that a
-tensor-parallel group sits on neighbouring devices of one host:
+tensor-parallel group has neighboring devices of one host:
 
     rank = (pp_coord * dp + dp_coord) * tp + tp_coord
 """
@@ -27,32 +27,31 @@ AXES = ("pp", "dp", "tp")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Degrees and choices that turn a plain model into a parallel one.
+    """Degrees and choices of a parallel training run.
 
     Args:
-        dp: data-parallel degree: ranks that hold the same parameters and different batches.
-        tp: tensor-parallel degree: ranks that share each layer.
-        pp: pipeline-parallel degree: stages that share the blocks.
+        dp: data-parallel degree: ranks with the same parameters and different batches.
+        tp: tensor-parallel degree: ranks that shard each layer.
+        pp: pipeline-parallel degree: number of stages.
         zero: 0 = gradients all-reduced, 1 = optimizer state sharded over dp, 2 = gradients sharded too, 3 = parameters
-            sharded too, and made whole block by block where they are used.
-        sequence_parallel: activations between tensor-parallel regions are split along the sequence over tp.
+            sharded too, and all-gathered block by block for their use.
+        sequence_parallel: shard activations between tensor-parallel regions along the sequence over tp.
         schedule: pipeline schedule, ``"1f1b"`` or ``"gpipe"``.
-        num_microbatches: pieces each rank's batch is cut into; with ``pp=1`` they are accumulated one after the other.
-        split: ``"uniform"``, the FQNs of the modules with which the stages after the first one begin, or one list of
-            FQNs per stage.
-        module_plan: name of a ready plan of ``vescale.dmodule``, such as ``"mixtral"``; ``None`` or ``"auto"`` looks at
-            the model.
-        mode: how the parallel modules run: ``"eager"``, ``"static"`` or ``"compile"``, see ``vescale.dmodule``. A
-            pipeline and micro-batches run in eager mode.
+        num_microbatches: micro-batches of each rank's batch; with ``pp=1`` their gradients are accumulated in sequence.
+        split: ``"uniform"``, the FQNs of the first module of each stage after the first, or one list of FQNs per stage.
+        module_plan: name of a ready plan of ``vescale.dmodule``, such as ``"mixtral"``; ``None`` or ``"auto"`` selects
+            it by the model.
+        mode: execution mode of the parallel modules: ``"eager"``, ``"static"`` or ``"compile"``, see
+            ``vescale.dmodule``. A pipeline and micro-batches run in eager mode.
         device: ``"cpu"`` or ``"cuda"``.
         bucket_bytes: size of a gradient bucket of data parallelism.
         axis_order: the mesh's axes, slowest first.
-        memory: estimated bytes per rank of every stage, if the plan was generated.
-        limit_bytes: bytes per rank it had to fit.
-        table: the layouts it was chosen from.
+        memory: estimated bytes per rank of every stage, for a generated plan.
+        limit_bytes: memory limit per rank of the search.
+        table: the layouts of the search.
 
     Raises:
-        ValueError: a value that no run could use; the message names the field, the value and what is possible.
+        ValueError: a value is invalid; the text has the field, the value and the valid values.
 
     Example:
         >>> plan = Plan(dp=2, tp=2, pp=2, zero=1, num_microbatches=4)
@@ -89,8 +88,8 @@ class Plan:
         check_bool("Plan", "sequence_parallel", self.sequence_parallel)
         if self.mode != "eager" and (self.pp > 1 or self.num_microbatches > 1):
             raise ValueError(
-                f"Plan: mode {self.mode!r} does not run in a pipeline yet (pp = {self.pp}, num_microbatches = "
-                f"{self.num_microbatches}); use mode='eager', or pp=1 and num_microbatches=1"
+                f"Plan: expected mode 'eager' for pp = {self.pp} and num_microbatches = {self.num_microbatches}, got "
+                f"{self.mode!r}; use mode='eager', or pp=1 and num_microbatches=1"
             )
         self._check_axis_order()
         self._check_split()
@@ -98,7 +97,7 @@ class Plan:
             raise ValueError(f"Plan: module_plan must be the name of a ready plan or None, got {self.module_plan!r}")
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
-                "Plan: sequence_parallel splits activations over tp, but tp is 1; set tp > 1 or leave it off"
+                "Plan: expected tp > 1 for sequence_parallel, got tp = 1; set tp > 1 or sequence_parallel=False"
             )
 
     def _check_axis_order(self) -> None:
@@ -112,8 +111,8 @@ class Plan:
         if _is_fqns(self.split):
             if len(self.split) != self.pp - 1 or len(set(self.split)) != len(self.split):
                 raise ValueError(
-                    f"Plan: split needs {self.pp - 1} different FQNs for pp = {self.pp} (the modules with which the "
-                    f"stages after the first one begin), got {list(self.split)}"
+                    f"Plan: split needs {self.pp - 1} different FQNs for pp = {self.pp} (the first module of each "
+                    f"stage after the first), got {list(self.split)}"
                 )
             object.__setattr__(self, "split", tuple(self.split))
         elif isinstance(self.split, list | tuple) and all(map(_is_fqns, self.split)):
@@ -137,7 +136,7 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """The part of the plan that decides memory."""
+        """The part of the plan that determines memory."""
         return Layout(
             dp=self.dp,
             tp=self.tp,
@@ -149,7 +148,7 @@ class Plan:
         )
 
     def check_world(self, world_size: int) -> None:
-        """Raise `ValueError` unless ``world_size`` processes are what the plan needs."""
+        """Raise `ValueError` unless the plan needs ``world_size`` processes."""
         if world_size != self.world_size:
             raise ValueError(
                 f"world size {world_size} is not dp*tp*pp = {self.dp}*{self.tp}*{self.pp} = {self.world_size}: "
@@ -157,7 +156,7 @@ class Plan:
             )
 
     def check_batch(self, global_batch_size: int) -> None:
-        """Raise `ValueError` unless this many sequences can be cut into dp * num_microbatches equal pieces."""
+        """Raise `ValueError` unless the batch divides into ``dp * num_microbatches`` equal parts."""
         pieces = self.dp * self.num_microbatches
         if global_batch_size % pieces:
             raise ValueError(
@@ -168,7 +167,7 @@ class Plan:
     def __str__(self) -> str:
         parts = self.split if isinstance(self.split, tuple) else ()
         split = " | ".join(part if isinstance(part, str) else " ".join(part) for part in parts) or self.split
-        sp = "sequence parallel" if self.sequence_parallel else "activations whole"
+        sp = "sequence parallel" if self.sequence_parallel else "full activations"
         degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axis_order)
         cut = f"{self.schedule}, {self.num_microbatches} micro-batches, split {split}"
         processes = "process" if self.world_size == 1 else "processes"
@@ -184,19 +183,19 @@ class Plan:
         return "\n".join(lines)
 
     def explain(self, *, max_rows: int = 40) -> str:
-        """Return the plan, the table it was chosen from and what the estimates cover.
+        """Return the plan, the table of its search and the scope of the estimates.
 
         Args:
-            max_rows: rows of the table to show; the chosen one is always among them.
+            max_rows: maximum rows of the table; the chosen one is always shown.
         """
         if not self.table:
-            return f"{self}\nThis plan was written by hand: there is no table. generate_plan() makes plans with one."
+            return f"{self}\nThis plan was written by hand and has no table; plans of generate_plan() have one."
         limit = f", limit {format_bytes(self.limit_bytes)} per rank" if self.limit_bytes is not None else ""
         header = f"Layouts in the order of preference{limit}:"
         return "\n".join([str(self), "", header, render(self.table, max_rows=max_rows), "", ACTIVATIONS_COVER])
 
     def to_json(self) -> str:
-        """Return the plan as JSON text; `from_json` gives an equal plan back."""
+        """Return the plan as JSON text; `from_json` returns an equal plan."""
         return json.dumps({"format": FORMAT, **to_data(self)}, indent=1)
 
     @classmethod
@@ -204,7 +203,7 @@ class Plan:
         """Build a plan from `to_json`'s text.
 
         Raises:
-            ValueError: not JSON, another format number, an unknown field, or a value that `Plan` refuses.
+            ValueError: the text is not JSON, has another format number or an unknown field, or `Plan` refuses a value.
         """
         try:
             data = json.loads(text)
@@ -222,11 +221,11 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":
-        """Read a plan that `save` wrote.
+        """Read a plan from a file of `save`.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: as `from_json`, naming the file.
+            FileNotFoundError: the file does not exist.
+            ValueError: as for `from_json`; the text begins with the file.
         """
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))

@@ -1,28 +1,42 @@
 """Static mode: the module's own code on local tensors, communication only at the boundaries of the plan.
 
-Files, from data to execution::
+Folder map; a file imports only files above it::
 
-    _names.py          full names
-    _steps.py          from one layout to another, as steps of one axis each
-    _collectives.py    a step on local tensors
-    _interleaved.py    interleaved shards as plain ones
-    _conversions.py    all steps of a boundary, differentiable
-    _values.py         tensors inside of arguments and results
-    _record.py         crossings: what a rehearsal finds
-    _findings.py       all that rehearsals have found
-    _rehearsal.py      a run that leaves nothing behind; the comparison of two
-    _leaves.py         parameters as local tensors, and their gradients
-    _swaps.py          attributes with local values
-    _direct.py         boundaries without hooks
-    _modules.py        embeddings and biases
-    _overlap.py        weight gradients while a reduction is under way
-    _random.py         draws of sharded tensors
-    _region.py         parts that stay in eager mode
-    _experts.py        experts
-    _compile.py        blocks as compiled functions
-    _async_tp.py       products and collectives in pieces
-    _learning.py       how a program is made
-    _program.py        a module that runs on local tensors
+    parts              full names; the submodules, eager parts and experts of a program
+    patch              rows of (owner, key, value) that stand in the module while the program is open
+    movement/          from one layout to another: steps, collectives, conversions, interleaved
+    direct_calls       boundaries without hooks
+    recording/observe  boundary records: one tensor at one boundary
+    random_operators   random operators on shards draw what one device draws
+    recording/layouts  what recordings have found, by signature of the call
+    recording/dry_run  one call that leaves nothing behind: the recording, the check
+    recording/compare  the comparison of the two
+    local_parameters   plain leaves over the memory of DTensors, and their gradients
+    local_modules      embeddings, biases and attributes that need help on local tensors
+    call               the call in progress: its state, values at its edges
+    regions            parts in eager mode, experts
+    program            the state machine
+
+Life cycle of a call::
+
+    enter   IDLE: parameters stale? make local parameters and the patch
+            signature known?  no: record on DTensors -> adopt layouts -> check on local tensors -> compare
+            open: apply the patch, arguments -> local tensors
+    forward the module's own code; boundaries run recorded conversions
+    leave   restore the patch, results -> what eager mode returns
+    backward: local gradients -> DTensors; recomputed parts open the program again
+
+Invariants:
+
+- The patch is in the module exactly while the state is OPEN. Only the program changes the state.
+- A recording is plain data (``Recording``). The program adopts it; no dry run writes into the program.
+- All ranks of the mesh record the same calls in the same order. An error on one rank is raised on all.
+- The hooks of parts depend on ``Call``, not on the program.
+
+Where later work goes: identity by the order of calls replaces ``BoundaryRecord.key`` and ``RandomOperator.key``, which
+only ``recording.layouts``, ``Call.record`` and ``OperatorMode`` read. An operator that runs on DTensors as a whole is
+one more kind of ``RandomOperator`` in ``Recording.operators``. A data-parallel axis is one more axis of the mesh in
+``dry_run.record``. A pipeline stage owns a ``StaticProgram`` as ``Execution`` does, and calls ``enter`` and ``leave``.
 """
 
 from .patch import set_attributes

@@ -3,16 +3,14 @@
 ``StaticProgram`` belongs to one module, the whole model or a part of one that otherwise runs in eager mode. Hooks of
 the module call :meth:`StaticProgram.enter` before its forward and :meth:`StaticProgram.leave` after it::
 
-                          new signature                   layouts found
-            .---> IDLE ------------------> RECORDING ----------------------> CHECKING
-            |     | | |                        | error                       |  |   ^
-            |     | | |   <--------------------'          error, or done     |  |   | forward,
-            |     | | |   <--------------------------------------------------'  v   | recomputation
-            |     | | |                                                         OPEN (of the dry run)
-            |     | | '-- known signature, or just recorded: forward ---> OPEN --.
-            |     | '---- recomputation of a part in backward ----------> OPEN --+-- leave, or error --.
-            |     '------ no gradient, first time ----------------> EAGER_ONCE --'                     |
-            '------------------------------------------------------------------------------------------'
+                             new signature              layouts adopted
+            RECORDING <--------------------------- IDLE ---------------------> CHECKING
+                                                   |  |                           |
+                 no gradient, first time           |  |  forward,                 |  forward,
+            EAGER_ONCE <---------------------------'  |  recomputation            |  recomputation
+                                                      '------------> OPEN <-------'
+
+Every arrow is also the way back, at the end and after an exception.
 
 IDLE
     The module holds DTensors; nothing of the program is in it but hooks.

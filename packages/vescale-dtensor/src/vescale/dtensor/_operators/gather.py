@@ -158,7 +158,7 @@ NUM_OPERANDS = {"convolution": 1, "convolution_backward": 2}  # that have a batc
 
 def convolution(op: _torch.Op, args: tuple, kwargs: dict) -> object:
     """Run the stock rule where the batch alone is sharded, alike in all operands that have one."""
-    batched = args[: NUM_OPERANDS[op._overloadpacket.__name__]]
+    batched = args[: NUM_OPERANDS[op.overloadpacket.__name__]]
     others = [arg for arg in args[len(batched) :] if isinstance(arg, DTensor)]
     placements = {_torch.placements_of(tensor) if isinstance(tensor, DTensor) else None for tensor in batched}
     fits = (

@@ -28,7 +28,7 @@ def zeros_around(op: _torch.Op, args: tuple, kwargs: dict) -> DTensor:
     """Run ``select_backward`` or ``slice_backward`` on the shards of the gradient."""
     grad, sizes, dim, *rest = args
     dim %= len(sizes)
-    is_select = op._overloadpacket is torch.ops.aten.select_backward
+    is_select = op.overloadpacket is torch.ops.aten.select_backward
     if not is_select:
         cut = tuple(axis for axis, p in enumerate(grad.placements) if is_sharded(p) and p.dim == dim)
         grad = gather_axes(op, grad, cut) if cut else grad

@@ -65,8 +65,8 @@ def written_arguments(op: _torch.Op, args: tuple, kwargs: dict) -> Iterator[Tens
 
 @functools.cache
 def _written(op: _torch.Op) -> tuple[tuple[int, str], ...]:
-    arguments = enumerate(op._schema.arguments)
-    undeclared = _UNDECLARED.get(op._overloadpacket.__name__, ())
+    arguments = enumerate(_torch.schema(op).arguments)
+    undeclared = _UNDECLARED.get(op.overloadpacket.__name__, ())
     return tuple((i, a.name) for i, a in arguments if a.name in undeclared or (a.alias_info and a.alias_info.is_write))
 
 

@@ -124,7 +124,7 @@ REDUCTIONS = frozenset({"amax", "amin", "mean", "nansum", "std", "sum", "var", "
 
 def review(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) -> Instead | None:
     """Return None to accept stock's decision, or a function that gives the operator's result in another way."""
-    name = op._overloadpacket.__name__
+    name = op.overloadpacket.__name__
     whole = functools.partial(gather, op, args, kwargs)
     if _changes_wrongly(op, args, kwargs, decision) or any(map(_is_cut, kwargs.values())):
         return whole

@@ -152,7 +152,7 @@ def _is_guess(op: _torch.Op) -> bool:
 
 def fallback(op: _torch.Op, args: tuple, kwargs: dict) -> object:
     """Run an operator for which stock DTensor finds no placements, or raises an error looking for them."""
-    if op._overloadpacket in _OF_STORAGE:
+    if op.overloadpacket in _OF_STORAGE:
         return change_metadata(op, args, kwargs)
     return gather(op, args, kwargs)
 

@@ -118,7 +118,7 @@ def _write(op: _torch.Op, args: tuple, kwargs: dict) -> object:
 def _copy_behind(tensor: object) -> _Copy | None:
     if not isinstance(tensor, DTensor):
         return None
-    _, copy = _COPIES.get(_torch.local_tensor(tensor).untyped_storage()._cdata, (None, None))
+    _, copy = _COPIES.get(_torch.storage_key(_torch.local_tensor(tensor)), (None, None))
     return copy
 
 
@@ -141,12 +141,12 @@ def change_metadata(op: _torch.Op, args: tuple, kwargs: dict) -> object:
 @functools.cache
 def _functional(op: _torch.Op) -> _torch.Op | None:
     """Return the operator that gives what ``op`` makes of its operand: of ``transpose_``, ``transpose.int``."""
-    packet = getattr(torch.ops.aten, op._overloadpacket.__name__.removesuffix("_"), None)
-    if packet is None or packet is op._overloadpacket:
+    packet = getattr(torch.ops.aten, op.overloadpacket.__name__.removesuffix("_"), None)
+    if packet is None or packet is op.overloadpacket:
         return None
     candidates = (getattr(packet, name) for name in packet.overloads())
     return next((c for c in candidates if _arguments(c) == _arguments(op) and _torch.is_view(c)), None)
 
 
 def _arguments(op: _torch.Op) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in op._schema.arguments]
+    return [(argument.name, str(argument.type)) for argument in _torch.schema(op).arguments]

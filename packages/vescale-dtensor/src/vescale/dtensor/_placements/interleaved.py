@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from .._torch import placements as _torch
+from .._torch.patches import Op
 from .types import InterleavedShard
 
 __all__ = ["run_interleaved"]
 
 aten = torch.ops.aten
-Op = torch._ops.OpOverload
 
 
 def run_interleaved(op: Op, args: tuple, kwargs: dict) -> object:

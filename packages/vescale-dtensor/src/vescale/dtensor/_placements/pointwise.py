@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .._containers import tensors_in
 from .._torch import placements as _torch
+from .._torch.dispatch import schema
 from .move import move
 from .plan import crossed_axes
 from .ragged import Op, ragged_operands, refusal
@@ -44,7 +45,7 @@ def is_pointwise(op: Op) -> bool:
 
 
 def _name(op: Op) -> str:
-    return op._schema.name.removeprefix("aten::")
+    return schema(op).name.removeprefix("aten::")
 
 
 def runs_on_shards(args: tuple, kwargs: dict) -> bool:
@@ -69,13 +70,13 @@ def run_pointwise(op: Op, args: tuple, kwargs: dict) -> object:
     if any(isinstance(arg, (list, tuple)) and any(True for _ in tensors_in(arg)) for arg in args):
         return _run_lists(op, args, kwargs)
     like = ragged_operands(args, kwargs)[0]
-    if op._schema.is_mutable and not _fits(args[0], like):
+    if schema(op).is_mutable and not _fits(args[0], like):
         raise refusal(op, args, kwargs, "the tensor that is written to is not placed like the ragged one")
     _check_unreduced(op, args, kwargs, like)
     shards = [_fitting(op, arg, like, (args, kwargs)) for arg in args]
     options = {key: _fitting(op, value, like, (args, kwargs)) for key, value in kwargs.items()}
     result = op(*shards, **options)
-    return args[0] if op._schema.is_mutable else _wrapped(result, like)
+    return args[0] if schema(op).is_mutable else _wrapped(result, like)
 
 
 def _run_lists(op: Op, args: tuple, kwargs: dict) -> object:
@@ -91,8 +92,8 @@ def _run_lists(op: Op, args: tuple, kwargs: dict) -> object:
         for column in lists:
             column[i] = _fitting(op, column[i], like, (row, {}))
     results = op(*map(_number, columns), **{key: _number(value) for key, value in kwargs.items()})
-    if op._schema.is_mutable:
-        return rows if op._schema.returns else None
+    if schema(op).is_mutable:
+        return rows if schema(op).returns else None
     return [_wrapped(result, like) for result, like in zip(results, rows, strict=True)]
 
 
@@ -116,7 +117,7 @@ def _fitting(op: Op, value: object, like: DTensor, call: tuple) -> object:
     if _fits(value, like) or (value.ndim == 0 and whole):
         return local
     shape, mesh = tuple(like.shape), like.device_mesh
-    written = op._schema.is_mutable and value is call[0][0]
+    written = schema(op).is_mutable and value is call[0][0]
     if value.device_mesh == mesh and not written and _is_reduced(value) and _is_reduced(like):
         if whole and _broadcasts(value.shape, shape):
             return move(local.expand(shape), shape, mesh, value.placements, like.placements)

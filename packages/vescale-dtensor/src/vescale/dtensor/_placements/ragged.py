@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from .._containers import tensors_in
+from .._torch.patches import Op
 from ..errors import UnsupportedPlacement
 from .types import RaggedShard
 
 __all__ = ["Op", "is_ragged", "ragged_operands", "refusal"]
-
-Op = torch._ops.OpOverload
 
 
 def is_ragged(tensor: object) -> bool:

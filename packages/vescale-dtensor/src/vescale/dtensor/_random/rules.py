@@ -37,7 +37,8 @@ from .._containers import tensors_in
 from .._operators.attention import is_fused_without_dropout, refuse_dropout, run_fused
 from .._operators.decompose import decompose
 from .._torch import dispatch as _torch
-from .._torch.generator import in_backward, is_default_generator
+from .._torch.dispatch import in_backward
+from .._torch.generator import is_default_generator
 from ..errors import UnsupportedRandomOperator
 from .global_position import WINDOWS, GlobalPosition
 from .philox import state as _philox

@@ -1,4 +1,4 @@
-"""The private torch names of the debugging tools, all in one place. They mean the same in torch 2.11 to 2.13."""
+"""Collectives, implicit redistributions and the position in backward, as the debugging tools see them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The only file of ``vescale.dtensor`` that touches private torch names (the deferred-init sub-package has its own).
+"""Operators, their dispatch, and the local parts of DTensors.
 
-Everything here exists in torch 2.11 to 2.13 with the same meaning; what differs between versions is bridged here and
-nowhere else.
+Everything here exists in torch 2.11 to 2.13 with the same meaning; differences between versions are bridged here.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from torch.utils._python_dispatch import (
 )
 
 from .patches import Decision, Handler, Op, handler_table, stock_handlers
+from .recording import storage_key
 
 __all__ = [
     "Decision",
@@ -57,11 +57,13 @@ __all__ = [
     "placements_of",
     "plain_operands_allowed",
     "redistributed",
+    "schema",
     "shifted",
     "spec",
     "spec_like",
     "stock_dispatch",
     "stock_handlers",
+    "storage_key",
     "with_local",
     "wrap",
     "writes_first",
@@ -83,6 +85,11 @@ def overload(name: str) -> Op | None:
     packet_name, _, overload_name = name.partition(".")
     packet = getattr(torch.ops.aten, packet_name, None)
     return getattr(packet, overload_name or "default", None)
+
+
+def schema(op: Op) -> torch.FunctionSchema:
+    """Return the names, types and aliases of an operator's arguments and results."""
+    return op._schema
 
 
 @functools.cache
@@ -228,10 +235,12 @@ def become(op: Op, args: tuple, kwargs: dict, result: DTensor) -> DTensor:
     return tensor
 
 
-def wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
+def wrap(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor, *, requires_grad: bool = False
+) -> DTensor:
     """Wrap ``local`` as a DTensor with the global shape and strides of ``like``, outside autograd."""
     meta = TensorMeta(torch.Size(like.shape), tuple(like.stride()), local.dtype)
-    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=requires_grad)
 
 
 def with_local(tensor: DTensor, local: Tensor) -> DTensor:

@@ -1,4 +1,4 @@
-"""The only file of this sub-package that relies on private details of torch: the layout of a CPU generator's state.
+"""The layout of a CPU generator's state.
 
 ``torch.get_rng_state()`` is 5056 bytes: as 64-bit words, the seed, two counters, 624 words of the Mersenne Twister (of
 which the lower 32 bits count) and what is left of a pair of normal numbers. It has been so since torch 1.0, and
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["NUM_WORDS", "in_backward", "is_default_generator", "is_fresh", "seed_of", "seeded_state", "words_of"]
+__all__ = ["NUM_WORDS", "is_default_generator", "is_fresh", "seed_of", "seeded_state", "words_of"]
 
 NUM_WORDS = 624
 STATE_BYTES = 5056
@@ -40,11 +40,6 @@ def is_fresh(state: Tensor) -> bool:
 def seeded_state(seed: int) -> Tensor:
     """Return the state of a CPU generator just seeded."""
     return torch.Generator().manual_seed(seed).get_state()
-
-
-def in_backward() -> bool:
-    """Return whether this thread is running a node of an autograd graph."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def is_default_generator(generator: torch.Generator) -> bool:

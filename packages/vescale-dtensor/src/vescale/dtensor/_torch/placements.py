@@ -1,4 +1,4 @@
-"""The only file of the placements sub-package that touches private torch names (torch 2.11 to 2.13)."""
+"""Placements, meshes and collectives: private names of torch 2.11 to 2.13 that redistribution needs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.tensor import DTensor, Partial, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from .._containers import leaves
+from .dispatch import wrap
 
 __all__ = [
     "DTensorSpec",
@@ -63,14 +64,6 @@ def local_of(tensor: DTensor) -> Tensor:
 
 def _arrived(tensor: Tensor) -> Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def wrap(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], *, like: Tensor, requires_grad: bool = False
-) -> DTensor:
-    """Wrap ``local`` as a DTensor with the global shape and strides of ``like``, outside autograd."""
-    meta = TensorMeta(torch.Size(like.shape), tuple(like.stride()), local.dtype)
-    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=requires_grad)
 
 
 def reduced(local: Tensor, placement: Partial, mesh: DeviceMesh, axis: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The only file of the deferred-init sub-package that touches private torch names (torch 2.11 to 2.13)."""
+"""Tensors without storage, slots of modules and effects of operators: what deferred initialization records."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._torch import debugging as _torch
+from .._torch.patches import Op
 from ._call_site import call_site
 from ._module_path import ModulePath
 from ._records import CommLog, CommRecord
@@ -129,7 +130,7 @@ class _Recorder(_torch.TorchDispatchMode):
             self._record(op, args, kwargs, result)
         return result
 
-    def _record(self, op: torch._ops.OpOverload, args: tuple, kwargs: dict, result: object) -> None:
+    def _record(self, op: Op, args: tuple, kwargs: dict, result: object) -> None:
         inside, outside = _torch.tensors_in(op, args, kwargs, result)
         site = call_site()
         self.axes.learn(site.mesh)
@@ -156,7 +157,7 @@ class _Recorder(_torch.TorchDispatchMode):
         self.log.add(record)
 
 
-def operator_name(op: torch._ops.OpOverload) -> str:
+def operator_name(op: Op) -> str:
     """Return the name of a collective, the same for every form in which torch has it."""
     name = _torch.base_name(op).strip("_")
     return OPERATORS.get(name, name)

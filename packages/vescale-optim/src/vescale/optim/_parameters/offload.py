@@ -1,17 +1,17 @@
-"""Shards at home in host memory (offload), and their copies to and from the compute device.
+"""Shards in host memory (offload), and their copies to and from the compute device.
 
     home of values     (host)   --copy--> own place in the whole buffer (device) --all-gather--> whole parameters
     home of gradients  (host)  <--copy--  mean of the reduced shard (device), which is freed then
     optimizer          (host)   state, masters and steps are where the shards are
 
-The shard is copied to its own place in the buffer that the gather fills, so the device never holds a shard by itself:
-between uses it holds nothing of a unit. A mean that is added to a reduced gradient is added on the host.
+The shard is copied to its own place in the buffer that the all-gather fills, so the device never holds a shard by
+itself: between uses it holds nothing of a unit. A mean that is added to a reduced gradient is added on the host.
 
 On an accelerator homes are pinned and copies asynchronous, on one stream per direction, behind what had been launched
 on the current stream: so the copy of the next unit, and its gather, run beside the computation of this one.
 
-    who reads or writes       waits for
-    device: whole parameters  the gather, which follows the copy on its stream; with one rank the copy
+    a read or write by        waits for
+    device: full parameters   the all-gather, which follows the copy on its stream; with one rank the copy
     host: gradients           all copies to the host, at the end of each backward that reduces
     host: writes to values    all copies to the device, before a step or a load
 
@@ -37,7 +37,7 @@ __all__ = ["Awaitable", "HostMemory", "check_offload"]
 
 
 class Awaitable(Protocol):
-    """What is under way on the device."""
+    """Work in flight on the device."""
 
     def wait(self) -> None:
         """Wait for it: on the CPU the process, on an accelerator its current stream."""

@@ -1,12 +1,12 @@
-"""Parameters cast for the computation, and their values from before, which become the optimizer's master weights.
+"""Parameters cast for the computation, and their original values, which become the optimizer's master weights.
 
     construction   original (float32) --broadcast--> of coord 0 --round--> parameter (bfloat16), in the flat buffers
                                                      |--cut--> this rank's part of it (all of it with ZeRO 0)
     optimizer      takes the parts as its masters: so nothing is lost by rounding, not even once
 
-Until the optimizer takes them, a rank holds the original values of its parts besides the rounded ones; afterwards only
-the optimizer does. A parameter is cast if it has more bits than the dtype of the computation; others stay as they are,
-as do buffers. What is written into parameters in between counts: the master begins from that (`_state/masters.py`).
+Until the optimizer takes them, a rank holds the original values of its parts beside the rounded ones. A parameter is
+cast if it has more bits than the dtype of the computation; others stay as they are, as do buffers. What is written into
+parameters in between counts: the master begins from that (`_state/masters.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Units of ZeRO 3: which parameters are made whole, used and freed together.
+"""Units of ZeRO 3: which parameters are unsharded, used and freed together.
 
 A unit is a module whose own parameters, and those of the modules inside of it, lie in flat buffers of their own. By
-default every element of the outermost ``nn.ModuleList`` and ``nn.Sequential`` containers is one; what belongs to none
-is the **root unit**, whole from the beginning of the forward to the end of the backward:
+default every element of the outermost ``nn.ModuleList`` and ``nn.Sequential`` containers is one; the rest is the
+**root unit**, unsharded from the beginning of the forward to the end of the backward:
 
     Model(embed, layers: ModuleList(Block, Block, Block), norm, head)
     units     layers.0    layers.1    layers.2    root: embed, norm, head

@@ -1,11 +1,12 @@
-"""ZeRO 3: the parameters of a module in shards, whole only where they are used.
+"""ZeRO 3: the parameters of a module in shards, unsharded only while they are used.
 
-    _units            which parameters form a unit, and where they lie in the flat buffers
-    _sharded_values   the values of one buffer: shard, whole, guarded
-    _unit_hooks       when a unit is gathered and freed
-    _offload          shards in host memory
-    _zero3_state      state dicts of shards
-    this file         construction, and what DDP asks of it
+    unit_plan         which parameters form a unit, and where they lie in the flat buffers
+    sharded_values    the values of one buffer: shard, full, guarded
+    units             the states of a unit, and how long it stays unsharded
+    unit_hooks        when forward and backward use a unit
+    outputs           the autograd nodes by which backward enters a unit
+    offload           shards in host memory
+    this file         construction, and the calls of DDP
 
 Gradients are those of ZeRO 2: a bucket is reduce-scattered as soon as its last gradient is there. Buckets do not cross
 units, so a unit's gradients leave when its backward is done. Per rank remain, of P parameters on N ranks:

@@ -46,7 +46,7 @@ def state_of_pieces(module: nn.Module, parts: Parts, spreads: Spreads, *args: An
 def load_pieces(
     module: nn.Module, parts: Parts, spreads: Spreads, state_dict: dict[str, Any], *, strict: bool
 ) -> _torch.IncompatibleKeys:
-    """Load a state dict whose values of parameters are pieces, as above, or whole.
+    """Load a state dict whose values of parameters are pieces, as above, or full tensors.
 
     Raises:
         ValueError: If a value has another shape or, for a piece, other rectangles.

@@ -165,10 +165,10 @@ def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int)
             found = f"stages {homes}" if homes else "no stage"
             raise SplitError(f"PipelinePlan.split: expected `{unit}` in one stage's list, got {found}; list it once")
         stages[homes[0]].append(unit)
-    for stage, found in enumerate(stages):
-        if not found:
-            listed = list(lists[stage])
-            raise SplitError(f"stage {stage}: expected modules with parameters in PipelinePlan.split, got {listed}")
+    for stage, own in enumerate(stages):
+        if not own:
+            names = list(lists[stage])
+            raise SplitError(f"stage {stage}: expected modules with parameters in PipelinePlan.split, got {names}")
     return StageSplit(tuple(map(tuple, stages)))
 
 
