@@ -58,7 +58,8 @@ class Options:
                 f"units= says which parameters are gathered together, which needs zero=3, got zero={self.zero}"
             )
         if isinstance(self.units, str) or not all(isinstance(unit, (str, re.Pattern)) for unit in self.units):
-            raise ValueError(f"units must be a list of module names or regular expressions, got {self.units!r}")
+            came = self.units if isinstance(self.units, str) else list(self.units)
+            raise ValueError(f"units must be a list of module names or regular expressions, got {came!r}")
 
     @property
     def rules(self) -> ReduceRules:

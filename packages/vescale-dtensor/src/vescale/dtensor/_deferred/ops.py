@@ -96,7 +96,7 @@ EXACT_POINTWISE = FILLS | operators(
 )
 """Element-wise operators whose result for one element is the same wherever the element lies.
 
-That holds only for correctly rounded arithmetic: `exp`, `erfinv` and the like round differently in the vectorised
+That holds only for correctly rounded arithmetic: `exp`, `erfinv` and the like round differently in the vectorized
 part and in the remainder of a loop, so on a shard their last bit may differ. They run on whole tensors.
 """
 

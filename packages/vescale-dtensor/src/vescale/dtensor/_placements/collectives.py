@@ -32,7 +32,7 @@ __all__ = [
     "reduce_scatter",
 ]
 
-# by the world, too: another one may be initialised after this one has ended
+# by the world, too: another one may be initialized after this one has ended
 _groups: dict[tuple[object, DeviceMesh, tuple[int, ...]], Group] = {}
 
 _OPS = {

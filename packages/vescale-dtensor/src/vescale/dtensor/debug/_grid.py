@@ -59,11 +59,11 @@ def ranks_text(ranks: Collection[int], *, word: bool = True) -> str:
 
     Example:
         >>> ranks_text([3]), ranks_text([0, 1, 2, 5]), ranks_text(range(0, 16, 2)), ranks_text([])
-        ('rank 3', 'ranks 0-2,5', 'ranks 0,2..14', 'nobody')
+        ('rank 3', 'ranks 0-2,5', 'ranks 0,2..14', 'no rank')
     """
     ordered = sorted(ranks)
     if not ordered:
-        return "nobody" if word else "-"
+        return "no rank" if word else "-"
     prefix = ("rank " if len(ordered) == 1 else "ranks ") if word else ""
     return prefix + _compact(ordered)
 
@@ -88,7 +88,7 @@ def _compact(ordered: list[int]) -> str:
 
 
 def _is_alone(owners: Owners, column: int) -> bool:
-    """Return whether a column shares no cell with its neighbours, so that its labels must fit into it."""
+    """Return whether a column shares no cell with its neighbors, so that its labels must fit into it."""
     return not any(_open_left(owners, r, column) or _open_left(owners, r, column + 1) for r in range(len(owners)))
 
 

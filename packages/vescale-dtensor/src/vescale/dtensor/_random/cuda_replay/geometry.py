@@ -13,7 +13,7 @@ grid-stride loop, so the coordinates of an element follow from the number of thr
 elements uses lane 0 of the first block, subsequence = element. So every function below takes the largest ``T``.
 
 The generator is advanced by the number of loop rounds times 4, for all operators but one. ``native_dropout`` reads
-``V`` neighbours at a time, which moves the lanes inside the element order, and advances as if ``V`` were 1.
+``V`` neighbors at a time, which moves the lanes inside the element order, and advances as if ``V`` were 1.
 
 Source: ATen/native/cuda/{DistributionTemplates.h, Dropout.cu}, ATen/cuda/ApplyGridUtils.cuh of torch 2.11 to 2.13.
 """
@@ -196,7 +196,7 @@ def nullary_draws(numel: int, itemsize: int, values: int, grid: Grid) -> tuple[t
 
 
 def vector_size(numel: int, itemsize: int, address: int, widest: int) -> int:
-    """Return how many neighbours a thread of `native_dropout` reads at once.
+    """Return how many neighbors a thread of `native_dropout` reads at once.
 
     Args:
         numel: elements of the dense input.
@@ -229,7 +229,7 @@ def dropout_word(element: int, vector: int, grid: Grid) -> Word:
 
 
 def dropout_rounds(vector: int, grid: Grid) -> Rounds:
-    """Return the rounds of `native_dropout`; with 2 neighbours a round spends a block of 4 words on them."""
+    """Return the rounds of `native_dropout`; with 2 neighbors a round spends a block of 4 words on them."""
     if vector == 1:
         return nullary_rounds(WORDS, grid)
     return Rounds(vector * grid.most_threads, WORDS * max(1, vector // WORDS))
@@ -244,7 +244,7 @@ def dropout_advance(numel: int, grid: Grid) -> int:
 
 
 def bernoulli_word(element: int) -> Word:
-    """Return the coordinates of an element of `bernoulli` with a tensor of probabilities: a thread draws 4 neighbours.
+    """Return the coordinates of an element of `bernoulli` with a tensor of probabilities: a thread draws 4 neighbors.
 
     Example:
         >>> bernoulli_word(1_000_003)

@@ -134,8 +134,8 @@ def dropout_part(
         shape: shape of the global tensor.
         device: where the tensors are.
         p: probability of a zero.
-        vector: neighbours that the kernel reads at once of the global tensor.
-        widest: most neighbours that it reads at once of this dtype.
+        vector: neighbors that the kernel reads at once of the global tensor.
+        widest: most neighbors that it reads at once of this dtype.
 
     Raises:
         UnexpectedAdvance: the operator does not draw as assumed; outputs hold anything, the generator is as before.
@@ -269,7 +269,7 @@ def _run_dropout(
 ) -> None:
     """Fill outputs and masks by the launches of a plan for ``native_dropout``; ``views`` are (box, input, out, mask).
 
-    ``shift`` elements of padding in front of scratch input let the kernel read no more neighbours at once than it does
+    ``shift`` elements of padding in front of scratch input let the kernel read no more neighbors at once than it does
     for the global tensor.
     """
     run = _Run(generator, generator.get_offset(), advance)

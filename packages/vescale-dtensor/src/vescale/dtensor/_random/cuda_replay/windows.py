@@ -153,7 +153,7 @@ def _direct_launches(request: Request, part: _Part, draw: Draw) -> Iterator[Laun
 
 
 def _scratch_launches(request: Request, parts: list[_Part], draw: Draw) -> Iterator[Launch]:
-    """Yield launches for the windows that hold elements of `parts`, neighbours together."""
+    """Yield launches for the windows that hold elements of `parts`, neighbors together."""
     window = request.rounds.window
     needed = _needed(request, parts, draw)
     most = max(request.scratch_numel // window, 1)
