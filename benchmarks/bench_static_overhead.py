@@ -45,7 +45,7 @@ EDGES = {"": True, ", shards in and out": False}  # title -> whether whole tenso
 TURN = 0.05  # seconds of a case in a round
 
 HAND, STOCK, STOCK_DTENSOR, STOCK_COMPILED = "hand-written", "stock", "stock, DTensors throughout", "stock compiled"
-STATIC = "vescale static"
+EAGER, STATIC = "vescale eager", "vescale static"
 CASES = (HAND, STOCK, STOCK_DTENSOR, STOCK_COMPILED, *(f"vescale {mode}" for mode in MODES))
 COMPILED = {STOCK_COMPILED: STOCK, "vescale compile": STATIC}  # case -> what it compiles
 GROUPS = {
@@ -92,6 +92,7 @@ def _targets() -> tuple[Target, ...]:
             Target(static, group + HAND, at_most=1.15),
             Target(group + STOCK, static, at_least=3.5),
             Target(group + STOCK_DTENSOR, static, at_least=3.5),
+            Target(group + EAGER, group + STOCK_DTENSOR, at_most=1.2),
         )
     )
 

@@ -162,23 +162,31 @@ def test_partial_sums_are_reduced_at_the_root():
 @ranks(2)
 def test_values_that_do_not_fit_the_plan():
     cases = [
-        ("tensor", {r"inner\.output": [S0, S0]}, "inner.output: the plan has 2 entries, but the value is one DTensor"),
-        ("list", {r"inner\.output": [S0, S0, S0]}, "inner.output: the plan has 3 entries, but there are 2 values"),
+        (
+            "tensor",
+            {r"inner\.output": [S0, S0]},
+            "inner.output: expected a tuple or list of 2 values, one per entry",
+        ),
+        (
+            "list",
+            {r"inner\.output": [S0, S0, S0]},
+            "inner.output: expected 3 values, one per entry of the plan, got 2;",
+        ),
         (
             "tuple",
             {r"inner\.output": [S0, None, S0]},
-            "inner.output [2]: the plan gives placements (Shard(dim=0),), but the ",
+            "inner.output [2]: expected a tensor for the planned placements (Shard(dim=0),), got a ",
         ),
         (
             "tensor",
             {r"inner\.output": {"hidden": S0}},
-            "inner.output: the plan names ['hidden'], but the value is a DTensor",
+            "inner.output: expected a dict or dataclass with the planned fields ['hidden'], got a DTensor",
         ),
-        ("dict", {r"inner\.output": {"hiden": S0}}, "inner.output: no field 'hiden'; fields are ['extra', 'hidden']"),
+        ("dict", {r"inner\.output": {"hiden": S0}}, "inner.output: no field 'hiden'; use one of ['extra', 'hidden']"),
         (
             "dataclass",
             {r"inner\.output": {"x": S0}},
-            "inner.output: no field 'x'; fields are ['extra', 'hidden', 'note']",
+            "inner.output: no field 'x'; use one of ['extra', 'hidden', 'note']",
         ),
         (
             "tensor",
@@ -188,9 +196,9 @@ def test_values_that_do_not_fit_the_plan():
         (
             "tensor",
             {r"inner\.input": [S0, S0]},
-            "inner.input 'scale': the plan gives placements (Shard(dim=0),), but the v",
+            "inner.input 'scale': expected a tensor for the planned placements (Shard(dim=0),), got a ",
         ),
-        ("tensor", {r"inner\.input": {"mask2": S0}}, "inner.input 'options': no field 'mask2'; fields are []"),
+        ("tensor", {r"inner\.input": {"mask2": S0}}, "inner.input 'options': no field 'mask2'; use one of []"),
     ]
     for kind, forward, text in cases:
         model = made(forward, kind)

@@ -115,13 +115,13 @@ def test_allocations():
     assert from_ranks([1, 0, 0, 1], 2) == (2, 0, 1, 3)
     assert check_allocation([2, 0, 1, 3], 4, 2) == (2, 0, 1, 3)
     for wrong, text in (
-        ([0, 0, 1, 3], "an allocation of 4 experts is a permutation of their slots; got [0, 0, 1, 3]"),
-        ([1, 0, 2, 3], "experts of one rank must lie in ascending order; got (1, 0, 2, 3); use from_ranks"),
+        ([0, 0, 1, 3], "expected a permutation of the slots of 4 experts, got [0, 0, 1, 3]; use each slot once"),
+        ([1, 0, 2, 3], "expected experts of one rank in ascending order, got (1, 0, 2, 3); use from_ranks"),
     ):
         with pytest.raises(ValueError) as error:
             check_allocation(wrong, 4, 2)
         assert str(error.value) == text
-    with pytest.raises(ValueError, match=r"every rank must hold 4 / 2 experts; got \[3, 1\] per rank"):
+    with pytest.raises(ValueError, match=r"expected 4 / 2 experts on every rank, got \[3, 1\]; use"):
         from_ranks([0, 0, 0, 1], 2)
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from vescale.dmodule._experts import Experts, install_experts, plan_experts
-from vescale.dmodule._experts import collectives as _collectives
+from vescale.dmodule._experts import dispatch as _dispatch
+from vescale.dmodule._experts import operators as _operators
 from vescale.dmodule._experts import region as _region
 from vescale.dtensor import init_device_mesh
 from vescale_testing import ranks
@@ -162,7 +163,7 @@ def test_every_layout(call, routings):
 
 
 def flipped(rows, order, *sizes):
-    return _collectives._AddRows.apply(rows, order.flip(0), *sizes)
+    return _operators._AddRows.apply(rows, order.flip(0), *sizes)
 
 
 # what is replaced by what, and the layout in which that must be noticed
@@ -187,6 +188,6 @@ def test_wrong_variants_are_noticed(monkeypatch):
     for name, function, *layout in WRONG.values():
         assert_alike(on_local_tensors(*layout, routing, mesh), expected)
         with monkeypatch.context() as patch:
-            patch.setattr(_region, name, function)
+            patch.setattr(_region if hasattr(_region, name) else _dispatch, name, function)
             with pytest.raises(AssertionError):
                 assert_alike(on_local_tensors(*layout, routing, mesh), expected)

@@ -1,4 +1,4 @@
-"""A parallelised module is the same object: class, names, ties, attributes, copies; errors leave it usable."""
+"""A parallelized module is the same object: class, names, ties, attributes, copies; errors leave it usable."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Operators inside a parallelised module communicate only where the plan says so, and plain tensors mix in safely."""
+"""Operators inside a parallelized module communicate only where the plan says so, and plain tensors mix in safely."""
 
 import re
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.overrides import TorchFunctionMode
 
 from vescale.dmodule import ImplicitRedistributionError, parallelize_module
-from vescale.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from vescale.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, strict
 from vescale_testing import ranks
 
 
@@ -96,6 +96,21 @@ def test_allowed_it_computes_the_right_values():
             (output.full_tensor() if hasattr(output, "full_tensor") else output).square().sum().backward()
         for one, other in zip(grads(model), grads(reference), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@ranks(2)
+def test_the_users_own_strict_decides_where_implicit_communication_is_allowed():
+    model = made(lambda x, y: x + y, allow_implicit=True)
+    with strict(), pytest.raises(ImplicitRedistributionError, match=r"aten\.add.*strict\(\) forbids that"):
+        model(X)
+
+    def free(x, _y):
+        with strict(free=False):
+            return x + torch.ones(4, 6, dtype=x.dtype)  # a rank cuts its part out of the ones
+
+    with pytest.raises(ImplicitRedistributionError, match=r"in module 'join': torch\.Tensor\.add") as info:
+        made(free)(X)
+    assert "test_dmodule_implicit.py" in str(info.value.__cause__)  # names the line
 
 
 @ranks(2)

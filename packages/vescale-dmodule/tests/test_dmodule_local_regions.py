@@ -152,9 +152,7 @@ def test_local_attributes_and_named_arguments():
 @ranks(2)
 def test_what_is_refused():
     mixed = {"local": {"gate": {"output": [{"tp": Shard(0)}, {"tp": Replicate()}]}}}
-    expected = (
-        "nothing says what the gradients of replicated inputs are; return the replicated one from a module of its own"
-    )
+    expected = "so the gradients of replicated inputs are ambiguous; return the replicated one from a module of its own"
     with pytest.raises(PlanError, match=re.escape(expected)):
         pair(mixed)
 

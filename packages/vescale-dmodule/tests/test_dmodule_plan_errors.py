@@ -71,7 +71,7 @@ PARAMETER_ERRORS = [
     ),
     (
         {r"norm\.(weight": S0},
-        r"parameter key 'norm\\.(weight' is no regular expression: missing ), unterminated subpattern",
+        r"parameter key 'norm\\.(weight' is not a regular expression: missing ), unterminated subpattern",
     ),
 ]
 
@@ -81,8 +81,11 @@ FORWARD_ERRORS = [
         {r"nrm\.output": [S0]},
         r"forward key 'nrm\\.output' matches nothing in the module; nearest names: 'norm.output', ",
     ),
-    ({r"norm\.input": [S0, S0]}, "norm.input: the plan has 2 entries, forward takes ['input'] by position"),
-    ({r"norm\.input": {"x": S0}}, "norm.input: forward has no argument 'x'; its arguments are ['input']"),
+    (
+        {r"norm\.input": [S0, S0]},
+        "norm.input: expected at most 1 entries, for the positional arguments ['inpu",
+    ),
+    ({r"norm\.input": {"x": S0}}, "norm.input: forward has no argument 'x'; use one of ['input']"),
     ({r"norm\.output": [{"dp": Shard(0)}]}, "norm.output [0]: axis 'dp' is not in the mesh; its axes are ('tp',)"),
     (
         {r"norm\.output": {"hidden": "Shard(0)"}},
@@ -191,7 +194,7 @@ def test_experts_that_two_sections_place():
 
 def test_an_unknown_section():
     assert_refused(
-        network(), {"parameters": {}}, "unknown section 'parameters' in the plan; sections are parameter, forward, e"
+        network(), {"parameters": {}}, "unknown section 'parameters' in the plan; use one of parameter, forward, e"
     )
 
 
@@ -229,14 +232,14 @@ def test_one_rank_alone_is_refused_without_communication():
 
 
 @ranks(2)
-def test_a_refused_module_can_be_parallelised_afterwards_but_only_once():
+def test_a_refused_module_can_be_parallelized_afterwards_but_only_once():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     module = network()
     for plan in ({"parameter": {"nothing": S0}}, {"forward": {r"norm\.input": {"x": S0}}}):
         with pytest.raises(PlanError):
             parallelize_module(module, mesh, plan)
     parallelize_module(module, mesh, {})
-    with pytest.raises(ValueError, match="this ModuleDict is parallelised already; build a new one to change the plan"):
+    with pytest.raises(ValueError, match="this ModuleDict is parallelized already; build a new one to change the plan"):
         parallelize_module(module, mesh, {})
 
 

@@ -113,7 +113,10 @@ def test_what_is_no_boundary_is_listed_too():
     with report(model) as found:
         step(model)
         DTensor.from_local(torch.ones(3), mesh, [P], run_check=False).full_tensor()
-        with pytest.raises(RuntimeError, match="a report of this module is open already"), report(model):
+        with (
+            pytest.raises(RuntimeError, match="a report of this module is open already; close"),
+            report(model),
+        ):
             pass
     assert [(r.operator, r.num_bytes) for r in found.others] == [("all_reduce", 12)]
     assert "other: (outside)" in str(found)
@@ -140,7 +143,7 @@ def test_over_one_rank_there_is_nothing_to_report():
 @ranks(2)
 def test_num_steps_must_be_positive():
     model = build(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "eager")
-    with pytest.raises(ValueError, match="num_steps is 0; a report is of one step or more"):
+    with pytest.raises(ValueError, match="expected num_steps of 1 or more, got 0"):
         report(model, num_steps=0)
 
 

@@ -20,7 +20,10 @@ class Output:
 
     logits: torch.Tensor
     cache: list
-    seen: int = dataclasses.field(default=0, init=False)
+    doubled: object = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "doubled", 2 * self.logits)
 
 
 class Cache(collections.OrderedDict):
@@ -45,6 +48,7 @@ def test_classes_of_containers_are_kept():
     assert numel == [1, Pair(1, 2), Cache(x=(3, "text")), Output(3, [1]), torch.Size([4, 5])]
     assert [type(item) for item in numel] == [int, Pair, Cache, Output, torch.Size]
     assert value[3].cache[0].numel() == 1, "the original has not changed"
+    assert numel[3].doubled == 6, "derived again"
 
 
 def test_what_does_not_change_is_the_same_object():

@@ -93,6 +93,19 @@ def test_free_false_refuses_cutting_a_replica_too(shard):
 
 
 @ranks(2)
+def test_interleaved_shards_may_be_gathered_if_asked_for(shard):
+    whole = torch.arange(48.0).view(2, 6, 4).sin()
+    merged = shard(whole, tp(), [Shard(1)]).view(12, 4)  # two parts, of which each rank holds three rows
+    with pytest.raises(ImplicitRedistributionError, match=r"aten\.topk.*from \(tp: _StridedShard.*to \(tp: Replicate"):
+        with strict():
+            merged.topk(2, dim=1)
+    with strict(interleaved=True):
+        torch.testing.assert_close(merged.topk(2, dim=1).values.full_tensor(), whole.view(12, 4).topk(2, dim=1).values)
+        with pytest.raises(ImplicitRedistributionError, match=r"aten\._softmax"):
+            shard(X, tp(), [Shard(1)]).softmax(1)
+
+
+@ranks(2)
 def test_the_value_of_a_partial_scalar_is_refused(shard):
     total = shard(X, tp(), [Shard(0)]).sum()
     with pytest.raises(ImplicitRedistributionError, match=r"aten\._local_scalar_dense.*Partial\(sum\).*Replicate"):

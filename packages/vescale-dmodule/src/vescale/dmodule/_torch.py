@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._C import _distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -28,7 +27,6 @@ __all__ = [
     "alias",
     "backward_number",
     "direct_apply",
-    "explicit_redistribution",
     "flat_group",
     "for_each",
     "has_dispatch_mode",
@@ -37,7 +35,6 @@ __all__ = [
     "in_backward",
     "is_compiler_error",
     "is_full_cache",
-    "is_implicit_redistribution",
     "is_in_own_forward",
     "is_profiling",
     "leaf_over",
@@ -49,6 +46,7 @@ __all__ = [
     "on_backward_end",
     "ordinary_call",
     "plain_operands_replicated",
+    "replicate_plain_operands",
     "run_backward",
     "sum_later",
     "tensor_tables",
@@ -62,30 +60,26 @@ __all__ = [
 ]
 
 
-def explicit_redistribution() -> contextlib.AbstractContextManager:
-    """Return a context in which an operator that must communicate to fit its operands together raises RuntimeError."""
-    return ExplicitRedistributionContext(enable=True, strict=False, mode="raise")
+def replicate_plain_operands(allow: bool) -> bool:
+    """Set whether DTensor operators take plain operands as replicated, and return what was set before.
 
-
-def is_implicit_redistribution(error: RuntimeError) -> bool:
-    """Tell whether an error comes from the context above."""
-    return str(error).startswith("Implicit redistribution occurred")
+    ``torch.distributed.tensor.experimental.implicit_replication`` is the same as a context, but it always leaves the
+    switch off, also when it was on outside.
+    """
+    dispatcher = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = allow
+    return before
 
 
 @contextlib.contextmanager
 def plain_operands_replicated() -> Iterator[None]:
-    """Read plain tensors that meet a DTensor as replicated, then do as before.
-
-    ``torch.distributed.tensor.experimental.implicit_replication`` does the same, but always leaves it switched off,
-    also when it was on outside.
-    """
-    dispatcher = DTensor._op_dispatcher
-    before = dispatcher._allow_implicit_replication
-    dispatcher._allow_implicit_replication = True
+    """Take plain operands of DTensor operators as replicated inside."""
+    before = replicate_plain_operands(allow=True)
     try:
         yield
     finally:
-        dispatcher._allow_implicit_replication = before
+        replicate_plain_operands(allow=before)
 
 
 def no_function_modes() -> contextlib.AbstractContextManager:

@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import is_deferred, materialize
+from vescale.dtensor.extension import describe_difference, differing_texts
 
-from ._boundary.convert import install_inputs, install_outputs
+from ._boundary.hooks import install_inputs, install_outputs
 from ._boundary.local_region import install_local
 from ._execution.modes import ATTRIBUTE, MODES, Execution
 from ._experts import install_experts
-from ._plan.agreement import check_agreement
 from ._plan.parameters import distribute
 from ._plan.resolve import resolve
 from ._static import set_attributes
@@ -39,13 +39,13 @@ def parallelize_module(
     The result is the same object with the same class and names; parameters are DTensors (``Replicate`` unless the plan
     says otherwise), tied parameters stay tied, frozen ones frozen. It takes and returns what the plain module does:
     plain inputs are read as equal on all ranks of the mesh, and outputs come back as plain tensors where one device
-    would have them. On a mesh of one rank the module is only checked and, if deferred, materialised.
+    would have them. On a mesh of one rank the module is only checked and, if deferred, materialized.
 
     Args:
-        module: any module; a deferred one (:func:`vescale.dtensor.deferred_init`) is materialised shard by shard.
+        module: any module; a deferred one (:func:`vescale.dtensor.deferred_init`) is materialized shard by shard.
         mesh: device mesh whose axes the plan names, for example ``mesh["tp"]``.
         plan: ``{"parameter": {regex: placements}, "forward": {regex + ".input" | ".output": entry}, "expert": {regex:
-            placements}}``. Regexes match whole fully qualified names. Placements are ``{axis: Placement}`` or a list of
+            placements}}``. Regexes match full names. Placements are ``{axis: Placement}`` or a list of
             one placement per mesh axis. A forward entry mirrors the values: a list by position, a dict by name, None to
             leave one as it is.
         mode: how it runs, see :func:`set_mode`. ``"eager"``: every activation is a DTensor; for writing, debugging, and
@@ -57,9 +57,9 @@ def parallelize_module(
 
     Raises:
         PlanError: a key that matches nothing (with the nearest names), contradicting keys, a dim out of range, an
-            unknown axis, experts that do not divide, tied parameters placed in two ways. Before any communication; a
-            plan that differs between ranks is found by a comparison of its text.
-        ValueError: unknown mode, or the module is parallelised already.
+            unknown axis, experts that do not divide, tied parameters placed in two ways. These are raised before
+            any communication. A plan that differs between ranks is found by a comparison of its text.
+        ValueError: unknown mode, or the module is parallelized already.
 
     The module's forward raises :class:`ImplicitRedistributionError` where an operator would communicate on its own.
 
@@ -73,11 +73,13 @@ def parallelize_module(
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; this version has {', '.join(map(repr, MODES))}")
     if ATTRIBUTE in vars(module):
-        raise ValueError(f"this {type(module).__name__} is parallelised already; build a new one to change the plan")
+        raise ValueError(f"this {type(module).__name__} is parallelized already; build a new one to change the plan")
     if not mesh.mesh_dim_names:
         raise PlanError("the mesh has no axis names; give init_device_mesh(..., mesh_dim_names=('tp',))")
     resolved = resolve(module, mesh, plan, allow_empty=allow_empty)
-    check_agreement([*resolved.lines(), f"mode: {mode}", f"allow_implicit: {allow_implicit}"], mesh)
+    text = "\n".join([*resolved.lines(), f"mode: {mode}", f"allow_implicit: {allow_implicit}"])
+    if texts := differing_texts(text, mesh):
+        raise PlanError(describe_difference("the plan", texts))
     vars(module)[ATTRIBUTE] = None
     if mesh.size() == 1:
         if is_deferred(module):
@@ -106,5 +108,5 @@ def parallelize_module(
         install_outputs(modules[name], name, entry, mesh, execution.phase)
     execution.attach(module)
     num_sharded = sum(any(p.is_shard() for p in placements) for placements in resolved.tensors.values())
-    logger.info("parallelised %s over %s: %d sharded tensors", type(module).__name__, mesh, num_sharded)
+    logger.info("parallelized %s over %s: %d sharded tensors", type(module).__name__, mesh, num_sharded)
     return module

@@ -1,7 +1,11 @@
-"""From DTensor to local tensor and back, where a program on local tensors meets one on DTensors.
+"""Edges between code on DTensors and code on local tensors, differentiable and without communication.
 
-Nothing moves here: a shard stays where it is and only changes its type. The layouts of gradients are those that the
-rehearsal has found.
+    ``wrapped``         a local tensor becomes the shard of a DTensor
+    ``unwrapped``       a DTensor becomes its shard
+    ``local_shards``    parameters become their shards, all in one autograd node
+    ``depend_on``       an output depends on operands that this rank did not use
+
+A shard keeps its memory and changes its type. The caller gives the placements of the gradients.
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch
 
-__all__ = ["unwrapped", "wrapped"]
+__all__ = ["depend_on", "local_shards", "unwrapped", "wrapped"]
 
 Placements = tuple[Placement, ...]
 
-NUM_LAYOUTS = 1024  # that are kept
+NUM_LAYOUTS = 1024  # in the cache
 
 
 def wrapped(
@@ -36,13 +40,13 @@ def wrapped(
     return _wrap(local, _wrapper(*layout), gradient)
 
 
-def unwrapped(whole: DTensor, gradient: Placements | None) -> Tensor:
+def unwrapped(tensor: DTensor, gradient: Placements | None) -> Tensor:
     """Return the shard of a DTensor; its gradient is read as one of layout ``gradient``.
 
     Raises:
         RuntimeError: in backward, if a gradient comes although ``gradient`` is None.
     """
-    return _unwrap(whole, gradient)
+    return _unwrap(tensor, gradient)
 
 
 class _Wrap(torch.autograd.Function):
@@ -62,17 +66,17 @@ class _Wrap(torch.autograd.Function):
 
 class _Unwrap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, whole: DTensor, gradient: Placements | None) -> Tensor:
-        ctx.mesh, ctx.shape, ctx.gradient = whole.device_mesh, whole.shape, gradient
-        local = _torch.local_of(whole)
+    def forward(ctx, tensor: DTensor, gradient: Placements | None) -> Tensor:
+        ctx.mesh, ctx.shape, ctx.gradient = tensor.device_mesh, tensor.shape, gradient
+        local = _torch.local_of(tensor)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[DTensor, None]:
         if ctx.gradient is None:
             raise RuntimeError(
-                f"a gradient came back to a value of shape {tuple(ctx.shape)}, which had none when the static program "
-                "was recorded; run the module in mode 'eager'"
+                f"expected no gradient for a value of shape {tuple(ctx.shape)}, which had none when the static program "
+                "was recorded, got one; run the module in mode 'eager'"
             )
         if grad.requires_grad:
             return _from_local(grad, ctx.mesh, ctx.gradient, ctx.shape), None
@@ -91,20 +95,99 @@ def _wrapper(
     local_stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Callable[[Tensor], DTensor]:
-    """Return what makes DTensors of one layout, without autograd: to describe a layout takes longer than all else."""
+    """Return a function that makes DTensors of one layout, without autograd. To describe a layout is the slow part."""
     local = torch.empty_strided(local_shape, local_stride, dtype=dtype, device="meta")
     return _torch.wrapper_like(_from_local(local, mesh, placements, shape))
 
 
 def _from_local(local: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
-    stride = _whole_stride(local.stride(), shape)
+    stride = _global_stride(local.stride(), shape)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _whole_stride(local_stride: Sequence[int], shape: torch.Size) -> tuple[int, ...]:
+def _global_stride(local_stride: Sequence[int], shape: torch.Size) -> tuple[int, ...]:
     """Return the strides of a dense tensor of ``shape`` whose dims lie in memory in the order of the shard's."""
     stride, size = [0] * len(shape), 1
     # of equal strides (a dim of one element) the last is the innermost
     for dim in sorted(range(len(shape)), key=lambda dim: (local_stride[dim], -dim)):
         stride[dim], size = size, size * max(shape[dim], 1)
     return tuple(stride)
+
+
+# ------------------------------------------------------------------------------------------------- parameters
+
+
+def local_shards(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Placements | None],
+    silent: Sequence[bool] | None = None,
+) -> list[Tensor]:
+    """Return this rank's shards of parameters. If one of them gets a gradient, unused ones get zeros.
+
+    Args:
+        parameters: DTensors or local shards; the gradient of each is of the same type.
+        gradients: placements of the gradients of the DTensors.
+        silent: which of them are shown as negative zeros (``x + -0.0`` is ``x`` for every ``x``). Their gradient is
+            that of the values. For parameters that are added once over the axes that cut inner dims: the gradient is
+            that of the output, equal on all ranks of these axes.
+    """
+    silent = silent or [False] * len(parameters)
+    shown = [_shown(*pair) for pair in zip(parameters, silent, strict=True)]
+    trained = [i for i, p in enumerate(parameters) if p.requires_grad] if torch.is_grad_enabled() else []
+    if trained:
+        chosen = [parameters[i] for i in trained]
+        outputs = _LocalShards.apply([shown[i] for i in trained], [gradients[i] for i in trained], *chosen)
+        for i, output in zip(trained, outputs, strict=True):
+            shown[i] = output
+    return shown
+
+
+def _shown(parameter: Tensor, silent: bool) -> Tensor:
+    local = _torch.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
+    return torch.full_like(local, -0.0) if silent else local
+
+
+class _LocalShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shown: list[Tensor], gradients: list[Placements | None], *parameters: Tensor) -> tuple:
+        pairs = zip(parameters, gradients, strict=True)
+        ctx.layouts = [
+            (p.device_mesh, placements, p.shape, p.stride()) if isinstance(p, DTensor) else None
+            for p, placements in pairs
+        ]
+        return tuple(local.view_as(local) for local in shown)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(_global_gradient(*pair) for pair in zip(grads, ctx.layouts, strict=True))
+
+
+def _global_gradient(grad: Tensor, layout: tuple | None) -> Tensor:
+    if layout is None:
+        return grad
+    mesh, placements, shape, stride = layout
+    return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+# ------------------------------------------------------------------------------------------------- dependence
+
+
+def depend_on(output: Tensor, *operands: Tensor) -> Tensor:
+    """Return ``output`` so that it depends on all ``operands``, with no gradient.
+
+    A rank whose experts got no token does not use them. Without this, the backward of its inputs would not run there,
+    while the other ranks wait in its communication; and its parameters would have no gradient, where on one device the
+    tensor of all experts has one that is zero for these, and the optimizer updates them.
+    """
+    return _DependOn.apply(output, *operands)
+
+
+class _DependOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output: Tensor, *operands: Tensor) -> Tensor:
+        ctx.num_operands = len(operands)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (grad, *[None] * ctx.num_operands)

@@ -1,19 +1,19 @@
 """Local regions: modules that run on local tensors in every mode, with declared layouts at both ends.
 
-For code that no rule for DTensors can follow, such as routing by data. The plan says where inputs are and what outputs
-are; between, the module's own code runs on this rank's shards and on its local parameters::
+For code that DTensor rules cannot express, such as routing by data. The plan declares the placements of inputs and
+outputs. In between, the module's own code runs on this rank's shards and on local parameters::
 
     "local": {r"layers\\.\\d+\\.router": {"input": {"x": {"tp": Shard(0)}}, "output": [{"tp": Shard(0)}]}}
 
-What the layouts mean for gradients, axis by axis:
+The placements imply those of the gradients, axis by axis:
 
     outputs         input or parameter      its local gradient is
-    Replicate       any                     what it is itself: all ranks compute the same, or the region communicates
+    Replicate       any                     placed as itself: all ranks compute the same, or the region communicates
     Shard, Partial  Shard                   of its own shard
-    Shard, Partial  Replicate               a summand: every rank answers for its own part of the output
+    Shard, Partial  Replicate               partial: every rank has the gradient of its own part of the output
 
-An output that is sharded has the global size of an input that is sharded likewise and has as many elements here; else
-every rank holds as many. Random operators are refused, because nothing says where a local tensor lies in a global one.
+A sharded output has the global size of an input that is sharded alike and has the same local size; without such an
+input, all ranks hold equal parts. Random operators are refused: a local tensor has no global position.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from vescale.dtensor import random
 
 from .. import _torch
-from .._experts import join, local_shards
+from .._plan.inputs import InputPlan
 from .._plan.placements import is_placements, normalize
 from .._static.patch import ModulePatch, attribute_rows
 from ..errors import PlanError
-from .convert import InputPlan, Phase, install_inputs, map_tensors, place
-from .edges import unwrapped, wrapped
+from .convert import place
+from .edges import depend_on, local_shards, unwrapped, wrapped
+from .hooks import Phase, install_inputs
+from .values import map_tensors
 
 __all__ = ["LocalRegion", "install_local"]
 
@@ -56,10 +58,10 @@ def install_local(
     Args:
         module: the module.
         name: its name in the model.
-        plan: what the plan says of its arguments and of its outputs.
+        plan: the planned placements of its arguments, and of its outputs.
         mesh: the mesh of the plan.
         phase: of the model.
-        attributes: what the module sees of its own attributes while it runs.
+        attributes: values of its attributes while it runs.
 
     Raises:
         PlanError: outputs that are replicated and outputs that are not, on one axis.
@@ -88,11 +90,11 @@ class LocalRegion:
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Turn arguments and parameters into local tensors."""
         operands: list[Tensor] = []
-        whole: list[DTensor] = []
+        inputs: list[DTensor] = []
 
         def localize(tensor: Tensor) -> Tensor:
             if isinstance(tensor, DTensor):
-                whole.append(tensor)
+                inputs.append(tensor)
                 tensor = unwrapped(tensor, self._gradient(tensor.placements))
             operands.append(tensor)
             return tensor
@@ -101,21 +103,21 @@ class LocalRegion:
         undo = contextlib.ExitStack()
         operands += self._show_local(module, undo)
         undo.enter_context(random.forbidden(RANDOM))
-        self.running.append((undo, [t for t in operands if t.requires_grad], whole))
+        self.running.append((undo, [t for t in operands if t.requires_grad], inputs))
         return args, kwargs
 
     def leave(self, _module: nn.Module, _args: tuple, output: object) -> object:
         """Turn outputs into DTensors again, where the model runs on DTensors."""
-        if not self.running:  # the module failed before it was entered
+        if not self.running:  # an earlier hook raised
             return None
-        undo, operands, whole = self.running.pop()
+        undo, operands, inputs = self.running.pop()
         undo.close()
         if output is None:
             return None
-        output = map_tensors(lambda t: join(t, *operands) if t.is_floating_point() else t, output)
+        output = map_tensors(lambda t: depend_on(t, *operands) if t.is_floating_point() else t, output)
         if self.phase.local:
             return output
-        return place(output, self.output, self.mesh, self.where, lambda t, p, _where: self._wrap(t, p, whole))
+        return place(output, self.output, self.mesh, self.where, lambda t, p, _where: self._wrap(t, p, inputs))
 
     def _gradient(self, placements: Placements) -> Placements:
         """Return the layout of the local gradient of an input or parameter with these placements."""
@@ -139,9 +141,9 @@ class LocalRegion:
             undo.enter_context(ModulePatch(attribute_rows(module, self.attributes)))
         return shown
 
-    def _wrap(self, local: Tensor, placements: Placements, whole: list[DTensor]) -> DTensor:
+    def _wrap(self, local: Tensor, placements: Placements, inputs: list[DTensor]) -> DTensor:
         gradient = tuple(Replicate() if p.is_partial() else p for p in placements)
-        shape = _whole_shape(local, placements, self.mesh, whole)
+        shape = _global_shape(local, placements, self.mesh, inputs)
         return wrapped(local, self.mesh, placements, shape=shape, gradient=gradient)
 
 
@@ -155,8 +157,8 @@ def _cut_axes(output: object, mesh: DeviceMesh, where: str) -> frozenset[int]:
     axes = [frozenset(axis for axis, p in enumerate(placements) if not p.is_replicate()) for placements in found]
     if len(set(axes)) > 1:
         raise PlanError(
-            f"{where}: outputs {found} are replicated and not replicated on one axis, so nothing says what the "
-            "gradients of replicated inputs are; return the replicated one from a module of its own"
+            f"{where}: outputs {found} are replicated and not replicated on one axis, so the gradients of "
+            "replicated inputs are ambiguous; return the replicated one from a module of its own"
         )
     return axes[0] if axes else frozenset()
 
@@ -170,12 +172,12 @@ def _entries(output: object) -> list[object]:
     return [leaf for entry in inner for leaf in _entries(entry)]
 
 
-def _whole_shape(local: Tensor, placements: Placements, mesh: DeviceMesh, whole: list[DTensor]) -> tuple[int, ...]:
+def _global_shape(local: Tensor, placements: Placements, mesh: DeviceMesh, inputs: list[DTensor]) -> tuple[int, ...]:
     shape = list(local.shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             dim = placement.dim
-            like = (t.shape[dim] for t in whole if _shards_alike(t, axis, placement, local.shape[dim]))
+            like = (t.shape[dim] for t in inputs if _shards_alike(t, axis, placement, local.shape[dim]))
             shape[dim] = next(like, shape[dim] * mesh.size(axis))
     return tuple(shape)
 

@@ -1,23 +1,37 @@
-"""Tensors inside of arguments and results: found, replaced, described.
+"""Nested arguments and results: find, replace and describe the tensors in them.
 
-Tuples, lists, dicts and dataclasses are rebuilt where a tensor in them changes. Objects of other classes that hold
-tensors (key-value caches) are changed in place, because the caller keeps using the same object.
+    function            containers                              other objects with attributes
+    ``map_tensors``     rebuilt where a tensor in them changes  leaves
+    ``map_leaves``      the same; each tensor has a path        changed in place: the caller keeps the object (caches)
+    ``describe_value``  described by their items                described by their attributes
+    ``copied``          rebuilt                                 copied deeply
+
+Containers are tuples, lists, dicts and dataclasses.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import is_not
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .convert import fields_of, rebuild_fields, rebuild_sequence
+from vescale.dtensor import extension
 
-__all__ = ["copied", "describe_value", "map_leaves"]
+__all__ = [
+    "copied",
+    "describe_value",
+    "fields_of",
+    "map_leaves",
+    "map_tensors",
+    "rebuild_fields",
+    "rebuild_sequence",
+]
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 CLOSED = (type, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, torch.Generator)
@@ -52,7 +66,7 @@ def _attributes(value: object) -> list[tuple[str, object]]:
 
 
 def describe_value(value: object, depth: int = 0) -> Hashable:
-    """Return what tells calls apart: shapes, dtypes and layouts of tensors, the values of plain Python arguments."""
+    """Return a key that distinguishes calls: shapes, dtypes and layouts of tensors, values of plain arguments."""
     if isinstance(value, Tensor):
         layout = tuple(value.placements) if isinstance(value, DTensor) else None
         return value.shape, value.dtype, value.requires_grad, layout
@@ -69,7 +83,7 @@ def describe_value(value: object, depth: int = 0) -> Hashable:
 
 
 def copied(value: object) -> object:
-    """Return a copy for a rehearsal: tensors cut off from their history, objects of unknown classes copied deeply."""
+    """Return a copy for a recording: tensors without their history, objects of unknown classes copied deeply."""
 
     def cut(tensor: Tensor, _where: str) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad) if tensor.requires_grad else tensor
@@ -82,3 +96,36 @@ def copied(value: object) -> object:
     if fields is not None:
         return rebuild_fields(value, {name: copied(item) for name, item in fields.items()})
     return copy.deepcopy(value) if _attributes(value) and not isinstance(value, CLOSED) else value
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: object) -> object:
+    """Return ``value`` with ``fn`` applied to its tensors, in tuples, lists, dicts and dataclasses of any depth.
+
+    Containers without a changed tensor stay the same objects; objects of other classes are left alone.
+
+    Example:
+        >>> map_tensors(lambda t: t + 1, {"x": (torch.zeros(2), "y")})
+        {'x': (tensor([1., 1.]), 'y')}
+    """
+    return extension.map_leaves(fn, value, Tensor, dataclasses=True)
+
+
+def fields_of(value: object) -> Mapping | None:
+    """Return the named parts of a dataclass or a dict; a class that is both (Hugging Face's outputs) is a dataclass."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return value if isinstance(value, Mapping) else None
+
+
+def rebuild_fields(value: object, changed: Mapping) -> object:
+    """Return a dataclass instance or dict with some of its parts replaced."""
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **changed)
+    new = copy.copy(value)
+    new.update(changed)
+    return new
+
+
+def rebuild_sequence(value: Sequence, items: list) -> Sequence:
+    """Return a tuple or list of the same class with other items."""
+    return type(value)(items) if type(value) in (tuple, list) else type(value)(*items)  # named tuples take arguments

@@ -17,7 +17,8 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 from torch import Tensor, nn
 
-from .._boundary.convert import InputBoundary, OutputBoundary, fields_of, rebuild_fields, rebuild_sequence
+from .._boundary.hooks import InputBoundary, OutputBoundary
+from .._boundary.values import fields_of, rebuild_fields, rebuild_sequence
 from .._execution.module_hooks import OwnHook
 from .._plan.placements import Repeat, is_placements
 from .._static.direct_calls import Steps

@@ -1,13 +1,22 @@
 """Eager mode: every activation inside the module is a DTensor.
 
-Unmodified models mix plain tensors (masks, rotary tables, position ids, labels) with activations; stock DTensor refuses
-that. While the module runs, a function mode wraps the plain operands of such a call as replicated DTensors **above**
-autograd, so that what backward saves is a DTensor too. It is sound because plain tensors inside the module come from
-inputs that are equal on all ranks of the mesh, or from code that depends on them alone.
+Unmodified models mix plain tensors (masks, rotary tables, position ids, labels) with activations, which stock DTensor
+refuses. While the module runs, two contexts are open:
 
-The mode is entered by hooks of every submodule, by the outermost one that runs. That is the root, except when
-activation checkpointing runs a part of the model again during backward. The same hooks know which submodule an error
-is in.
+    ===============  ===============================================================================================
+    ``_Mixing``      a function mode. It wraps the plain operands of a call that has a DTensor operand as replicated
+                     DTensors. It does so above autograd, so the tensors saved for backward are DTensors too.
+    ``strict()``     of ``vescale.dtensor``. It refuses operators that would communicate to fit their operands
+                     together. The mode adds the module and the plan entry to the error. Interleaved shards may be
+                     gathered: few operators of DTensor accept them, and on local tensors nothing is gathered.
+    ===============  ===============================================================================================
+
+Replication is sound: a plain tensor inside the module comes from inputs that are equal on all ranks of the mesh, or
+from code that depends on such inputs alone.
+
+Hooks of every submodule open the contexts; the outermost submodule that runs does so. This is the root, except when
+activation checkpointing runs a part of the model again during backward. The same hooks record which submodule runs,
+for errors.
 """
 
 from __future__ import annotations
@@ -19,9 +28,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
+
+from vescale.dtensor import strict
+from vescale.dtensor.extension import map_leaves, tensors_in
 
 from .. import _torch
 from .._boundary.convert import as_dtensor, is_plain
@@ -32,18 +45,21 @@ from .module_hooks import OwnHook
 __all__ = ["EagerScope", "hook_scope"]
 
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+PLAIN = frozenset((Tensor, nn.Parameter))
+ATOMS = PLAIN | {DTensor, bool, int, float, complex, str, type(None), slice, torch.dtype, torch.device, torch.Size}
+"""Types of arguments in which no tensor hides; all others are searched."""
 
 
 @dataclass
 class EagerScope:
-    """Which modules of one parallelised model are running.
+    """The running modules of one parallelized model, and the contexts that are open while any of them runs.
 
     Attributes:
-        allow_implicit: whether operators may communicate on their own.
+        allow_implicit: whether operators may redistribute their operands implicitly.
         sync: reduces partial gradients.
         attaches: whether parameters get the gradient hooks of ``sync`` when the outermost module is entered.
         path: names of the modules whose forward is running, outermost first.
-        contexts: what is undone when the outermost of them ends.
+        contexts: closed when the outermost of them ends.
     """
 
     allow_implicit: bool
@@ -58,11 +74,11 @@ class EagerScope:
                 self.sync.attach(module)
             self.contexts.enter_context(_Mixing(self))
             if not self.allow_implicit:
-                self.contexts.enter_context(_torch.explicit_redistribution())
+                self.contexts.enter_context(strict(interleaved=True))
         self.path.append(name)
 
     def leave(self, name: str) -> None:
-        if self.path and self.path[-1] == name:  # else the module failed before it was entered
+        if self.path and self.path[-1] == name:  # else an earlier hook raised
             self.path.pop()
             if not self.path:
                 self.contexts.close()
@@ -73,7 +89,7 @@ class EagerScope:
 
 
 class _Mixing(TorchFunctionMode):
-    """Wrap plain tensors that meet a DTensor in a call."""
+    """Wrap the plain operands of calls that have a DTensor operand."""
 
     def __init__(self, scope: EagerScope):
         super().__init__()
@@ -81,21 +97,39 @@ class _Mixing(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        sharded = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
-        if not sharded:
+        mesh, mixed = _operands(args, kwargs)
+        if mesh is None:
             return func(*args, **kwargs)
-        _check_destination(func, args, kwargs, sharded, self.scope.where)
-        if func in CONCATENATIONS and args:
-            args = (_without_legacy_empty(args[0]), *args[1:])
-        mesh = sharded[0].device_mesh
-        args, kwargs = _torch.tree_map(lambda leaf: as_dtensor(leaf, mesh) if is_plain(leaf) else leaf, (args, kwargs))
+        if mixed:
+            args, kwargs = self._wrapped(func, args, kwargs, mesh)
+        # for plain tensors that torch itself makes inside a composite operator
+        before = _torch.replicate_plain_operands(allow=True)
         try:
-            with _torch.plain_operands_replicated():  # for tensors that torch itself makes inside a composite operator
-                return func(*args, **kwargs)
-        except RuntimeError as error:
-            if not _torch.is_implicit_redistribution(error):
+            return func(*args, **kwargs)
+        except ImplicitRedistributionError as error:
+            if self.scope.allow_implicit:  # the user's own `strict()`
                 raise
             raise _implicit(func, (args, kwargs), self.scope) from error
+        finally:
+            _torch.replicate_plain_operands(allow=before)
+
+    def _wrapped(self, func: Callable, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
+        """Return the arguments of a call with its plain tensors as replicated DTensors."""
+        _check_destination(func, args, kwargs, self.scope.where)
+        if func in CONCATENATIONS and args:
+            args = (_without_legacy_empty(args[0]), *args[1:])
+        return map_leaves(lambda t: as_dtensor(t, mesh) if is_plain(t) else t, (args, kwargs), Tensor)
+
+
+def _operands(args: tuple, kwargs: dict) -> tuple[DeviceMesh | None, bool]:
+    """Return the mesh of the first DTensor among the arguments, and whether there are plain tensors among them."""
+    leaves = (*args, *kwargs.values()) if kwargs else args
+    kinds = set(map(type, leaves))
+    if not kinds <= ATOMS:
+        leaves = list(tensors_in(leaves))
+        kinds = set(map(type, leaves))
+    mesh = next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
+    return mesh, not kinds.isdisjoint(PLAIN)
 
 
 def _without_legacy_empty(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -106,7 +140,7 @@ def _without_legacy_empty(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [t for t in tensors if isinstance(t, DTensor) or t.shape != (0,)]
 
 
-def _check_destination(func: Callable, args: tuple, kwargs: dict, sharded: list[DTensor], where: str) -> None:
+def _check_destination(func: Callable, args: tuple, kwargs: dict, where: str) -> None:
     """Refuse to write values that need a gradient into a plain tensor, which could not carry it.
 
     Raises:
@@ -117,7 +151,9 @@ def _check_destination(func: Callable, args: tuple, kwargs: dict, sharded: list[
         name.endswith("_") and not name.endswith("__")
     )
     destination = kwargs.get("out", args[0] if in_place and args else None)
-    if not is_plain(destination) or not torch.is_grad_enabled() or not any(t.requires_grad for t in sharded):
+    if not is_plain(destination) or not torch.is_grad_enabled():
+        return
+    if not any(isinstance(t, DTensor) and t.requires_grad for t in tensors_in((args, kwargs))):
         return
     raise RuntimeError(
         f"in {where}: {_name(func)} writes a DTensor that requires grad into a plain tensor of shape "
@@ -127,7 +163,7 @@ def _check_destination(func: Callable, args: tuple, kwargs: dict, sharded: list[
 
 
 def _implicit(func: Callable, arguments: tuple, scope: EagerScope) -> ImplicitRedistributionError:
-    operands = [leaf for leaf in _torch.tree_leaves(arguments) if isinstance(leaf, DTensor)]
+    operands = [t for t in tensors_in(arguments) if isinstance(t, DTensor)]
     shown = ", ".join(f"{tuple(t.shape)} {tuple(t.placements)}" for t in operands)
     key = re.escape(f"{scope.path[-1]}.input" if scope.path and scope.path[-1] else "input")
     return ImplicitRedistributionError(
@@ -146,11 +182,11 @@ def hook_scope(module: nn.Module, name: str, scope: EagerScope) -> list[Removabl
     Args:
         module: the module; ``scope`` is entered by the outermost part of it that is called.
         name: its name in the parallelized model, ``""`` for the model itself.
-        scope: of the parallelized model.
+        scope: the scope of the parallelized model.
     """
     handles = []
     for inner, part in module.named_modules():
-        if not isinstance(part, nn.ModuleList | nn.ModuleDict):  # nobody calls these
+        if not isinstance(part, nn.ModuleList | nn.ModuleDict):  # these are never called
             path = ".".join(filter(None, (name, inner)))
             handles += _hook_part(part, path, scope)
     return handles

@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from .._boundary.convert import Phase, map_tensors, to_plain
+from .._boundary.convert import to_plain
+from .._boundary.hooks import Phase
+from .._boundary.values import map_tensors
 from .._gradients.sync import GradientSync
 from .._static import StaticProgram
 from .._static.call import State

@@ -1,8 +1,8 @@
 """Hooks that belong to one parallelized module and not to its copies.
 
-``copy.deepcopy`` of a module copies its hooks. A hook that knows modules of the original would run the original's
-code for the copy. So hooks are registered as :class:`OwnHook`, which turns into nothing in a copy; the copy installs
-hooks of its own when it is called for the first time.
+``copy.deepcopy`` of a module copies its hooks. A hook that refers to modules of the original would run the original's
+code for the copy. So hooks are registered as :class:`OwnHook`, whose copies do nothing; the copied module installs
+hooks of its own at its first call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which rank holds which expert: allocations, and strategies that choose one.
+"""Allocate experts to ranks: allocations, and strategies that choose one.
 
 An allocation gives every expert a slot, and a rank the slots of its block: experts ``e`` with
 ``slot // experts_per_rank == rank``. Every rank holds equally many, in ascending order. The router and the order in
-which outputs are added know experts by number, not by slot, so an allocation changes where an expert is computed and
-nothing else.
+which outputs are added use the numbers of experts, not their slots. So an allocation changes where an expert is
+computed and nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def from_ranks(ranks: Sequence[int], num_ranks: int) -> Allocation:
     held = [[expert for expert, owner in enumerate(ranks) if owner == rank] for rank in range(num_ranks)]
     sizes = [len(experts) for experts in held]
     if len(ranks) % num_ranks or sizes != [per_rank] * num_ranks:
-        raise ValueError(f"every rank must hold {len(ranks)} / {num_ranks} experts; got {sizes} per rank")
+        raise ValueError(f"expected {len(ranks)} / {num_ranks} experts on every rank, got {sizes}; use equal numbers")
     slots = {expert: slot for slot, expert in enumerate(expert for experts in held for expert in experts)}
     return tuple(slots[expert] for expert in range(len(ranks)))
 
@@ -57,10 +57,12 @@ def check_allocation(allocation: Sequence[int], num_experts: int, num_ranks: int
         ValueError: it is no permutation of the slots, or the experts of a rank are not in ascending order.
     """
     if sorted(allocation) != list(range(num_experts)):
-        raise ValueError(f"an allocation of {num_experts} experts is a permutation of their slots; got {allocation}")
+        raise ValueError(
+            f"expected a permutation of the slots of {num_experts} experts, got {allocation}; use each slot once"
+        )
     per_rank = num_experts // num_ranks
     if from_ranks([slot // per_rank for slot in allocation], num_ranks) != tuple(allocation):
-        raise ValueError(f"experts of one rank must lie in ascending order; got {tuple(allocation)}; use from_ranks")
+        raise ValueError(f"expected experts of one rank in ascending order, got {tuple(allocation)}; use from_ranks")
     return tuple(allocation)
 
 
@@ -79,9 +81,9 @@ def imbalance(loads: Sequence[int], allocation: Allocation, num_ranks: int) -> f
 
 
 class ExpertAllocator(Protocol):
-    """Choose where experts are computed.
+    """A strategy that chooses an allocation.
 
-    Every rank calls it with the same arguments, and it must answer the same: it may depend on nothing else.
+    Every rank calls it with the same arguments. The result must depend on them alone, so that all ranks agree.
 
     Attributes:
         needs_loads: whether the experts count the tokens that they get; otherwise ``loads`` are zero.
@@ -93,8 +95,8 @@ class ExpertAllocator(Protocol):
         """Return the next allocation.
 
         Args:
-            loads: pairs that each expert got since it was last asked, on all ranks together. A forward that is run
-                again, for recomputation or for a rehearsal, counts again.
+            loads: pairs that each expert got since the last call, on all ranks together. A forward that runs again,
+                for recomputation or a recording, counts again.
             current: the allocation now.
             num_ranks: ranks that the experts are spread over; it divides their number.
         """

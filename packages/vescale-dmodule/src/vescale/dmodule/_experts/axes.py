@@ -1,4 +1,4 @@
-"""What each mesh axis does for the experts, and which rank a routed token goes to: pure functions over integers.
+"""The role of each mesh axis in a call of experts, and the destinations of routed tokens: pure functions.
 
 A call is described by two layouts, that of the experts (from the plan) and that of the tokens (from the call). On each
 mesh axis they meet in one of six ways::
@@ -30,13 +30,13 @@ __all__ = ["Axes", "axes_of", "is_cut", "lane_table"]
 
 
 def is_cut(placement: Placement) -> bool:
-    """Tell whether each rank holds a part of its own: any kind of sharding, those that are no ``Shard`` included."""
+    """Return whether each rank holds a part of its own: any kind of sharding, not only ``Shard``."""
     return not placement.is_replicate() and not placement.is_partial()
 
 
 @dataclass(frozen=True)
 class Axes:
-    """The mesh axes, by what they do in one call. See the table of the module."""
+    """The mesh axes by their role in one call. See the table of the module."""
 
     exchange: tuple[int, ...] = ()
     copies: tuple[int, ...] = ()
@@ -61,12 +61,12 @@ class Axes:
 
 
 def axes_of(expert_axes: Sequence[int], inner_axes: Sequence[int], tokens: Sequence[Placement]) -> Axes:
-    """Sort the mesh axes by what they do.
+    """Sort the mesh axes by their role.
 
     Args:
         expert_axes: axes that cut the expert dim.
         inner_axes: axes that cut inner dims of the experts.
-        tokens: one placement per mesh axis; whatever is sharded gives each rank tokens of its own.
+        tokens: one placement per mesh axis; on an axis that shards in any way, each rank has its own tokens.
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard

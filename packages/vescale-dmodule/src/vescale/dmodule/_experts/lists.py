@@ -1,4 +1,4 @@
-"""Experts that the model calls one by one: ``for e in range(n): out += self.experts[e](x[rows of e])``.
+"""Run experts that the model calls one by one: ``for e in range(n): out += self.experts[e](x[rows of e])``.
 
 Each expert belongs to one rank of the axis. All ranks run the model's loop on the same tokens and call the same
 experts; in a call the owner computes and the others receive its output::
@@ -6,9 +6,9 @@ experts; in a call the owner computes and the others receive its output::
     owner       x  ->  expert(x)      -> broadcast -> output
     others      x  ->  expert(x[:1])  -> receive   -> output
 
-On the others the expert's own forward runs on one row, with parameters that take no memory, which gives the shape and
-dtype of what comes, and meets the same errors. Bits are the owner's, so that all ranks take the same turns afterwards.
-The backward is the mirror image: the owner's gradient of ``x`` is broadcast.
+On the others the expert's own forward runs on one row, with parameters that take no memory. This gives the shape and
+dtype of the output, and raises the same errors. All ranks get the owner's bits, so their control flow stays the same.
+In backward the owner's gradient of ``x`` is broadcast.
 
 Two broadcasts per call: for many experts give the block a forward over ``(hidden_states, top_k_index, top_k_weights)``,
 which exchanges all tokens at once.
@@ -28,14 +28,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from vescale.dtensor import random
 
 from .. import _torch
-from .._boundary.convert import map_tensors
+from .._boundary.edges import depend_on
+from .._boundary.values import map_tensors
 from ..errors import PlanError
 from .axes import axes_of
-from .collectives import join
+from .local import from_local, gradient_placements, show_parameters, to_local
 from .plan import ExpertLayout
 from .region import RANDOM
-from .state import gradient_placements, show_parameters
-from .wrap import from_local, to_local
 
 __all__ = ["install_list", "listed_gradients"]
 
@@ -62,7 +61,7 @@ def install_list(module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh) -> N
 
 @dataclass(frozen=True)
 class _Call:
-    """A forward that is running: what is undone at its end, what its output depends on, the rows that it got."""
+    """A running forward: the cleanup at its end, the operands of its output, its input rows."""
 
     undo: contextlib.ExitStack
     operands: tuple[Tensor, ...]
@@ -77,7 +76,7 @@ class _OneExpert:
         axis: the mesh axis that experts are spread over.
         key: name of the expert in the list.
         owner: coordinate on the axis of the rank that holds it.
-        shapes: of its parameters on one device, by name; a local shard in the place of one does not know it.
+        shapes: shapes of its parameters on one device, by name.
         gradients: placements of the gradients of all experts' parameters.
     """
 
@@ -102,25 +101,28 @@ class _OneExpert:
         """Forward pre-hook: bring the operands to the owner; the others keep one row of them."""
         hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if hidden is None or hidden.ndim == 0:
-            raise PlanError(f"expert {self.key!r} of a list was called without a tensor of rows")
+            raise PlanError(f"expert {self.key!r} of a list: expected a tensor of rows among the arguments, got none")
         if isinstance(hidden, DTensor) and any(not p.is_replicate() for p in hidden.placements):
             raise PlanError(
-                f"expert {self.key!r} of a list was called with rows in placements {tuple(hidden.placements)}; which "
-                "rows an expert gets depends on the data, so bring the block's input to Replicate() by a boundary"
+                f"expert {self.key!r} of a list: expected replicated rows, because routing depends on data, got "
+                f"placements {tuple(hidden.placements)}; bring the block's input to Replicate() by a boundary"
             )
         operands: list[Tensor] = []
 
         def bring(value: Tensor) -> Tensor:
             local = to_local(value, tuple(value.placements), self.mesh) if isinstance(value, DTensor) else value
             if local.ndim == 0 or len(local) != len(hidden):
-                raise PlanError(f"expert {self.key!r} of a list was called with tensors of different numbers of rows")
+                raise PlanError(
+                    f"expert {self.key!r} of a list: expected tensors of {len(hidden)} rows, got shape "
+                    f"{tuple(local.shape)}"
+                )
             operands.append(_ToOwner.apply(local, self.here, self.source, self.group))
             return operands[-1]
 
         args, kwargs = map_tensors(bring, (args, kwargs))
         undo = contextlib.ExitStack()
         if any(isinstance(parameter, DTensor) for parameter in expert.parameters()):
-            undo.enter_context(random.forbidden(RANDOM))  # static mode, with local ones, sees to it by itself
+            undo.enter_context(random.forbidden(RANDOM))  # static mode, with local parameters, forbids them itself
         operands += self._show_local(expert, undo)
         self._running.append(_Call(undo, tuple(operands), hidden))
         return args, kwargs
@@ -135,8 +137,10 @@ class _OneExpert:
             return None
         rows = len(call.hidden) if self.here else min(1, len(call.hidden))
         if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != rows:
-            raise PlanError(f"expert {self.key!r} of a list must return one tensor with as many rows as it got")
-        output = join(output, *call.operands)
+            raise PlanError(
+                f"expert {self.key!r} of a list: expected an output of one tensor with {rows} rows, one per input row"
+            )
+        output = depend_on(output, *call.operands)
         output = _FromOwner.apply(output, len(call.hidden), self.here, self.source, self.group)
         if not isinstance(call.hidden, DTensor):
             return output

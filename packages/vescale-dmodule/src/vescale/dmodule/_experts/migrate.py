@@ -1,10 +1,12 @@
-"""Experts change their rank between steps, and take their gradients and optimizer state along.
+"""Move experts to other ranks between steps, with their gradients and optimizer state.
 
-Only bits move: a run that moves experts and one that does not compute the same, each expert on the same tokens. What
-may differ is the last bit of sums over ranks, where a token's experts used to be on other ranks (the masked path).
+    allocator chooses  ->  all ranks agree  ->  plan_moves: slots to send and receive  ->  one all-to-all per dtype
 
-While experts are not in order, the expert dim of their tensors is in the order of slots, not of experts; ``state_dict``
-of the module refuses until :func:`restore_experts`.
+Values do not change: each expert sees the same tokens, with or without a move. Only the last bit of sums over ranks may
+differ, if a token's experts were on other ranks before (tokens that are replicated).
+
+While experts are not in order, the expert dim of their tensors is in the order of slots, not of experts. ``state_dict``
+of the module is refused until :func:`restore_experts`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from vescale.dtensor.extension import describe_difference, differing_texts
+
 from .allocate import Allocation, check_allocation, initial_allocation
 from .axes import is_cut
 from .region import ALLOCATION, LOADS, ExpertRegion, allocation_of, experts_region
@@ -25,14 +29,14 @@ __all__ = ["Moves", "plan_moves", "rebalance_experts", "restore_experts"]
 
 
 def rebalance_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Allocation]:
-    """Ask each experts' allocator for an allocation and move what changes its rank. Call it between steps.
+    """Get an allocation from the allocator of each experts module and move the experts. Call it between steps.
 
     Parameters, gradients and optimizer state are changed in place: tensors, parameter groups and hooks stay.
     All ranks of the mesh call it. It waits for the device once per experts module.
 
     Args:
         model: a module whose experts were spread by ``parallelize_module``.
-        optimizer: what holds the state of the experts' parameters; None only if nothing does.
+        optimizer: holds the state of the experts' parameters; None if there is no state.
 
     Returns:
         The new allocation of each module whose experts moved, by name: the slot of each expert.
@@ -108,7 +112,7 @@ def _reallocate(model: nn.Module, optimizer: torch.optim.Optimizer | None, choos
 
 
 def _ask_allocator(region: ExpertRegion, module: nn.Module) -> Allocation:
-    """Return what the allocator of ``region`` chooses for the load since the last time."""
+    """Return the choice of the allocator of ``region`` for the loads since the last call."""
     layout, loads = region.layout, [0] * region.layout.num_experts
     if layout.allocator.needs_loads and region.last_tokens is not None:
         counts = vars(module).pop(LOADS, None)
@@ -125,22 +129,18 @@ def _agreed(name: str, chosen: Allocation, region: ExpertRegion) -> Allocation:
     """Return the allocation that all ranks chose.
 
     Raises:
-        ValueError: on all of them, if one chose none or another.
+        ValueError: on all ranks, if the choice of one is no allocation, or if two differ.
     """
-    num_experts, error = region.layout.num_experts, None
+    kind, error = type(region.layout.allocator).__name__, None
     try:
-        chosen = check_allocation(chosen, num_experts, region.num_ranks)
+        chosen = check_allocation(chosen, region.layout.num_experts, region.num_ranks)
     except ValueError as found:
-        error, chosen = found, (-1,) * num_experts
-    group = region.group(range(region.mesh.ndim))
-    kind = type(region.layout.allocator).__name__
-    mine = torch.tensor([chosen, [-slot for slot in chosen]], device=region.mesh.device_type)
-    if group is not None:
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX, group=group)
+        error = found
+    texts = differing_texts(f"{chosen}" if error is None else f"no allocation: {error}", region.mesh)
     if error is not None:
         raise ValueError(f"experts {name!r}: {kind} chose no allocation: {error}") from error
-    if not torch.equal(mine[0], -mine[1]):
-        raise ValueError(f"experts {name!r}: {kind} chose different allocations on different ranks; here {chosen}")
+    if texts:
+        raise ValueError(f"experts {name!r}: {describe_difference(f'the allocation of {kind}', texts)}")
     return chosen
 
 

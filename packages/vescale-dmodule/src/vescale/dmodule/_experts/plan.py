@@ -1,4 +1,4 @@
-"""What a plan says of experts, checked and turned into placements of every parameter.
+"""Check the expert entries of a plan and turn them into placements of every parameter.
 
 Three kinds of modules hold experts::
 
@@ -7,8 +7,8 @@ Three kinds of modules hold experts::
     list      an nn.ModuleList or nn.ModuleDict whose items the model calls one by one: experts[i](x)
 
 The entry is ``{axis: Shard(0)}`` for all three. Stacked tensors are cut in their expert dim, so one or several axes may
-hold ``Shard(0)``: on several, experts are folded over them. Submodules go whole to a rank, as ragged shards of which
-one rank holds everything.
+hold ``Shard(0)``: on several, experts are folded over them. Each submodule is on one rank, as ragged shards of
+which one rank holds everything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Experts:
-    """An entry of the "expert" section that says more than where the experts are.
+    """An entry of the "expert" section with options.
 
     Attributes:
         placements: ``Shard(0)``, the expert dim, on one or several axes; on the others experts are replicated.
@@ -52,14 +52,14 @@ class Experts:
             projection, and must be added once. Other parameters that the axis does not cut would be refused.
         arguments: names of the forward's arguments for hidden states, indices and weights, if they are others than
             ``hidden_states, top_k_index, top_k_weights``.
-        skips_absent: whether the forward gets all tokens, with the index ``num_experts``, which it skips, for experts
-            that are not there; else it gets the tokens that it needs, at the cost of a wait of the host. By default
-            where that is a cost, if the arguments are those above: models that name them so skip it.
-        partial_output: leave the sum over ranks that see the same tokens to the next boundary: the output is a partial
-            sum, and what the model does with it until there must keep it one, as a reshape does. A boundary that shards
-            the output then takes a reduce-scatter in place of an all-reduce.
+        skips_absent: whether the forward gets all tokens and skips the index ``num_experts``, which stands for experts
+            of other ranks; else it gets only its tokens, and the host waits for their number. By default True where
+            waiting is a cost, if the arguments have the names above: models with these names skip it.
+        partial_output: leave the sum over ranks with the same tokens to the next boundary. The output is a partial sum,
+            and operators until there must keep it one, as a reshape does. A boundary that shards the output then takes
+            a reduce-scatter in place of an all-reduce.
         allocator: which rank holds which expert; changes take effect in :func:`rebalance_experts`.
-        dispatcher: how tokens travel.
+        dispatcher: exchanges tokens.
 
     Example:
         >>> Experts({"ep": Shard(0)}, parameters={"down_proj": {"etp": Shard(2)}}).parameters
@@ -210,7 +210,7 @@ def _check_stacked(where: str, module: nn.Module, num_experts: int) -> None:
             raise PlanError(f"{where}: buffer {key!r} holds a value per expert, which is not supported")
 
 
-# ------------------------------------------------------------------------------------------------- whole experts
+# ------------------------------------------------------------------------------------------------- experts as modules
 
 
 def _check_whole(where: str, module: nn.Module, kind: str, entry: Experts, expert_axes: tuple[int, ...]) -> None:
@@ -226,9 +226,9 @@ def _check_whole(where: str, module: nn.Module, kind: str, entry: Experts, exper
         raise PlanError(f"{where}: expert tensor parallelism needs a forward over {list(ARGUMENTS)}, not a plain list")
     for key, tensor in module.named_parameters():
         if "." not in key:
-            raise PlanError(f"{where}: parameter {key!r} belongs to no expert; expected experts that are submodules")
+            raise PlanError(f"{where}: parameter {key!r} belongs to no expert; make all experts submodules")
         if tensor.ndim == 0:
-            raise PlanError(f"{where}: parameter {key!r} has no dim; a whole expert needs parameters of 1 dim or more")
+            raise PlanError(f"{where}: parameter {key!r} has no dim; expected 1 dim or more")
     for key, _ in module.named_buffers():
         raise PlanError(
             f"{where}: buffer {key!r} is in an expert, which is not supported for experts that are submodules"
@@ -285,7 +285,7 @@ def _once(where: str, entry: Experts, parameters: dict[str, Placements], inner_a
         missing = [axis for axis in inner_axes if placements[axis] == Replicate()]
         if missing and leaf not in once:
             raise PlanError(
-                f"{where}: parameter {leaf!r} is whole on the axis that cuts inner dims of the others, so its part of "
+                f"{where}: parameter {leaf!r} is not cut on the axis that cuts inner dims of others, so its part of "
                 "the output would be added several times; shard it in `parameters` or name it in `once`"
             )
     return frozenset(once)

@@ -1,13 +1,12 @@
 """Experts as a local region: each rank runs the module's own forward on its own experts.
 
-Which experts a rank computes for which tokens follows from how the tokens lie (``_axes``):
+The placements of the tokens decide (see ``axes``) what a rank computes:
 
-    tokens sharded over the expert axes     exchanged: see ``_exchange``. One wait of the host, for the split sizes.
-    tokens replicated over them             each rank computes those for its experts; the sum over the ranks is the
-                                            output: one all-reduce. Which tokens, the forward finds out: experts of
-                                            other ranks become the index ``num_local``, which it skips, with weight
-                                            zero. On the CPU, where the host does not wait, many tokens are picked as
-                                            for an exchange, which spares the forward the others.
+    tokens sharded over the expert axes     exchanged: see ``dispatch``. The host waits once, for the split sizes.
+    tokens replicated over them             each rank computes the tokens of its experts; an all-reduce adds the
+                                            outputs. The forward gets all tokens. Experts of other ranks have the index
+                                            ``num_local``, which the forward skips, and weight zero. On the CPU, where
+                                            the host does not wait, many tokens are selected before the forward.
 
 Both give one device's values and gradients at every number of ranks: gradients of hidden states, weights and parameters
 are sums over the tokens, never means, and nothing is scaled by a number of ranks.
@@ -16,7 +15,7 @@ The region works on local tensors and process groups. In eager mode its hooks un
 inside :meth:`ExpertRegion.on_local_tensors` they take and return plain local tensors in a layout that the caller
 declares.
 
-Random operators inside experts are refused: nothing says where the tokens of an expert lie in a global tensor.
+Random operators inside experts are refused: the tokens of an expert have no global position.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 from vescale.dtensor import random
 
 from .. import _torch
+from .._boundary.edges import depend_on
 from ..errors import PlanError
 from .allocate import Allocation, initial_allocation
 from .axes import Axes, axes_of, lane_table
-from .collectives import Group, add_rows, join, share, sum_ranks, take_rows
-from .dispatch import AllToAll, Exchange, exchange_counts, route
+from .dispatch import AllToAll, send_to_experts
+from .local import expert_of, from_local, gradient_placements, layout_of_tokens, show_local, to_local
+from .operators import Group, share, sum_ranks
 from .plan import ExpertLayout
-from .state import expert_of, gradient_placements, show_local
-from .wrap import from_local, layout_of_tokens, to_local
 
-__all__ = ["ExpertRegion", "experts_region"]
+__all__ = ["ExpertRegion", "experts_region", "install_region"]
 
 REGION = "_vescale_experts"
 ALLOCATION = "_vescale_allocation"
@@ -64,13 +63,13 @@ def experts_region(module: nn.Module) -> ExpertRegion | None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A forward that is running.
+    """A running forward.
 
     Attributes:
-        undo: what is undone at its end.
-        operands: what its output is to depend on, besides parameters.
+        undo: closed at its end.
+        operands: operands of its output, besides parameters.
         parameters: local shards, by name.
-        finish: makes the result of the output and of all that it is to depend on.
+        finish: returns the result from the output and all its operands.
     """
 
     undo: contextlib.ExitStack
@@ -83,7 +82,7 @@ class ExpertRegion:
     """The experts of one module on the ranks of a mesh. Copies of the module share it: one of them runs at a time.
 
     Attributes:
-        layout: what the plan says.
+        layout: from the plan.
         mesh: the ranks.
         num_ranks: number of blocks that the experts are cut into.
         num_local: number of experts of a rank.
@@ -99,7 +98,7 @@ class ExpertRegion:
         self._running: list[_Call] = []
         self._called: set[str] = set()
         self._leading = tuple(signature.parameters)[: len(layout.arguments)] == tuple(layout.arguments)
-        # What does not change between calls, by what it depends on.
+        # Constant between calls, by what they depend on.
         self._axes: dict[Placements, Axes] = {}
         self._groups: dict[tuple[int, ...], Group] = {}
         self._sums: dict[Axes, _torch.Collectives | None] = {}
@@ -195,7 +194,7 @@ class ExpertRegion:
 
         undo = contextlib.ExitStack()
         parameters = self._show_local(module, tokens, undo, absent=masked)
-        if self._declared is None:  # static mode sees to it by itself, at no cost for every operator
+        if self._declared is None:  # static mode forbids them itself, at no cost per operator
             undo.enter_context(random.forbidden(RANDOM))
         self._called.clear()
         summed = None if self.layout.partial_output else summed
@@ -203,24 +202,24 @@ class ExpertRegion:
         def finish(output: Tensor, *seen: Tensor) -> Tensor:
             if back is None:
                 return wrap(sum_ranks(output, summed, *seen))
-            return wrap(sum_ranks(back(join(output, *seen)), summed))
+            return wrap(sum_ranks(back(depend_on(output, *seen)), summed))
 
         return _Call(undo, (operands[0], operands[2]), parameters, finish), tuple(operands)
 
     def leave(self, module: nn.Module, _args: tuple, output: Tensor | None) -> Tensor | None:
         """Forward hook, called always: put the module back as it was and bring the output to where the tokens are."""
-        if not self._running:  # the module failed before it was entered
+        if not self._running:  # an earlier hook raised
             return None
         call = self._running.pop()
         call.undo.close()
         if output is None:  # the forward raised
             return None
         if not isinstance(output, Tensor):
-            raise PlanError(f"{type(module).__name__} returned a {type(output).__name__}; experts return one tensor")
+            raise PlanError(f"{type(module).__name__}: expected an output of one tensor, got a {type(output).__name__}")
         return call.finish(output, *call.operands, *self._used(call.parameters))
 
     def note_call(self, name: str) -> None:
-        """Remember that the forward called the expert ``name``, a submodule."""
+        """Record that the forward called the expert ``name``, a submodule."""
         self._called.add(name)
 
     def _used(self, parameters: dict[str, Tensor]) -> list[Tensor]:
@@ -241,7 +240,7 @@ class ExpertRegion:
     # --------------------------------------------------------------------------------------------- two paths
 
     def _masks(self, hidden: Tensor, index: Tensor) -> bool:
-        """Tell whether the forward is to skip what is not for its experts, rather than not to see it."""
+        """Return whether the forward gets all tokens and skips those of other ranks' experts."""
         if self.layout.skips_absent is not None:
             return self.layout.skips_absent
         if index.device.type != "cpu" or type(index) is not Tensor or torch.compiler.is_compiling():
@@ -259,25 +258,9 @@ class ExpertRegion:
 
     def _exchanged(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor, axes: Axes) -> tuple:
         """Send tokens to their experts; the output's way back is the last value."""
-        shape, top_k, group = hidden.shape, index.shape[-1], self.group(axes.group)
-        table = self._table(module, axes, index.device)
+        group, table = self.group(axes.group), self._table(module, axes, index.device)
         dispatcher = AllToAll() if group is None else self.layout.dispatcher
-        copies = table.shape[1]
-        index, by_expert = index.reshape(-1, top_k).sort(dim=-1, stable=True)
-        weights = weights.reshape(-1, top_k).gather(-1, by_expert).reshape(-1)
-        num_group = group.size() if group is not None else 1
-        way = route(index, table, group_size=num_group, num_local=self.num_local)
-        exchange = exchange_counts(way.counts, group)
-        order = way.order[: exchange.num_sent]
-        rows = take_rows(hidden.reshape(-1, shape[-1]), order, top_k * copies)
-        rows = dispatcher.dispatch(rows, exchange)
-        row_weights = dispatcher.dispatch(take_rows(weights, order, copies), exchange)
-
-        def back(out: Tensor) -> Tensor:
-            out = add_rows(dispatcher.combine(out, exchange), order, len(index), top_k * copies)
-            return out.reshape(*shape[:-1], out.shape[-1])
-
-        return rows, _experts_of_rows(exchange, index.device)[:, None], row_weights[:, None], back
+        return send_to_experts(hidden, index, weights, table, dispatcher, group=group, num_local=self.num_local)
 
     def _table(self, module: nn.Module, axes: Axes, device: torch.device) -> Tensor:
         """Return the lanes of each expert, (num_experts + 1, copies) int64."""
@@ -309,7 +292,7 @@ class ExpertRegion:
         return self._sums[axes]
 
     def _count_loads(self, module: nn.Module, index: Tensor) -> None:
-        """Add up the pairs that each expert gets of this rank's tokens, if the allocator wants to know."""
+        """Add up the pairs that each expert gets of this rank's tokens, if the allocator needs loads."""
         if not self.layout.allocator.needs_loads or not module.training:
             return
         if LOADS not in vars(module):
@@ -330,15 +313,8 @@ def _same(value: Tensor) -> Tensor:
     return value
 
 
-def _experts_of_rows(exchange: Exchange, device: torch.device) -> Tensor:
-    """Return the local expert of each received row, (num_received,) int64."""
-    counts = torch.tensor(exchange.experts, dtype=torch.int64, device=device)
-    experts = torch.arange(counts.shape[1], device=device).repeat(len(counts))
-    return experts.repeat_interleave(counts.reshape(-1), output_size=exchange.num_received)
-
-
 def _check(hidden: Tensor, index: Tensor, weights: Tensor, kind: str) -> None:
-    """Refuse operands that do not belong together.
+    """Refuse operands whose shapes or dtypes do not fit together.
 
     Raises:
         PlanError: with their shapes.
@@ -346,8 +322,50 @@ def _check(hidden: Tensor, index: Tensor, weights: Tensor, kind: str) -> None:
     shapes = tuple(hidden.shape), tuple(index.shape), tuple(weights.shape)
     if index.ndim < 2 or shapes[1] != shapes[2] or shapes[0][:-1] != shapes[1][:-1]:
         raise PlanError(
-            f"{kind} was called with hidden states, indices and weights of shapes {shapes}; "
-            "expected (tokens, hidden), (tokens, k) and (tokens, k)"
+            f"{kind}: expected hidden states, indices and weights of shapes (tokens, hidden), (tokens, k) and "
+            f"(tokens, k), got {shapes}"
         )
     if index.is_floating_point():
-        raise PlanError(f"{kind} was called with indices of {index.dtype}; expected integers")
+        raise PlanError(f"{kind}: expected integer indices, got {index.dtype}")
+
+
+# ------------------------------------------------------------------------------------------------- installation
+
+
+def install_region(module: nn.Module, layout: ExpertLayout, mesh: DeviceMesh) -> ExpertRegion:
+    """Run ``module``, whose parameters are DTensors in ``layout.parameters``, on this rank's experts."""
+    region = ExpertRegion(layout, mesh, inspect.signature(module.forward))
+    vars(module)[REGION] = region
+    if layout.kind == "modules":
+        for name, expert in module.named_children():
+            expert.register_forward_pre_hook(_Noted(region, name))
+    module.register_forward_pre_hook(region.enter, with_kwargs=True)
+    module.register_forward_hook(region.leave, always_call=True)
+    module.register_state_dict_pre_hook(_refuse_moved)
+    module.register_load_state_dict_pre_hook(_refuse_moved)
+    return region
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """Forward pre-hook of an expert that is a submodule."""
+
+    region: ExpertRegion
+    name: str
+
+    def __call__(self, _expert: nn.Module, _args: tuple) -> None:
+        self.region.note_call(self.name)
+
+
+def _refuse_moved(module: nn.Module, *_: object) -> None:
+    """Refuse to read or write the parameters by expert while experts are not in order.
+
+    Raises:
+        RuntimeError: with the way out.
+    """
+    layout = vars(module)[REGION].layout
+    if allocation_of(module, layout) != initial_allocation(layout.num_experts):
+        raise RuntimeError(
+            f"the experts of this {type(module).__name__} were moved by rebalance_experts, so its tensors are not in "
+            "the order of one device; call restore_experts(model, optimizer) before state_dict() and load_state_dict()"
+        )

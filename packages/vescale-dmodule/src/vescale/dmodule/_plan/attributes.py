@@ -5,8 +5,8 @@ An attribute is named by the module that holds it and a dotted path from there, 
     transformer.h.0.attn.split_size                     module "transformer.h.0.attn", path "split_size"
     model.layers.0.self_attn.config.num_key_value_heads     module "...self_attn", path "config.num_key_value_heads"
 
-Known are the attributes that exist when the plan is resolved: those of the module itself and of plain objects that it
-holds, two objects deep, and constants of their classes. Tensors, submodules and functions are no attributes.
+A plan can change the attributes that exist when it is resolved: those of the module, those of plain objects in it up
+to two objects deep, and constants of their classes. Tensors, submodules and functions are not attributes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Divided:
 
     Args:
         axis: name of the mesh axis.
-        number: what is divided; by default the attribute's value.
+        number: the dividend; the attribute's value by default.
 
     Example:
         >>> {"local_attribute": {r"transformer\\.h\\.\\d+\\.attn\\.split_size": Divided("tp")}}

@@ -1,4 +1,4 @@
-"""What a plan does to a module, as data: every parameter's placements and shard, without ranks or storage."""
+"""Describe what a plan does to a module: placements and shard of every parameter, without ranks or storage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Axes:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Where one parameter goes.
+    """The layout of one parameter.
 
     Attributes:
         name: fully qualified name.
@@ -64,10 +64,10 @@ def describe(
 ) -> tuple[TensorLayout, ...]:
     """Return the layout of every parameter of ``module`` under ``plan``; tied parameters once.
 
-    Runs in one process, also for a deferred module, so that a plan can be looked at before anything is started.
+    Runs in one process, also for a deferred module, so a plan can be inspected before any launch.
 
     Args:
-        module: the module that would be parallelised.
+        module: the module to parallelize.
         axes: mesh axes and their sizes in mesh order, such as ``{"tp": 4}``.
         plan: as in :func:`parallelize_module`.
         allow_empty: as in :func:`parallelize_module`.

@@ -37,9 +37,9 @@ def check_ties(module: nn.Module, placements: Placements) -> None:
 def distribute(module: nn.Module, mesh: DeviceMesh, placements: Placements) -> None:
     """Replace every parameter, and every buffer named in ``placements``, by its DTensor.
 
-    A deferred module draws its own values shard by shard. A real one is sharded from the copy on coordinate 0 of each
-    axis, so that ranks cannot start from different values. Names, ties, ``requires_grad``, dtypes and the Python
-    attributes of parameters stay.
+    A deferred module is materialized shard by shard. A real one is sharded from the copy on coordinate 0 of each axis,
+    so ranks cannot start from different values. Names, ties, ``requires_grad``, dtypes and Python attributes of
+    parameters are kept.
     """
     if is_deferred(module):
         materialize(module, mesh, lambda name, _tensor: placements.get(name))

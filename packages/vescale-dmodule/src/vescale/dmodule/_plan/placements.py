@@ -75,7 +75,7 @@ class Repeat:
             )
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` with its parts repeated: plain, local or a DTensor whose ``dim`` is whole on every rank.
+        """Return ``tensor`` with its parts repeated: plain, local or a DTensor whose ``dim`` is not sharded.
 
         Raises:
             PlanError: the tensor lacks the dim, its size is no multiple of the number of parts, or it is sharded.
@@ -83,10 +83,16 @@ class Repeat:
         sections = self._sections()
         num_parts = sum(parts for parts, _ in sections)
         if not -tensor.ndim <= self.dim < tensor.ndim or tensor.shape[self.dim] % num_parts:
-            raise PlanError(f"{self}: a tensor of shape {tuple(tensor.shape)} has no dim of {num_parts} equal parts")
+            raise PlanError(
+                f"{self}: expected a dim {self.dim} of {num_parts} equal parts, got a tensor of shape "
+                f"{tuple(tensor.shape)}; fix dim or parts"
+            )
         dim = self.dim % tensor.ndim
         if isinstance(tensor, DTensor) and any(getattr(p, "dim", None) == dim for p in tensor.placements):
-            raise PlanError(f"{self}: the dim is sharded, {tuple(tensor.placements)}; it must be whole on every rank")
+            raise PlanError(
+                f"{self}: expected a dim that is not sharded, got placements {tuple(tensor.placements)}; bring the "
+                "value to Replicate() by a boundary before"
+            )
         size = tensor.shape[dim] // num_parts
         pieces = tensor.split([parts * size for parts, _ in sections], dim) if len(sections) > 1 else [tensor]
         repeated = [_repeat(piece, dim, *section) for piece, section in zip(pieces, sections, strict=True)]
@@ -108,7 +114,7 @@ def _repeat(tensor: Tensor, dim: int, parts: int, times: int) -> Tensor:
 
 
 def is_placements(entry: object) -> bool:
-    """Tell the placements of one tensor (``{"tp": Shard(0)}`` or ``[Shard(0)]``) from a structure of several."""
+    """Return whether an entry is that of one tensor (``{"tp": Shard(0)}`` or ``[Shard(0)]``), not a structure."""
     if isinstance(entry, Repeat):
         return True
     if isinstance(entry, Mapping):
@@ -120,7 +126,7 @@ def normalize(entry: object, mesh: MeshAxes, where: str) -> tuple[Placement, ...
     """Return one placement per axis of ``mesh``; axes that a dict does not name are ``Replicate()``.
 
     Raises:
-        PlanError: an axis that the mesh lacks, a list of another length, or something that is no placement.
+        PlanError: an axis that the mesh lacks, a list of another length, or an entry that is no placement.
 
     Example:
         >>> normalize({"tp": Shard(0)}, mesh, "q_proj.weight")      # doctest: +SKIP
@@ -146,7 +152,7 @@ def check_entry(entry: object, mesh: MeshAxes, where: str) -> None:
     """Check an entry for a value whose structure is not known yet.
 
     Raises:
-        PlanError: something that is no entry, or placements that do not fit the mesh, in any depth.
+        PlanError: no entry, or placements that do not fit the mesh, at any depth.
     """
     if entry is None:
         return

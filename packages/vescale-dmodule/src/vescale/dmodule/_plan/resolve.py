@@ -1,6 +1,6 @@
-"""From regular expressions to names: which parameter, boundary and expert module a plan means.
+"""Resolve a plan: match the regexes of all sections with the names in a module.
 
-Pure: looks at names, shapes and signatures, never at values, and communicates nothing, so that every mistake is
+Pure functions of names, shapes and signatures. They read no values and communicate nothing, so every mistake is
 reported before the first collective, alike on every rank.
 """
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from .._boundary.convert import InputPlan, plan_inputs
 from .._experts import ExpertLayout, plan_experts
 from ..errors import PlanError
 from .attributes import Attributes, attribute_names, attribute_values, show_value, tails
+from .inputs import InputPlan, plan_inputs
 from .parameters import check_ties
 from .placements import MeshAxes, check_entry, check_shards, normalize, on_shape
 
@@ -34,14 +34,14 @@ class ResolvedPlan:
 
     Attributes:
         tensors: placements, one per mesh axis, of every parameter and of the buffers that the plan names.
-        inputs: module name -> what the plan says of its arguments.
-        outputs: module name -> what the plan says of its outputs, as written.
-        experts: module name -> how its experts are spread.
+        inputs: module name -> its planned arguments.
+        outputs: module name -> the entry of its outputs, as written.
+        experts: module name -> the layout of its experts.
         attributes: module name -> attribute path -> the value that the module sees in every mode.
         local_attributes: the same, seen only while the module runs on local tensors.
         eager: names of the modules that run in eager mode inside a static model.
-        local: module name -> what the plan says of its arguments, and of its outputs, as a local region; None for what
-            it says nothing of.
+        local: module name of a local region -> its planned arguments and the entry of its outputs; None for a side
+            that the plan leaves out.
     """
 
     tensors: dict[str, tuple[Placement, ...]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def resolve(
     """
     unknown = [section for section in plan if section not in SECTIONS]
     if unknown:
-        raise PlanError(f"unknown section {unknown[0]!r} in the plan; sections are {', '.join(SECTIONS)}")
+        raise PlanError(f"unknown section {unknown[0]!r} in the plan; use one of {', '.join(SECTIONS)}")
     absent = _absent_names(module)
     modules = {name: part for name, part in module.named_modules(remove_duplicate=False) if name not in absent}
 
@@ -192,7 +192,7 @@ def _resolve_local(
 
 
 def _check_regions(local: Mapping[str, object], sections: Mapping[str, Iterable[str]]) -> None:
-    """Refuse entries inside a local region, whose tensors say nothing of their placements."""
+    """Refuse entries inside a local region, whose tensors have no placements."""
     for region in local:
         prefix = f"{region}." if region else ""
         for section, names in sections.items():
@@ -226,7 +226,7 @@ def _match(section: str, keys: Mapping[str, object], known: Iterable[str], absen
         try:
             pattern = re.compile(key)
         except re.error as error:
-            raise PlanError(f"{section} key {key!r} is no regular expression: {error}") from error
+            raise PlanError(f"{section} key {key!r} is not a regular expression: {error}") from error
         names = [name for name in known if pattern.fullmatch(name)]
         if not names and not any(pattern.fullmatch(name) for name in absent):
             raise PlanError(

@@ -1,8 +1,8 @@
 """Watch boundaries: a named profiler range around each conversion, forward and backward, and a meter for reports.
 
-Watching costs nothing while no profiler runs and no report is open: a boundary asks :func:`is_watched` and goes its
-ordinary way. Watched, the tensor that enters the conversion is an alias, so that the autograd nodes between the alias
-and the result are those of the conversion; hooks of the last and of the first open and close the range of its
+Watching costs nothing while no profiler runs and no report is open: a boundary calls :func:`is_watched` and converts
+directly. When watched, the conversion gets an alias of the tensor, so the autograd nodes between the alias and the
+result are those of the conversion; hooks of the last and of the first open and close the range of its
 backward::
 
     forward    tensor -- alias -- [ conversion ] -- result
@@ -33,15 +33,15 @@ Convert = Callable[[Tensor, tuple[Placement, ...], str], Tensor]
 
 
 class Meter(Protocol):
-    """Hears of every conversion and of every reduction of gradients."""
+    """Measures every conversion and every reduction of gradients."""
 
     def begin(self) -> object:
         """Note the time and the traffic so far."""
 
     def forward(self, begun: object, where: str, tensor: Tensor, result: Tensor) -> object:
-        """Note a conversion that has ended; return what names it to :meth:`backward`."""
+        """Note a conversion that has ended; return its row, for :meth:`backward`."""
 
-    def backward(self, begun: object, crossing: object, gradient: Tensor | None) -> None:
+    def backward(self, begun: object, row: object, gradient: Tensor | None) -> None:
         """Note the backward of a conversion, which has ended; ``gradient`` came to it."""
 
     def gradients(self, begun: object) -> None:
@@ -49,13 +49,13 @@ class Meter(Protocol):
 
 
 def is_watched(meter: Meter | None) -> bool:
-    """Tell whether a conversion must go through :func:`watched`. Never while a compiler looks."""
+    """Return whether a conversion must go through :func:`watched`; never while a compiler traces."""
     return not torch.compiler.is_compiling() and (meter is not None or _torch.is_profiling())
 
 
 @contextlib.contextmanager
 def profiler_range(name: str, meter: Meter | None) -> Iterator[None]:
-    """Name what runs inside of the context to a profiler, as a reduction of gradients to a meter."""
+    """Name the operators inside for a profiler, and measure them as a reduction of gradients."""
     if not is_watched(meter):
         yield
         return
@@ -69,19 +69,19 @@ def profiler_range(name: str, meter: Meter | None) -> Iterator[None]:
 def watched(
     convert: Convert, tensor: Tensor, placements: tuple[Placement, ...], where: str, meter: Meter | None = None
 ) -> Tensor:
-    """Return ``convert(tensor, placements, where)``, named to a running profiler and noted by ``meter``."""
+    """Return ``convert(tensor, placements, where)``, named for a running profiler and measured by ``meter``."""
     records = torch.is_grad_enabled() and tensor.requires_grad
     alias = tensor.view_as(tensor) if records else tensor
     begun = meter.begin() if meter is not None else None
     with record_function(PREFIX + where):
         result = convert(alias, placements, where)
-    crossing = meter.forward(begun, where, tensor, result) if meter is not None else None
+    row = meter.forward(begun, where, tensor, result) if meter is not None else None
     if result is alias:  # nothing happens in either direction
         return tensor
     if records and result.requires_grad:
         nodes = _nodes(result, alias)
         if nodes:
-            span = Span(where, meter, crossing)
+            span = Span(where, meter, row)
             nodes[0].register_prehook(span.start)
             nodes[-1].register_hook(span.end)
     return result
@@ -99,8 +99,8 @@ def _nodes(result: Tensor, alias: Tensor) -> list[Node]:
 class Span:
     """The backward of one conversion, from the hook before its first node to that after its last."""
 
-    def __init__(self, where: str, meter: Meter | None, crossing: object):
-        self.where, self.meter, self.crossing = where, meter, crossing
+    def __init__(self, where: str, meter: Meter | None, row: object):
+        self.where, self.meter, self.row = where, meter, row
         self.range: record_function | None = None
         self.begun: object = None
         self.gradient: Tensor | None = None
@@ -118,12 +118,12 @@ class Span:
             return
         self.range.__exit__(None, None, None)
         if self.meter is not None:
-            self.meter.backward(self.begun, self.crossing, self.gradient)
+            self.meter.backward(self.begun, self.row, self.gradient)
         self.range = self.begun = self.gradient = None
 
 
 def clock(device_type: str) -> float:
-    """Return the time in seconds, after everything that the device has been given is done."""
+    """Return the time in seconds, after all work submitted to the device is done."""
     if device_type != "cpu":
         torch.get_device_module(device_type).synchronize()
     return time.perf_counter()

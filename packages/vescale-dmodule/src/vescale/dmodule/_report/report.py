@@ -1,11 +1,11 @@
 """``report``: what each boundary of a parallelized module moves, and how long it takes.
 
-While a report is open every boundary goes through a meter (see ``_profile``), forward and backward, and a log of all
-collectives is kept. What is logged while a boundary converts is its traffic; what is logged while gradients of
-parameters are reduced is theirs; the rest (operators that communicate, the program around the module) is listed by
+While a report is open, a meter (see ``ranges``) measures every boundary, forward and backward, and all collectives are
+logged. Collectives logged during a conversion are the boundary's traffic. Those logged during a reduction of parameter
+gradients are listed as gradients. The rest (operators that communicate, the program around the module) is listed by
 module. So the rows add up to all bytes of this rank.
 
-Inside a graph of ``torch.compile`` nothing can be measured, so compiled blocks run in static mode meanwhile. They move
+Nothing can be measured inside a graph of ``torch.compile``, so compiled blocks run in static mode meanwhile. They move
 the same bytes.
 """
 
@@ -51,7 +51,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class BoundaryTraffic:
-    """What the values of one layout at one boundary moved in all steps of a report, on this rank.
+    """The traffic of values of one layout at one boundary, in all steps of a report, on this rank.
 
     Attributes:
         where: fully qualified name of the module, side, and name or position of the value:
@@ -87,12 +87,12 @@ class BoundaryTraffic:
 
 
 class Measurable(Protocol):
-    """What a report needs to know of the execution of a parallelized module.
+    """The parts of a parallelized module's execution that a report reads.
 
     Attributes:
         mesh: of the plan.
-        phase: its ``meter`` is asked by boundaries.
-        sync: its ``meter`` is asked by reductions of gradients.
+        phase: its ``meter`` measures boundaries.
+        sync: its ``meter`` measures reductions of gradients.
     """
 
     mesh: DeviceMesh
@@ -100,7 +100,7 @@ class Measurable(Protocol):
     sync: Any
 
     def crossing(self, where: str, local_shape: tuple[int, ...]) -> Any:
-        """Return what static mode found for a local tensor at a boundary, or None."""
+        """Return the boundary record of a local tensor in static mode, or None."""
 
 
 @dataclass
@@ -111,7 +111,7 @@ class _Row:
 
 
 class _Meter(Meter):
-    """Attributes the records of a log to what issued them."""
+    """Assigns the records of a log to the boundary or reduction that issued them."""
 
     def __init__(self, log: CommLog, execution: Measurable):
         self.log, self.execution = log, execution
@@ -146,14 +146,14 @@ class _Meter(Meter):
         source, target = placements_of(tensor) or whole, placements_of(result) or whole
         return source, target, None, tuple(tensor.shape), tensor.dtype
 
-    def backward(self, begun: tuple[float, int], crossing: _Row, gradient: Tensor | None) -> None:
+    def backward(self, begun: tuple[float, int], row: _Row, gradient: Tensor | None) -> None:
         if not self.is_open:
             return
         seconds, records = self._end(begun)
-        crossing.backward += records
-        layout = placements_of(gradient) or crossing.traffic.gradient
-        total = crossing.traffic.backward_seconds + seconds
-        crossing.traffic = replace(crossing.traffic, gradient=layout, backward_seconds=total)
+        row.backward += records
+        layout = placements_of(gradient) or row.traffic.gradient
+        total = row.traffic.backward_seconds + seconds
+        row.traffic = replace(row.traffic, gradient=layout, backward_seconds=total)
 
     def gradients(self, begun: tuple[float, int]) -> None:
         if self.is_open:
@@ -172,7 +172,7 @@ class Report:
 
     def __init__(self, module: nn.Module, execution: Measurable | None, *, num_steps: int = 1):
         if num_steps < 1:
-            raise ValueError(f"num_steps is {num_steps}; a report is of one step or more")
+            raise ValueError(f"expected num_steps of 1 or more, got {num_steps}")
         self.num_steps = num_steps
         self.boundaries: list[BoundaryTraffic] = []
         self.gradients: tuple[Collective, ...] = ()
@@ -184,7 +184,7 @@ class Report:
         if self._execution is None:  # one rank: there are no boundaries
             return self
         if self._execution.phase.meter is not None:
-            raise RuntimeError("a report of this module is open already")
+            raise RuntimeError("a report of this module is open already; close it first")
         log = self._contexts.enter_context(comm_log(self._module, mesh=self._execution.mesh))
         self._contexts.enter_context(self._metered(_Meter(log, self._execution)))
         return self
@@ -285,16 +285,16 @@ def _by_module(records: Iterable[CommRecord]) -> dict[tuple[str, str], list[Comm
 
 
 def report(module: nn.Module, *, num_steps: int = 1) -> Report:
-    """Measure what each boundary of a parallelized module moves, in what runs inside of the context.
+    """Measure the traffic of each boundary of a parallelized module, inside the context.
 
     Every rank sees its own traffic. Measured conversions are awaited one by one, so their times do not overlap with
     anything (the backward of a boundary includes the weight gradients that are computed while its reduction is under
     way); the step as a whole takes longer than without a report. Values and gradients do not change, except that
-    compiled blocks run in static mode meanwhile. Static mode should have met the call before, or its rehearsal is
+    compiled blocks run in static mode meanwhile. In static mode call the module once before, or the recording is
     listed among the other collectives.
 
     Args:
-        module: the whole module that :func:`parallelize_module` returned.
+        module: the root module that :func:`parallelize_module` returned.
         num_steps: how many steps will run inside of the context; numbers are printed for one.
 
     Returns:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from .. import _torch
-from .._boundary.convert import InputBoundary, OutputBoundary
+from .._boundary.hooks import InputBoundary, OutputBoundary
 from .parts import Parts
 from .patch import ModulePatch
 

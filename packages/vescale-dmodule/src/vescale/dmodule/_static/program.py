@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
-from .._boundary.convert import Phase
+from .._boundary.hooks import Phase
 from .._boundary.values import describe_value, map_leaves
 from .._compile.blocks import CompiledProgram
 from .._execution.eager import EagerScope, hook_scope

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch
-from .._boundary.convert import Convert, Phase
+from .._boundary.convert import Convert
 from .._boundary.edges import unwrapped
+from .._boundary.hooks import Phase
 from .._boundary.values import map_leaves
 from .._experts import ExpertRegion, listed_gradients
 from ..errors import NotLocalFriendlyError

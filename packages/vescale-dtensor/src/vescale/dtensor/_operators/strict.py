@@ -27,6 +27,7 @@ from typing import Literal, ParamSpec, Self, TypeVar
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .._torch.debugging import DTensorSpec, Watch, backward_position
+from .._torch.dispatch import is_strided_shard
 from ..debug._call_site import CallSite, call_site
 from ..debug._source import SourceLine, forward_line
 from ..debug._text import mesh_text, placements_text
@@ -53,6 +54,8 @@ class strict:  # noqa: N801 - used like a function
         mode: ``"raise"``, or ``"warn"`` to log every operator once per source line and let it run.
         free: whether an operator may cut its part out of a replicated operand. That is no communication now, but the
             gradient of such an operand comes back sharded.
+        interleaved: whether an operator may gather an operand whose shards are interleaved. A view that merges a
+            sharded dim into another makes such an operand, and only some of DTensor's operators accept one.
 
     Raises:
         ImplicitRedistributionError: inside, naming operator, placements, shape, mesh, source line and the way out.
@@ -63,10 +66,10 @@ class strict:  # noqa: N801 - used like a function
         ...     y = torch.softmax(x, dim=1)      # x is Shard(1): an error; Shard(0) is fine
     """
 
-    def __init__(self, *, mode: Literal["raise", "warn"] = "raise", free: bool = True):
+    def __init__(self, *, mode: Literal["raise", "warn"] = "raise", free: bool = True, interleaved: bool = False):
         if mode not in ("raise", "warn"):
             raise ValueError(f'expected mode="raise" or mode="warn", got {mode!r}')
-        self.mode, self.free = mode, free
+        self.mode, self.free, self.interleaved = mode, free, interleaved
         self._logged: set[tuple[str, SourceLine | None]] = set()
         self._watches: list[Watch] = []
 
@@ -88,7 +91,10 @@ class strict:  # noqa: N801 - used like a function
         return inside
 
     def _observe(self, source: DTensorSpec, target: DTensorSpec) -> None:
-        layouts = source.mesh.shape, source.placements, target.placements
+        before, after = source.placements, target.placements
+        if self.interleaved:
+            before = tuple(q if is_strided_shard(p) else p for p, q in zip(before, after, strict=True))
+        layouts = source.mesh.shape, before, after
         if not communicates(*layouts) and (self.free or not _changes(*layouts)):
             return
         site = call_site()

@@ -1,8 +1,12 @@
-"""Differentiable collectives of the experts' region, on local tensors and a process group.
+"""Differentiable operators of the experts' region, on local tensors and a process group.
 
-Each is its own adjoint's partner: the backward of an all-to-all is the all-to-all the other way, ``sum_ranks`` (forward
-an all-reduce, backward nothing) belongs to ``share`` (forward nothing, backward an all-reduce), and ``take_rows`` to
-``add_rows``. A group of None is a group of one rank: nothing is communicated.
+They come in adjoint pairs, each the backward of the other:
+
+    all_to_all                              all_to_all in the other direction
+    sum_ranks: all-reduce, then identity    share: identity, then all-reduce
+    take_rows: gather rows                  add_rows: add rows in a fixed order
+
+A group of None stands for one rank, without communication.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
+from .._boundary.edges import depend_on
 
-__all__ = ["Group", "add_rows", "all_to_all", "join", "share", "sum_ranks", "take_rows"]
+__all__ = ["Group", "add_rows", "all_to_all", "share", "sum_ranks", "take_rows"]
 
 Group = dist.ProcessGroup | None
 Sums = _torch.Collectives | None
-"""A group whose collectives are prepared."""
+"""A group with prepared collectives; None for one rank."""
 
 
 # ------------------------------------------------------------------------------------------------- between ranks
@@ -52,11 +57,11 @@ class _AllToAll(torch.autograd.Function):
 
 
 def sum_ranks(partial: Tensor, group: Sums, *operands: Tensor) -> Tensor:
-    """Return the sum over the ranks of ``group``, which depends on ``operands`` as :func:`join` says.
+    """Return the sum over the ranks of ``group``, which depends on ``operands`` as `depend_on` says.
 
     The gradient, equal on all ranks, goes back as it is.
     """
-    return join(partial, *operands) if group is None else _SumRanks.apply(partial, group, *operands)
+    return depend_on(partial, *operands) if group is None else _SumRanks.apply(partial, group, *operands)
 
 
 class _SumRanks(torch.autograd.Function):
@@ -146,24 +151,3 @@ class _AddRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _TakeRows.apply(grad, *ctx.saved_tensors, ctx.width), None, None, None
-
-
-def join(output: Tensor, *operands: Tensor) -> Tensor:
-    """Return ``output`` so that it depends on all ``operands``, with no gradient.
-
-    A rank whose experts got no token does not use them. Without this, the backward of its inputs would not run there,
-    while the other ranks wait in its communication; and its parameters would have no gradient, where on one device the
-    tensor of all experts has one that is zero for these, and the optimizer updates them.
-    """
-    return _Join.apply(output, *operands)
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, output: Tensor, *operands: Tensor) -> Tensor:
-        ctx.num_operands = len(operands)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (grad, *[None] * ctx.num_operands)
