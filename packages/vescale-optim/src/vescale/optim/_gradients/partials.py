@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,13 +40,32 @@ from .. import _torch
 from .._ranks.axis import Axis, Pending
 from .reduction import ScatteredSum
 
-if TYPE_CHECKING:
-    from .bucket import FlatSlot
-
 __all__ = ["Agreement", "Form", "sum_partials"]
 
 #: Bytes of all ranks' summands up to which an ordered sum gathers them: one collective instead of two.
 GATHERED_BYTES = 1 << 22
+
+
+class PartialBucket(Protocol):
+    """The properties of a bucket that decide how its partial gradients are summed."""
+
+    wire_dtype: torch.dtype
+    ordered: bool
+
+
+class PartialSlot(Protocol):
+    """A parameter's slot in a bucket, as far as partial gradients concern it; see `bucket.FlatSlot`."""
+
+    bucket: PartialBucket
+    form: Form | None
+
+    @property
+    def partial_dims(self) -> tuple[int, ...]:
+        """The mesh dims over which the local gradient is a partial sum."""
+
+    @property
+    def kept_part(self) -> Tensor:
+        """The flat part of the reduced gradient that this rank keeps."""
 
 
 class Form:
@@ -154,7 +173,7 @@ class Agreement:
         axis: All data-parallel ranks.
     """
 
-    def __init__(self, slots: Sequence[FlatSlot], axis: Axis):
+    def __init__(self, slots: Sequence[PartialSlot], axis: Axis):
         self._slots = [slot for slot in slots if slot.form is not None and slot.form.dims]
         self._axis = axis
         self._flags: Tensor | None = None
@@ -188,7 +207,7 @@ class Agreement:
             self._pending = self._axis.all_reduce(self._flags, dist.ReduceOp.MAX, what=what)
 
 
-def sum_partials(slots: Sequence[FlatSlot]) -> None:
+def sum_partials(slots: Sequence[PartialSlot]) -> None:
     """Sum what this rank keeps of averaged partial sums over their axes, in place.
 
     Args:

@@ -13,7 +13,7 @@ it, as ``zero_grad(set_to_none=False)`` does, zeroes the part.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,19 +21,32 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 
-if TYPE_CHECKING:
-    from .bucket import FlatSlot
-
 __all__ = ["ShardedGradient", "align_gradients", "aligned", "check_strided", "local_gradient"]
+
+
+class GradientSlot(Protocol):
+    """A parameter's slot in a bucket, as far as its placeholder shows it; see `bucket.FlatSlot`."""
+
+    fqn: str
+    param: Tensor
+    part: tuple[int, int]
+    grad_view: Tensor
+    grad_part: Tensor
+
+    def zero(self) -> None:
+        """Make the sharded gradient zero."""
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError if the gradient is there and has not been reduced."""
 
 
 class ShardedGradient(torch.Tensor):
     """Stand-in for a gradient that is distributed over the ranks of the data-parallel axis."""
 
-    slot: FlatSlot
+    slot: GradientSlot
 
     @staticmethod
-    def __new__(cls, slot: FlatSlot) -> ShardedGradient:
+    def __new__(cls, slot: GradientSlot) -> ShardedGradient:
         placeholder = _torch.make_placeholder(cls, slot.param, slot.grad_view.dtype)
         placeholder.slot = slot
         return placeholder

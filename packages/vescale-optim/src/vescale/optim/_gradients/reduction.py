@@ -24,18 +24,43 @@ backend's ring adds in an order that does, and in hybrid sharding it adds the su
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .._ranks.axis import Axis, Pending
+from .._ranks.data_axes import DataAxes
 from .rules import average_
 
-if TYPE_CHECKING:
-    from .bucket import FlatBucket
-
 __all__ = ["Reduction", "ScatteredSum"]
+
+
+class ReducibleBucket(Protocol):
+    """A bucket as its reduction uses it; see `bucket.FlatBucket`.
+
+    Attributes:
+        label: Names the bucket in errors.
+        axes: The data-parallel axes.
+        ordered: Whether ranks are added in the order of the batch.
+        wire_dtype: In which gradients travel and are added.
+        grads: The local gradients, flat.
+        grad_shard: This rank's shard of the reduced gradients (ZeRO 1 to 3).
+        accumulates: Whether the mean is added to a reduced gradient.
+    """
+
+    label: str
+    axes: DataAxes
+    ordered: bool
+    wire_dtype: torch.dtype
+    grads: Tensor
+    grad_shard: Tensor
+
+    @property
+    def accumulates(self) -> bool: ...
+
+    def store(self, mean: Tensor) -> None:
+        """Put the mean in its place, or add it to the reduced gradient."""
 
 
 class ScatteredSum:
@@ -87,7 +112,7 @@ class Reduction:
         is_spreading: Whether its second collective has been launched, which brings the sum to the replicas.
     """
 
-    def __init__(self, bucket: FlatBucket):
+    def __init__(self, bucket: ReducibleBucket):
         self.bucket = bucket
         self.is_spreading = False
         self._sum: ScatteredSum | None = None
