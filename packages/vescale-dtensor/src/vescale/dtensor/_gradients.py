@@ -86,6 +86,7 @@ def attach_gradient_receiver(parameter: Tensor, receiver: GradientReceiver) -> G
         RuntimeError: ``parameter`` does not require grad.
 
     Example:
+        >>> import torch
         >>> class Printing:
         ...     def receive(self, local, placements):
         ...         print(local)
