@@ -182,7 +182,7 @@ def _cut_out(
     shard = local.new_empty(local_shape(shape, mesh_shape, peer, new))
     held, wanted = pieces(shape, mesh_shape, coord, old), pieces(shape, mesh_shape, peer, new)
     sources, targets = [piece.view(local) for piece in held], [piece.view(shard) for piece in wanted]
-    # nothing is crossed, so the rank's own plan towards itself, read at the peer's coordinate, is the peer's part
+    # no axis is crossed, so the plan at the peer's coordinate is a local move, which gives the peer's part
     for part in movement(shape, mesh_shape, peer, old, new).receives[0]:
         origin = held[part.source].box[0]
         taken = sources[part.source][index_from(origin, part.box)]

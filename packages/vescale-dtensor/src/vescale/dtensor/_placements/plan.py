@@ -1,7 +1,7 @@
 """Plan the data movement between two layouts of one tensor: pure functions over integers.
 
 Problem. A tensor is in the placements ``source`` and shall be in the placements ``target``. A rank reads a replicated
-element from the nearest copy: that of the rank with the reader's coordinates on the axes where the source is replicated.
+element from the nearest copy: from the rank with the same coordinates on the axes where the source is replicated.
 
 Crossed axes. On each dim the mesh axes that shard it form a stack, in the order of the mesh. If both layouts start with
 the same axes and placements, a rank and its partners have the same coordinates on those axes::

@@ -29,8 +29,8 @@ __all__ = ["distribute_tensor", "is_own", "normalized", "redistribute", "shard_g
 def is_own(placements: Sequence[Placement], mesh: DeviceMesh) -> bool:
     """Return whether veScale redistributes a layout: it has ragged or interleaved shards.
 
-    Torch redistributes strided shards that only express an order of the mesh axes (FSDP2 over tensor parallel). It keeps
-    that order, also for uneven shards. Torch's rules for operators also produce strided shards that are interleaved.
+    Torch redistributes strided shards that only express an order of the mesh axes (FSDP2 over tensor parallel). It
+    keeps that order, also for uneven shards. Torch's operator rules also produce strided shards that are interleaved.
     """
     if _TORCHS.issuperset(map(type, placements)):  # the only cost for torch's own placements: one check of the types
         return False
