@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
             self.recording.log.restore()
 
     def _runs_as_always(self, func: Op, tensors: list[Tensor], kwargs: dict) -> bool:
-        """Return whether an operator without deferred arguments is none of ours."""
+        """Return whether an operator without deferred arguments runs normally, unrecorded."""
         devices = [kwargs["device"]] if kwargs.get("device") is not None else [tensor.device for tensor in tensors]
         if any(torch.device(device).type == "meta" for device in devices):
             return True

@@ -27,10 +27,10 @@ __all__ = [
 aten = torch.ops.aten
 
 ALIAS = operators({"detach": ("default",), "alias": ("default",)})
-"""What may be done with a deferred tensor after its constructor: `nn.Parameter(t)`, `t.data`, `state_dict()`."""
+"""Operators allowed on a deferred tensor after its constructor: `nn.Parameter(t)`, `t.data`, `state_dict()`."""
 
 SAME_KIND = aten._has_compatible_shallow_copy_type.default
-"""What `a.data = b` and `module.to(...)` ask first: whether `b` can take the place of `a`."""
+"""The check that `a.data = b` and `module.to(...)` run first: whether `b` can replace `a`."""
 
 REFUSED = operators(
     {

@@ -55,7 +55,7 @@ class DeferredState:
         recording: of the `deferred_init` that made it.
         value: its value on the tape; `tensor.data = other` and `t_()` change it.
         name: FQN in the constructed module, for messages.
-        result: its layout and tensor once materialized, so that tied tensors stay tied over several `materialize` calls.
+        result: its layout and tensor once materialized; keeps tied tensors tied over several `materialize` calls.
     """
 
     recording: TensorRecording

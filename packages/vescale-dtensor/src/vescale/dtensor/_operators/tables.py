@@ -165,5 +165,5 @@ _OF_STORAGE = frozenset(
 
 
 def first_arguments() -> dict[_torch.Op | None, int]:
-    """Return, by operator, the position of the first argument in the cache key; None stands for one that torch lacks."""
+    """Return the position of the first argument in the cache key by operator; None stands for one torch lacks."""
     return {_torch.overload(name): position for name, position in FIRST_ARGUMENT.items()}

@@ -129,7 +129,7 @@ def position_of(
         op: the random operator, for messages.
         tensor: a DTensor or a plain tensor.
         windows: batch windows, innermost first; None takes those in force.
-        logical: number the elements in logical order, whatever the memory of the tensor is.
+        logical: number the elements in logical order, for any memory order of the tensor.
 
     Raises:
         UnsupportedRandomOperator: a placement is `Partial`, or mesh axes cut one dim in an order of their own; in
@@ -184,7 +184,7 @@ def _in_memory(position: GlobalPosition, stride: tuple[int, ...]) -> GlobalPosit
 
 @functools.lru_cache(maxsize=4096)
 def _cut(position: GlobalPosition, window: BatchWindow) -> GlobalPosition:
-    """Return the position in the batch of which the tensor is one part."""
+    """Return the position in the global batch for a tensor that is one part of it."""
     rows, *others = position.shape
     shift = position.shift + window.index * rows
     shape = (rows * window.count, *others)

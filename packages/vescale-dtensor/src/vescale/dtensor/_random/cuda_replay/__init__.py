@@ -16,7 +16,7 @@ tensor and keeps its shard, which is right everywhere: for small tensors (no lar
 dropout of more than 2^31 - 1 elements, during the capture of a CUDA graph (where a generator's offset can be neither
 read nor set), for complex and fake tensors, and where the device does not draw as assumed.
 
-What is assumed of the device and the release, and how each is checked at run time:
+Assumptions about the device and the torch release, and the run-time check of each:
 
 * the map of words, the number of threads (also where a device is shared), values per block: a test draw of each
   operator and dtype against the native one (``selftest``), and the generator's move after each launch;
