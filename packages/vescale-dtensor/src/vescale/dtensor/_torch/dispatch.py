@@ -100,7 +100,7 @@ def argument_names(op: Op) -> tuple[str, ...]:
 
 @functools.cache
 def is_composite(op: Op) -> bool:
-    """Return whether ``op`` consists of other operators only; a dispatcher gets such operators in inference mode only."""
+    """Return whether ``op`` consists of other operators only; such operators are dispatched in inference mode only."""
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
     keys = torch._C.DispatchKey
     return has_kernel(keys.CompositeImplicitAutograd) and not any(map(has_kernel, (keys.CPU, keys.CUDA)))

@@ -112,5 +112,5 @@ def is_tracing() -> bool:
 
 
 def with_placements(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:
-    """Return a copy of ``spec`` with new placements."""
+    """Return a copy of ``spec`` with ``placements``, which must shard the same dims in the same order."""
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta, shard_order=spec.shard_order)
