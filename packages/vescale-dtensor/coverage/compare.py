@@ -1,4 +1,4 @@
-"""What one device gives, and how it compares with what the ranks have put together."""
+"""Compute the results of one device, and compare them with the assembled results of the ranks."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class World:
 
 
 def _cpu_time(pid: int) -> tuple:
-    """Return a value that changes while a process works: its CPU time, and the clock if one of its threads is runnable."""
+    """Return a value that changes while a process works: its CPU time, and the clock if a thread is runnable."""
     try:
         threads = [_fields(path / "stat") for path in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
