@@ -67,8 +67,9 @@ class GradientReceiver(Protocol):
         Args:
             local: this rank's part. It has the shape of the parameter's local tensor if the placements are those of the
                 parameter or partial. The receiver owns it. It requires grad in a backward with ``create_graph=True``.
-            placements: one per mesh dim of a DTensor parameter; empty for a plain parameter. They are those of the
-                parameter if the parameter has hooks of a user; the result must then be in ``parameter.grad`` on return.
+            placements: one per mesh axis of a DTensor parameter; empty for a plain parameter. If a user has registered
+                hooks on the parameter, these are the placements of the parameter, and the receiver must have put the
+                result into ``parameter.grad`` on return.
         """
 
 
@@ -86,6 +87,7 @@ def attach_gradient_receiver(parameter: Tensor, receiver: GradientReceiver) -> G
         RuntimeError: ``parameter`` does not require grad.
 
     Example:
+        >>> import torch
         >>> class Printing:
         ...     def receive(self, local, placements):
         ...         print(local)

@@ -9,7 +9,7 @@ Explicit redistributions and the operator's own reductions stay allowed:
     ``x.sum(0)``, ``F.cross_entropy(...)``                  the operator's own reduction
     ``x @ w`` in unsuitable placements, ``softmax``         implicit: refused
     over the sharded dim, ``total.item()`` of a sum
-    a replicated operand of which a rank uses its part      free: refused with ``free=False`` only
+    a rank's shard of a replicated operand                  free: refused with ``free=False`` only
     ======================================================  =======================================
 
 :class:`strict` is a kind of torch's ``ExplicitRedistributionContext``; the innermost context of both kinds decides.
