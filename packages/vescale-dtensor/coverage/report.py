@@ -121,7 +121,7 @@ def table(tallies: list[Tally]) -> list[str]:
 
 
 def other_summary(folder: Path) -> str | None:
-    """Return the summary of the other sweep that wrote into ``folder``, if there was one."""
+    """Return the summary of the sweep of stock torch that wrote into ``folder``, if there was one."""
     path = folder / "stock.json"
     return json.loads(path.read_text())["summary"] if path.exists() else None
 
