@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch._dynamo  # else every rank imports it at its first DTensor
+import torch._dynamo  # otherwise every rank imports it at its first DTensor
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
@@ -33,7 +33,7 @@ __all__ = [
     "tree_unflatten",
 ]
 
-# Everything that hands a rank elements which other ranks hold.
+# The collectives that give a rank elements of other ranks.
 GATHERING = ("all_gather_tensor", "all_gather_single", "all_to_all_single", "all_gather_into_tensor_coalesced")
 GATHERING += ("permute_tensor", "broadcast", "all_gather_tensor_autograd", "all_to_all_single_autograd")
 
@@ -89,7 +89,7 @@ def local_tensor(tensor: DTensor) -> Tensor:
 
 
 def split_factor(placement: Placement) -> int | None:
-    """Return into how many pieces a strided placement cuts a dim first; None for all other placements."""
+    """Return the split factor of a strided placement; None for all other placements."""
     return placement.split_factor if isinstance(placement, _StridedShard) else None
 
 
@@ -103,7 +103,7 @@ def collectives_started(mesh: DeviceMesh) -> int:
 
 
 def gathers() -> int:
-    """Return how many collectives have handed this rank elements of others, since :func:`count_gathers`."""
+    """Return how many collectives have given this rank elements of other ranks since :func:`count_gathers`."""
     return _gathers
 
 

@@ -1,13 +1,13 @@
-"""Memory that the ranks of a world and their driver share: who is where, and what each rank has got.
+"""Memory shared by the ranks of a world and their driver: the progress and the results of each rank.
 
-Ranks compare results through it, not through collectives: an operator that leaves the process group out of step cannot
-disturb the comparison, and nothing is waited for in a place where it could not be seen. Each rank owns a slot::
+Ranks compare results through it, not through collectives. So an operator that leaves the process group out of step
+cannot disturb the comparison, and the driver can observe every wait. Each rank owns a slot::
 
     tick | case | length of record 0 | length of record 1 | ... record 0 | record 1
 
-`tick` counts the rank's records. A record is written into the half that its tick's parity names: a rank is never more
-than one record ahead of another, so nobody overwrites what is being read. A rank whose tick stays behind is stuck in
-an operator; the driver sees that.
+`tick` counts the rank's records. The parity of the tick selects the half for the record. A rank is never more than one
+record ahead of another, so it never overwrites a record that is being read. If the tick of a rank stays behind, the
+rank is stuck in an operator; the driver detects that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ORDER = struct.Struct("=qqq")  # order number, operator, first case
 
 
 class Lost(Exception):  # noqa: N818 - ends a rank, is no error
-    """The driver has gone."""
+    """The driver has ended."""
 
 
 class Board:
@@ -44,11 +44,11 @@ class Board:
         return HEAD.unpack_from(self._memory, rank * SLOT)[:2]
 
     def enter(self, rank: int, case: int) -> None:
-        """Note that a rank begins a case."""
+        """Record that a rank begins a case."""
         struct.pack_into("=q", self._memory, rank * SLOT + 8, case)
 
     def publish(self, rank: int, record: object) -> int:
-        """Write a rank's record and wait for the others'; return the number under which all can be read."""
+        """Write a rank's record and wait for those of the others; return their common number, for `read`."""
         tick = self.where(rank)[0] + 1
         data, half = pickle.dumps(record), tick % 2
         if len(data) > HALF:
@@ -70,7 +70,7 @@ class Board:
         return pickle.loads(self._memory[start : start + length])
 
     def order(self, number: int, operator: int, case: int) -> None:
-        """As the driver: tell the ranks to run an operator's cases from ``case`` on."""
+        """As the driver: order the ranks to run an operator's cases from ``case`` on."""
         struct.pack_into("=qq", self._memory, self._orders + 8, operator, case)
         struct.pack_into("=q", self._memory, self._orders, number)
 

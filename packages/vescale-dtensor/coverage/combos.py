@@ -1,4 +1,4 @@
-"""Choose placements of an operator's tensors: few of the many combinations, so that every pair occurs.
+"""Choose placements of an operator's tensors: a few combinations in which every pair of placements occurs.
 
 A placement is written as text: ``R``, ``S0``, ``P``; on a mesh with two axes ``S0R``. Everything here is pure.
 """
@@ -32,9 +32,9 @@ def parse(text: str) -> tuple[Placement, ...]:
 
 
 def combinations(choices: Sequence[Sequence[str]], *, cap: int, seed: str) -> list[tuple[str, ...]]:
-    """Return combinations of one choice per tensor: all of them, or ``cap`` that cover the pairs as far as they can.
+    """Return combinations of one choice per tensor: all of them, or ``cap`` combinations that cover the most pairs.
 
-    The same on every rank and in every run. Without those where nothing is distributed, except the very first.
+    The result is the same on every rank and in every run. Only the first combination may be fully replicated.
     """
     if math.prod(map(len, choices)) <= cap:
         return list(itertools.product(*choices))

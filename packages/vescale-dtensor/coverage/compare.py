@@ -1,4 +1,4 @@
-"""What one device gives, and how it compares with what the ranks have put together."""
+"""Compute the results of one device, and compare them with the assembled results of the ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def on_one_device(plan: Plan, label: str, variant: str) -> dict:
         try:
             reference["grads"] = torch.autograd.grad(list(outs.values()), ins, weights, allow_unused=True)
         except (RuntimeError, NotImplementedError):
-            reference["grads"] = None  # one device has no gradient either
+            reference["grads"] = None  # one device has no gradient, too
     return reference
 
 
@@ -81,7 +81,7 @@ def check_backward(records: list[dict], expected: dict, mesh_shape: tuple) -> No
 
 
 def same_when_finished(sample: Sample, got: list, expected: dict, finding: Mismatch) -> bool:
-    """Compare results that are not unique after torch's own test has made them so."""
+    """Compare results that are not unique, after the normalization that torch's own test applies."""
     finish = sample.finish
     structure = _torch.tree_flatten(expected["raw"])[1]
     try:
@@ -141,6 +141,6 @@ def is_differentiable(leaf: object) -> bool:
 
 
 def random_weight(number: int, leaf: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of result ``number``: random, for the gradients of a plain sum hide errors."""
+    """Return the gradient of result ``number``: random, because the gradients of a plain sum hide errors."""
     generator = torch.Generator().manual_seed(99 + number)
     return torch.randn(tuple(leaf.shape), generator=generator, dtype=torch.float64).to(leaf.dtype)

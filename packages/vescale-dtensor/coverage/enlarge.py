@@ -1,9 +1,9 @@
-"""Make larger samples of small ones: dims of equal size grow together, and values are dealt anew.
+"""Make larger samples from small ones: dims of equal size grow together, and values are shuffled.
 
-Many of torch's samples have two rows and three columns, on which four ranks cannot go wrong in the ways that matter. A
-factor of 4 gives dims that four ranks divide evenly, a factor of 5 dims that leave the last rank fewer rows. Values
-come from the sample, so that they stay in the operator's domain, and are shuffled, so that no two shards are alike;
-indices are drawn anew. Whether the operator accepts the result is found out by running it.
+Many of torch's samples have two rows and three columns, too few to show the usual errors on four ranks. A factor of 4
+gives dims that four ranks divide evenly; a factor of 5 gives dims that leave the last rank fewer rows. Values come from
+the sample, so that they stay in the operator's domain. They are shuffled, so that no two shards are equal. Indices are
+random. A run on one device decides whether the operator accepts the larger sample.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_small(name: str, samples: list[Sample]) -> bool:
 
 
 def enlarged(samples: list[Sample], runs: Callable[[Sample], bool]) -> dict[str, Sample]:
-    """Return larger samples, labelled ``large0``, ``large1``: of each sample the first candidate that still runs."""
+    """Return larger samples, labelled ``large0``, ``large1``: for each sample the first candidate that runs."""
     large = {}
     for number, sample in enumerate(samples):
         for candidate in _candidates(sample, FACTORS[number % len(FACTORS)]):
@@ -66,7 +66,7 @@ def _grow(sample: Sample, sizes: set[int], factor: int, *, numbers: bool, fresh:
 
 
 def _drawn(tensor: torch.Tensor, shape: list[int], factor: int, generator: torch.Generator) -> torch.Tensor:
-    """Return random indices, which may point to what has been added."""
+    """Return random indices, which may point to the added elements."""
     return torch.randint(0, factor * (int(tensor.max()) + 1), shape, generator=generator)
 
 

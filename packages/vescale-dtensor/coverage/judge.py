@@ -1,8 +1,8 @@
-"""What a rank does with one case, and what the first rank says about it.
+"""Run one case on a rank, and judge it on the first rank.
 
-All ranks build the sample's tensors in the case's placements, run the operator, and publish what they got: shards with
-their placements, plain values, the exception. Then the same with the gradients of a random weighting of the results.
-The first rank puts everything together and compares it with the plain operator on plain tensors.
+All ranks build the sample's tensors in the case's placements, run the operator, and publish their results: shards with
+their placements, plain values, or the exception. Then they do the same with the gradients of a random weighting of the
+results. The first rank assembles the results and compares them with those of the plain operator on plain tensors.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["Rank", "Verdict"]
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What is known of a case.
+    """The verdict on a case.
 
     Attributes:
         kind: ``right``, ``refused`` (by an error of ours, or, for stock, any), ``raised`` (an error that is not ours),
             ``wrong``, ``diverged`` or ``died``.
-        text: What differed, or the exception.
+        text: The difference, or the exception.
         where: ``forward`` or ``backward``.
         sharded: A tensor was sharded and no element of it was sent to another rank.
         collectives: How many collectives the forward needed; for a refusal, how many came before it.
@@ -76,7 +76,7 @@ class Rank:
         return verdict
 
     def _exchanged(self, record: dict) -> list[dict]:
-        """Publish a record; return those of all ranks. Their tensors stay packed: most ranks do not look at them."""
+        """Publish a record; return those of all ranks. Their tensors stay packed: most ranks do not use them."""
         tick = self.board.publish(self.rank, record)
         return [self.board.read(rank, tick) for rank in range(self.board.num_ranks)]
 
@@ -161,7 +161,7 @@ class Rank:
     # -------------------------------------------------------------------------------------------- judging
 
     def _failed(self, records: list[dict], where: str) -> Verdict | None:
-        """Return a verdict if some rank raised, or if the ranks did different things."""
+        """Return a verdict if a rank raised, or if the ranks diverged."""
         errors = [record.get("error") for record in records]
         started = {record["collectives"] for record in records}
         if not any(errors):
@@ -219,7 +219,7 @@ class Rank:
                 self._check_partly_changed(plan, case, i, entries, whole, rtol)
 
     def _check_partly_changed(self, plan, case, i: int, entries: list, whole: torch.Tensor, rtol: float) -> None:
-        """Some ranks' shards were written and others' not: fill in the shards as they were."""
+        """Check an argument that was written on some ranks only: use the original shards of the others."""
         mesh_shape, placements = self.meshes[case.num_axes].shape, parse(case.placements[i])
         start = plan.samples[case.sample].whole()[i]
         coords = itertools.product(*map(range, mesh_shape))
@@ -231,7 +231,7 @@ class Rank:
         check_leaves([got], [whole], f"tensor {i} of the arguments after the call", rtol)
 
     def _reference(self, plan: Plan, case: Case) -> dict:
-        """Return what one device gives: results, arguments after the call, and gradients."""
+        """Return the results of one device, its arguments after the call, and its gradients."""
         key = case.sample, "op" if case.variant == "out" else case.variant
         if key not in self._references:
             self._references[key] = on_one_device(plan, case.sample, key[1])

@@ -1,11 +1,11 @@
-"""Cut whole tensors into shards and put shards together, independently of the code under test.
+"""Cut full tensors into shards and assemble shards, independently of the code under test.
 
-The cut is `torch.chunk`, one mesh axis after another. Putting together cuts a tensor of indices the same way:
+The cut is `torch.chunk`, one mesh axis after another. The assembly cuts a tensor of indices in the same way:
 
     whole.flatten()[cut(arange(numel).view(shape), ...)] = local
 
-so a rank's part is checked to have the size that its placements promise, and replicas are checked to agree. A partial
-tensor is split into random parts that sum to the value exactly (the values have 24 significant bits).
+It checks that a rank's part has the size that its placements give, and that replicas agree. A partial tensor is split
+into random parts whose sum is exact (the values have 24 significant bits).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Mismatch", "assemble", "close", "cut", "is_plain", "part"]
 
 
 class Mismatch(Exception):  # noqa: N818 - not an error of the program but a finding
-    """What a sharded result has wrong."""
+    """The error in a sharded result."""
 
 
 def is_plain(placement: Placement) -> bool:
-    """Return whether the functions of this file understand a placement."""
+    """Return whether the functions of this file support a placement."""
     if type(placement) is Partial:
         return placement.reduce_op in REDUCE
     return type(placement) in (Replicate, Shard) or split_factor(placement) is not None
@@ -61,7 +61,7 @@ def _chunk(tensor: Tensor, num: int, index: int, dim: int) -> Tensor:
 
 
 def part(whole: Tensor, mesh_shape: Sequence[int], coord: Sequence[int], placements: Sequence[Placement], seed: int):
-    """Return a copy of what the rank at ``coord`` holds; the parts of partial axes sum to ``whole``."""
+    """Return a copy of the part that the rank at ``coord`` holds; the parts of partial axes sum to ``whole``."""
     generator = torch.Generator().manual_seed(seed)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial):
@@ -81,12 +81,12 @@ def _index(shape: tuple, mesh_shape: tuple, coord: tuple, placements: tuple) -> 
 def assemble(
     locals_: Sequence[Tensor], shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
 ) -> Tensor:
-    """Put the shards of all ranks, in the mesh's order, together.
+    """Assemble the shards of all ranks, given in the mesh's order.
 
     Raises:
-        Mismatch: A shard has not the shape that its placements promise, or replicas differ.
+        Mismatch: A shard does not have the shape of its placements, or replicas differ.
     """
-    if (dtype := locals_[0].dtype) in SIGNED:  # for which torch has hardly an operator
+    if (dtype := locals_[0].dtype) in SIGNED:  # torch has few operators for unsigned types
         signed = [local.view(SIGNED[dtype]) for local in locals_]
         return assemble(signed, shape, mesh_shape, placements).view(dtype)
     shape, mesh_shape, placements = tuple(shape), tuple(mesh_shape), tuple(placements)

@@ -13,14 +13,14 @@ from samples import Sample
 
 __all__ = ["UNINITIALISED", "Case", "Plan", "make_plan", "run_variant"]
 
-#: Operators whose values nobody defines: shapes, dtypes and placements are compared.
+#: Operators with undefined values: only shapes, dtypes and placements are compared.
 UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 UNINITIALISED |= {"resize_as_"}
 
-#: Operators that torch itself does not write to ``out`` for, whatever the tensor subclass (``TwoTensor`` as well).
+#: Operators for which torch does not write to an ``out`` of any tensor subclass (``TwoTensor`` as well).
 IGNORE_OUT = {"linalg.matrix_rank"}
 
-#: Samples of which larger ones are made.
+#: Number of samples that are enlarged.
 NUM_LARGE = 5
 
 
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a tensor is cut."""
+        """Whether a tensor is sharded."""
         return any("S" in text for text in self.placements)
 
 
@@ -82,10 +82,10 @@ def make_plan(op, *, limit: int, cap: int, only: Case | None = None) -> Plan:
 
     Args:
         op: An ``OpInfo``.
-        limit: Number of samples, some odd ones apart.
-        cap: Number of combinations of placements of each of the first two samples; fewer of the others, on two mesh
-            axes, and of variants.
-        only: Plan this case alone.
+        limit: Number of samples, in addition to a few special ones.
+        cap: Number of combinations of placements for each of the first two samples. The other samples, two mesh axes
+            and variants get fewer.
+        only: Plan this case only.
     """
     chosen, reason = sampling.choose(op, max(limit, NUM_LARGE))
     numbered = [sample for label, sample in chosen.items() if label.isdigit()]

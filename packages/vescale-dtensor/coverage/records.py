@@ -1,7 +1,7 @@
-"""What a rank publishes of a result, and what the first rank makes of the records of all.
+"""Encode the results of a rank as records, and decode the records of all ranks on the first rank.
 
-A leaf of a result becomes a tuple: its kind first (``sharded``, ``plain``, ``value``), then what must be the same on
-all ranks, last what the rank holds. Tensors travel as bytes.
+A leaf of a result becomes a tuple: its kind (``sharded``, ``plain``, ``value``), then the fields that must be equal on
+all ranks, and last the rank's own value. Tensors are sent as bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIMIT = 700  # characters of an exception's text
 
 
 def encoded(leaf: object) -> tuple:
-    """Make of a leaf what can be published: its kind first, the local tensor or the value last."""
+    """Return the record of a leaf: its kind first, the local tensor or the value last."""
     if isinstance(leaf, DTensor):
         leaf = leaf.detach()
         if not all(map(is_plain, leaf.placements)):  # masked or otherwise special parts: only torch can add them
@@ -42,7 +42,7 @@ def _packed(tensor: torch.Tensor) -> tuple:
 
 
 def unpacked(entry: tuple | None, *, blank: bool = False) -> tuple | None:
-    """Return an entry with its tensor as a tensor again, or, if ``blank``, one of zeros."""
+    """Return an entry with its tensor unpacked, or, if ``blank``, with a tensor of zeros."""
     if entry is None or entry[0] == "value":
         return entry
     shape, dtype, data = entry[-1]
@@ -53,12 +53,12 @@ def unpacked(entry: tuple | None, *, blank: bool = False) -> tuple | None:
 
 
 def head(entry: tuple | None) -> tuple | None:
-    """Return what must be the same on all ranks."""
+    """Return the fields of an entry that must be equal on all ranks."""
     return None if entry is None else entry[:-1]
 
 
 def decoded(entries: list[tuple], mesh_shape: tuple) -> object:
-    """Put what the ranks hold of one leaf together."""
+    """Assemble one leaf from the entries of all ranks."""
     form, *middle, value = entries[0]
     if form == "sharded":
         shape_of_mesh, placements, shape, dtype = middle
@@ -75,7 +75,7 @@ def decoded(entries: list[tuple], mesh_shape: tuple) -> object:
 
 
 def described(error: Exception) -> tuple[str, str, bool]:
-    """Return an exception's name and text, and whether it is a refusal of ours."""
+    """Return an exception's name and text, and whether it is one of our refusals."""
     ours = isinstance(error, NotImplementedError) and type(error).__module__.startswith("vescale.")
     text = str(error).strip().split("\n\nException raised from")[0]
     if not text:

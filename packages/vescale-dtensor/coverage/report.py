@@ -56,7 +56,7 @@ class Tally:
 
 
 def summary(tallies: list[Tally]) -> str:
-    """Return the line that sums the sweep up."""
+    """Return a one-line summary of the sweep."""
     states = collections.Counter(tally.state for tally in tallies)
     tested = sum(states.values()) - states["skipped"]
     cases = sum((tally.counts for tally in tallies), collections.Counter())
@@ -121,7 +121,7 @@ def table(tallies: list[Tally]) -> list[str]:
 
 
 def other_summary(folder: Path) -> str | None:
-    """Return what the sweep of stock torch that wrote into ``folder`` found, if there was one."""
+    """Return the summary of the sweep of stock torch that wrote into ``folder``, if there was one."""
     path = folder / "stock.json"
     return json.loads(path.read_text())["summary"] if path.exists() else None
 

@@ -31,7 +31,7 @@ from report import BAD, Tally, describe, other_summary, summary, table, write
 from samples import find_operators
 from world import sweep
 
-SAVE_S = 30.0  # between two writings of what is known so far
+SAVE_S = 30.0  # seconds between two writings of the present results
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if not options.stock:
-        import vescale.dtensor  # noqa: F401 - what is tested
+        import vescale.dtensor  # noqa: F401 - the package under test
     started = time.monotonic()
     only = Case.parse(options.case) if options.case else None
     operators = find_operators(re.compile(options.ops))

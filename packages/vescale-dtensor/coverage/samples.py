@@ -32,10 +32,10 @@ class Sample:
 
     Attributes:
         leaves: All leaves of ``(args, kwargs)``; tensors are plain, detached copies.
-        structure: What puts the leaves together again.
+        structure: The tree structure of the arguments, to unflatten the leaves.
         tensors: Positions of the tensors among the leaves.
         requires_grad: For each tensor.
-        finish: Makes of a result that is not unique (signs of eigenvectors) one that is.
+        finish: Makes a result unique (signs of eigenvectors).
     """
 
     leaves: tuple
@@ -45,7 +45,7 @@ class Sample:
     finish: Callable[[object], object]
 
     def arguments(self, tensors: list[torch.Tensor]) -> tuple[tuple, dict]:
-        """Return ``(args, kwargs)`` with ``tensors`` in the places of the sample's own."""
+        """Return ``(args, kwargs)`` with ``tensors`` in place of the sample's own."""
         leaves = list(self.leaves)
         for position, tensor in zip(self.tensors, tensors, strict=True):
             leaves[position] = tensor
@@ -158,7 +158,7 @@ def _kind(leaf: object) -> str:
 
 
 def _diverse(pool: list[Sample], limit: int) -> list[Sample]:
-    """Return the samples that together show most features, the first of them with dims to shard."""
+    """Return the samples that together have the most features; the first one has dims to shard."""
 
     def shardable(sample: Sample) -> int:
         whole = sample.whole()

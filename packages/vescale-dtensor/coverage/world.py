@@ -1,9 +1,9 @@
-"""Worlds of four forked ranks, and the driver that feeds and watches them.
+"""Worlds of four forked ranks, and the driver that runs and monitors them.
 
-The driver has imported torch and planned all cases before it forks, so a new world costs a fraction of a second. It
-hands each world one operator after another and reads the first rank's verdicts from a pipe. A rank that ends, or that
-sleeps in an operator while another waits for it, ends the world: its case has died or diverged, and a new world goes
-on with the next case.
+The driver imports torch and plans all cases before it forks, so a new world costs a fraction of a second. It gives each
+world one operator after another and reads the first rank's verdicts from a pipe. If a rank ends, or sleeps in an
+operator while another rank waits for it, the driver ends the world: the case has died or diverged. A new world
+continues with the next case.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NUM_RANKS = 4
 STUCK_S = 1.5  # a rank that sleeps in an operator while another one waits for it
 STUCK_AFTER_ERROR_S = 0.4  # the other one has raised
 HUNG_S = 8.0  # all ranks sleep in an operator
-LOOK_S = 0.2  # between two looks at the processes
+LOOK_S = 0.2  # between two checks of the processes
 MAX_LOST = 4  # worlds that one operator may cost; its other cases are then left out
 
 
@@ -53,7 +53,7 @@ class Found:
 
 
 def sweep(plans: list[Plan], *, workers: int, stock: bool) -> Iterator[Found]:
-    """Run all cases of all plans on ``workers`` worlds and yield the verdicts as they come."""
+    """Run all cases of all plans on ``workers`` worlds and yield the verdicts in order of arrival."""
     waiting = [(index, 0) for index, plan in enumerate(plans) if plan.cases]
     worlds = [World(plans, stock=stock) for _ in range(max(1, min(workers, len(waiting))))]
     try:
@@ -95,9 +95,9 @@ class World:
         self._board.order(self._number, operator, case)
 
     def look(self) -> Iterator[Found]:
-        """Yield the verdicts that have come, and that of a case which a rank has left or is stuck in."""
+        """Yield the new verdicts, and the verdict on a case in which a rank died or is stuck."""
         ended = self._ended() or self._stuck()
-        diverged = yield from self._read()  # after the look at the ranks: what they sent came before they ended
+        diverged = yield from self._read()  # after the check of the ranks: they sent these before they ended
         if self.idle or not (ended or diverged):
             return
         case = self._next
@@ -130,7 +130,7 @@ class World:
         self.give(self._operator, case)
 
     def _read(self):
-        """Yield what the first rank has sent; return whether its ranks diverged and wait for their end."""
+        """Yield the verdicts that the first rank has sent; return whether the ranks diverged and wait to be ended."""
         while not self.idle and select.select([self.pipe], [], [], 0)[0]:
             data = os.read(self.pipe, 1 << 16)
             if not data:
@@ -159,7 +159,7 @@ class World:
         return None
 
     def _stuck(self) -> Verdict | None:
-        """Return a verdict if a rank sleeps behind another, or all of them sleep."""
+        """Return a verdict if a rank sleeps while another is ahead of it, or if all ranks sleep."""
         now = time.monotonic()
         if now < self._looked + LOOK_S:
             return None
@@ -199,7 +199,7 @@ class World:
 
 
 def _cpu_time(pid: int) -> tuple:
-    """Return what changes while a process works: its processor time, and the time if a thread of it wants to run."""
+    """Return a value that changes while a process works: its CPU time, and the clock if a thread is runnable."""
     try:
         threads = [_fields(path / "stat") for path in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:

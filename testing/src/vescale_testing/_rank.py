@@ -1,8 +1,8 @@
-"""What one forked rank does: set up, run the body, report, wait to be released.
+"""The life of one forked rank: set up, run the body, report, wait to be released.
 
-The parent forks the rank in the middle of a test. The child therefore inherits fixtures, closures and an already
-imported torch, and must first make itself independent of the parent: its own output file, one thread, its own seed, no
-inherited signal handlers. It never returns into the parent's stack: it ends in `os._exit`.
+The parent forks the rank in the middle of a test, so the child inherits fixtures, closures and an imported torch. First
+it makes itself independent of the parent: its own output file, one thread, its own seed, no inherited signal handlers.
+It never returns into the parent's stack; it ends in `os._exit`.
 
     parent   fork ─────────────────── recv report ─ ... all reports ─ close pipe ─ join
     rank          set up  body  send report ──────────── wait for end of file ── exit
@@ -45,11 +45,11 @@ class Report:
     """How one rank ended.
 
     Attributes:
-        kind: What happened.
+        kind: The kind of the end.
         summary: One line: the exception, the reason to skip, the signal that ended the process.
         text: The traceback or the stacks, or an empty string.
-        value: What the body returned or raised.
-        shapes: What torch has told this rank about shapes, for the ranks of later tests.
+        value: The body's return value or exception.
+        shapes: The shapes that this rank has computed, for the ranks of later tests.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""The names of torch that are private, in one place: everything here may move between torch versions."""
+"""Private names of torch, in one place: each of them may change between torch versions."""
 
 import functools
 import importlib
@@ -30,13 +30,13 @@ __all__ = [
 
 
 def preload() -> None:
-    """Import what torch imports at the first use of a DTensor, so that forked ranks find it: else a second for each."""
+    """Import the modules that torch imports at the first use of a DTensor, which would take a second on each rank."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.distributed.tensor")
 
 
 def autograd_is_no_torch_function() -> AbstractContextManager:
-    """Keep `torch.autograd.grad` and `backward` from offering themselves to a function mode, which switches it off."""
+    """Hide `torch.autograd.grad` and `backward` from function modes: a mode is off while it handles a call."""
     return mock.patch.object(torch.autograd, "has_torch_function", _never)
 
 

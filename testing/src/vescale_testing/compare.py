@@ -1,6 +1,6 @@
 """Compare two trainings and name the first thing that differs.
 
-The reference is always the unmodified program on one process. What a training leaves behind is a `TrainingRecord`; two
+The reference is always the unmodified program on one process. A `TrainingRecord` holds the results of a training. Two
 records are the same training if every loss, gradient norm, gradient, parameter and optimizer state agrees:
 
     relative difference of a tensor  =  max |actual - expected|  /  max(1e-30, max |expected|)
@@ -25,7 +25,7 @@ from vescale_testing.gather import gather_full, gather_named, gather_state
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """What a training leaves behind, in whole tensors.
+    """The results of a training, in full tensors.
 
     Attributes:
         losses: Loss of each step.
@@ -50,7 +50,7 @@ class TrainingRecord:
         losses: Sequence[Any] = (),
         grad_norms: Sequence[Any] = (),
     ) -> Self:
-        """Gather the whole tensors of a model and an optimizer, on one process or, as a collective, over all ranks.
+        """Gather the full tensors of a model and an optimizer, on one process or, as a collective, over all ranks.
 
         Works for a plain module and optimizer, for DTensor parameters, for pipeline stages (each rank adds its names),
         and for an optimizer whose `state_dict()["state"]` is keyed by name and holds boxed values. A tied parameter
@@ -80,7 +80,7 @@ def assert_same_training(
 
     Compared in this order: loss and gradient norm step by step, then gradients, parameters and optimizer state in the
     order of `expected`. The relative difference of a tensor is max|actual - expected| / max(1e-30, max|expected|).
-    Values that are not finite never agree. Shapes and dtypes must be equal. What one record has, the other must have.
+    Values that are not finite never agree. Shapes and dtypes must be equal. Both records must have the same entries.
 
     Args:
         actual: The training under test.
@@ -91,7 +91,7 @@ def assert_same_training(
     Raises:
         AssertionError: Naming kind, parameter, step, relative and largest difference, its index and both values, and
             how many of all compared values differ.
-        TypeError: If a record holds a DTensor or another value that is not a whole tensor.
+        TypeError: If a record holds a DTensor or another value that is not a full tensor.
         ValueError: If not exactly one of `rtol` and `bitwise` is given, or `expected` holds nothing to compare with.
 
     Example:

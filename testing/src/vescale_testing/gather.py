@@ -1,17 +1,17 @@
-"""Whole tensors from what the ranks hold, so that a parallel run can be compared with one process.
+"""Assemble full tensors from the parts of all ranks, to compare a parallel run with one process.
 
-A rank may hold a plain tensor (a whole one: a replica, or the only copy in its pipeline stage), a torch DTensor, or an
-object that offers its parts by the box protocol:
+A rank may hold a plain tensor (a full one: a replica, or the only copy in its pipeline stage), a torch DTensor, or an
+object with the box protocol:
 
     value.__global_shape__   -> tuple[int, ...]
     value.__boxes__()        -> list[tuple[tuple[int, ...], torch.Tensor]]     offsets in the global tensor, that box
 
-Everything is turned into boxes, the boxes of all ranks are exchanged once, and each tensor is put together from them.
-Boxes must cover the tensor, and where two ranks hold the same element they must agree in every bit: replicas that have
-drifted apart are an error here, not an average.
+All values are converted to boxes, the boxes of all ranks are exchanged once, and each tensor is assembled from them.
+Boxes must cover the tensor. If two ranks hold the same element, they must agree bit for bit: replicas that have drifted
+apart are an error, not an average.
 
-Tensors travel as bytes, without torch's way to pickle, which costs more than all the rest for small tensors; and a
-tensor of which all ranks hold the same bytes needs no further look.
+Tensors are sent as bytes, because torch's pickling dominates the cost for small tensors. A tensor with the same bytes
+on all ranks needs no further checks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class _Held:
-    """What one rank holds of one tensor."""
+    """The part of one tensor that one rank holds."""
 
     shape: tuple[int, ...]
     boxes: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is one box, the whole tensor."""
+        """Whether it is one box, the full tensor."""
         return len(self.boxes) == 1 and self.boxes[0][1].shape == self.shape and not any(self.boxes[0][0])
 
     def packed(self) -> _Packed:
@@ -63,7 +63,7 @@ def _tensor(dtype_name: str, shape: tuple[int, ...], data: bytes) -> torch.Tenso
 
 
 def gather_full(value: Any, *, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the whole tensor of a plain tensor, a DTensor or a boxed value; a copy, detached, on every rank.
+    """Return the full tensor of a plain tensor, a DTensor or a boxed value; a copy, detached, on every rank.
 
     A plain tensor is returned without communication. For the others it is a collective: over the mesh of a DTensor,
     over `group` (by default the world) for a boxed value.
@@ -81,7 +81,7 @@ def gather_full(value: Any, *, group: dist.ProcessGroup | None = None) -> torch.
 
 
 def gather_named(named: Mapping[Any, Any], *, group: dist.ProcessGroup | None = None) -> dict[Any, torch.Tensor]:
-    """Return the whole tensors of all names that any rank of `group` holds, on every rank.
+    """Return the full tensors of all names that any rank of `group` holds, on every rank.
 
     Ranks may hold different names (pipeline stages) or parts of the same (shards, replicas); `named` may be empty.
     Without torch.distributed it only assembles what is there.
@@ -130,7 +130,7 @@ def _held(value: Any) -> _Held:
 
 
 def _unpack(name: Any, parts: dict[int, _Packed]) -> torch.Tensor:
-    """Put one tensor together from what the ranks in `parts` have sent."""
+    """Assemble one tensor from the packed parts of the ranks in `parts`."""
     first, packed = next(iter(parts.items()))
     held = _Held.unpacked(packed)
     if held.is_whole and all(part == packed for part in parts.values()):
@@ -141,7 +141,7 @@ def _unpack(name: Any, parts: dict[int, _Packed]) -> torch.Tensor:
 
 
 def _assemble(name: Any, parts: dict[int, _Held]) -> torch.Tensor:
-    """Put one tensor together from the boxes of the ranks in `parts`."""
+    """Assemble one tensor from the boxes of the ranks in `parts`."""
     first, held = next(iter(parts.items()))
     dtypes = {box.dtype for part in parts.values() for _, box in part.boxes}
     assert len(dtypes) == 1, f"{name}: expected boxes of one dtype, got {sorted(map(str, dtypes)) or 'no boxes'}"

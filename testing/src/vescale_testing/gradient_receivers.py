@@ -46,7 +46,7 @@ def check_gradient_receiver(attach: Callable[[nn.Parameter], object], mesh: Devi
         mesh: of one axis; by default all ranks.
 
     Raises:
-        AssertionError: naming what the receiver did not do.
+        AssertionError: the receiver violates the protocol; the message names the case.
     """
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     parameter = nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, [Replicate()], run_check=False))

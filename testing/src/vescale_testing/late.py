@@ -1,13 +1,13 @@
 """Make background work deterministic in tests.
 
-A test whose code forgets to wait still passes when the background is quick. With `begin_late` it cannot:
+If code forgets to wait, its test still passes when the background work is fast. With `begin_late` it always fails:
 
     begin_late(monkeypatch, Buffer, "gather")       # Buffer.gather(...) returns something with wait()
 
-And a thread of the background may hold memory for a moment after its work has ended. With `ask_again` a test does not
-depend on how long that is:
+A background thread may hold memory for a moment after its work has ended. With `ask_again` a test does not depend on
+that time:
 
-    ask_again(monkeypatch, Buffer, "is_shared")     # yes only if it stays yes
+    ask_again(monkeypatch, Buffer, "is_shared")     # true only if it stays true
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Late:
 
 
 def begin_late(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-    """Let the method `name` of `owner`, which starts something and returns what waits for it, start nothing till then.
+    """Delay the method `name` of `owner`, which starts work and returns a handle, until `wait()` on that handle.
 
     On several ranks all must wait in the same order.
 
     Args:
         patch: Undoes it.
         owner: The class.
-        name: Its method; what it returns has `wait()`.
+        name: Its method; the returned handle has `wait()`.
 
     Example:
         >>> class Job:
@@ -66,12 +66,12 @@ def begin_late(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 
 
 def ask_again(patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
-    """Let the method `name` of `owner` be true only if it stays true for 0.3 s; what is false is false at once.
+    """Let the method `name` of `owner` return true only if it stays true for 0.3 s; false is returned immediately.
 
     Args:
         patch: Undoes it.
         owner: The class.
-        name: Its method, which may be asked often and changes nothing.
+        name: Its method, which may be called often and changes nothing.
 
     Example:
         >>> class Buffer:

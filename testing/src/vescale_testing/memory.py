@@ -24,7 +24,7 @@ def held_bytes() -> int:
 
 
 def settled_bytes() -> int:
-    """Return what stays of `held_bytes`: a thread of gloo may hold the tensors of the last collective for a moment."""
+    """Return `held_bytes` once it is stable: a gloo thread may hold the tensors of the last collective for a moment."""
     found = []
     for _ in range(5):
         time.sleep(0.02)

@@ -25,7 +25,7 @@ IN_GRAPH = ("absent", "outside")
 
 
 def check_boxes(value: Any) -> None:
-    """Check that a value describes what it holds by boxes: inside of the global shape, without overlap, writable.
+    """Check the boxes of a value: inside the global shape, without overlap, writable.
 
     Raises:
         AssertionError: A name is missing, or a box is not a block of the global tensor.
@@ -54,7 +54,7 @@ def _overlap(one: tuple[int, ...], size: torch.Size, other: tuple[int, ...], oth
 
 
 def check_absent_fqns(module: nn.Module) -> None:
-    """Check that a module in place of another one lists the names of that one, and holds none of them.
+    """Check that a placeholder module lists the names of the module it replaces, and holds none of them.
 
     Raises:
         AssertionError: A name is no string, or is present.
@@ -68,7 +68,7 @@ def check_absent_fqns(module: nn.Module) -> None:
 
 
 def check_execution(module: nn.Module) -> None:
-    """Check what a parallelized module says about how it runs.
+    """Check the execution attribute of a parallelized module.
 
     Raises:
         AssertionError: The attribute is missing, a mode is unknown, or ``any_rank`` cannot be called.
@@ -85,7 +85,7 @@ def check_execution(module: nn.Module) -> None:
 
 
 def check_hook(hook: Callable) -> None:
-    """Check what a hook of a module is to compiled code.
+    """Check the attribute by which a module hook declares its role in compiled code.
 
     Raises:
         AssertionError: The attribute is missing or unknown.
@@ -95,7 +95,7 @@ def check_hook(hook: Callable) -> None:
 
 
 def check_memory(parameter: torch.Tensor) -> None:
-    """Check what guards the values of a parameter, and that a copy is not guarded.
+    """Check the object that guards the values of a parameter, and that a copy has none.
 
     Raises:
         AssertionError: A name is missing, or the copy has the object, too.

@@ -9,7 +9,7 @@
         dist.all_reduce(x)
         assert x.item() == 1
 
-Guarantees: the call returns within its time-out plus a few seconds, whatever the ranks do; no process stays behind;
+Guarantees: the call always returns within its time-out plus a few seconds; no process stays behind;
 an error names every rank that did not end well, with its traceback, or, if it had to be killed, with the stack of
 each of its threads. Ranks are forked, so fixtures, parameters and closures need not be picklable; only returned
 values must be.
@@ -59,7 +59,7 @@ class RankFailure(pytest.fail.Exception, AssertionError):  # type: ignore[name-d
     It is a failed assertion for any caller; being pytest's own failure, too, it is shown without the frames in between.
 
     Attributes:
-        exceptions: What each rank raised, by rank, as far as it can be pickled.
+        exceptions: The exception of each rank, by rank, if it can be pickled.
     """
 
     def __init__(self, message: str, exceptions: dict[int, BaseException] | None = None):
@@ -220,7 +220,7 @@ def _exit_text(code: int | None) -> str:
 
 
 def _kill(children: list[_Child], late: str) -> dict[int, Report]:
-    """Ask every child for its stacks, then kill it; `late` says why."""
+    """Request the stacks of every child, then kill it; `late` is the reason."""
     for child in children:
         if child.process.is_alive() and child.process.pid is not None:
             os.kill(child.process.pid, signal.SIGUSR1)
@@ -232,7 +232,7 @@ def _kill(children: list[_Child], late: str) -> dict[int, Report]:
 
 
 def _settled(path: Path, deadline: float) -> str:
-    """Return the content of `path` once it is there and no longer grows."""
+    """Return the content of `path` once it exists and no longer grows."""
     text, previous = _read(path), None
     while (not text or text != previous) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -260,7 +260,7 @@ def _print_output(children: list[_Child]) -> None:
 
 
 def _judge(reports: dict[int, Report]) -> list:
-    """Return the ranks' values, or end in the way in which all ranks ended, or raise RankFailure."""
+    """Return the ranks' values, skip or xfail if all ranks did, or raise RankFailure."""
     kinds = {report.kind for report in reports.values()}
     if kinds == {"returned"}:
         return [reports[rank].value for rank in sorted(reports)]

@@ -1,16 +1,16 @@
-"""Ask torch only once, in all tests together, which shape an operator's result has.
+"""Compute the shape of an operator's result only once in a test session.
 
-For every new combination of operator and layout, DTensor runs the operator on tensors without storage to see the shape,
+For every new combination of operator and layout, DTensor runs the operator on tensors without storage to get the shape,
 strides and dtype of its result. That takes milliseconds, a test of a model has hundreds of combinations, and each rank
-of each test starts anew: a third of the time of many such tests. The result depends on the whole tensors alone,
-not on mesh, placements or rank. So a rank reports what torch has told it, and the ranks of later tests inherit it:
+of each test starts with an empty cache: a third of the time of many such tests. The result depends only on the global
+tensors, not on mesh, placements or rank. So a rank reports its results, and the ranks of later tests inherit them:
 
     parent    known ──── fork ─────────────────────────── update known ─── fork ──── ...
-    rank               known  ──  ask torch for the rest ── report
+    rank               known  ──  compute the rest ──────── report
 
-Only the library's own operators (`aten`) are remembered, and only calls whose arguments are described completely by
-shapes, strides, dtypes and plain Python values. Every other call, every error, and every call while torch traces, asks
-torch. `VESCALE_TESTING_SHAPES=0` switches all of it off.
+Only `aten` operators are cached, and only calls whose arguments are described completely by shapes, strides, dtypes and
+plain Python values. All other calls, errors, and calls while torch traces go to torch. `VESCALE_TESTING_SHAPES=0`
+disables the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from vescale_testing._torch import DTensorSpec, TensorMeta, active_modes, is_tracing, replace_shape_propagation
 
-#: What is known in this process: from a description of a call to the metadata of its result.
+#: The cache of this process: from the description of a call to the metadata of its result.
 known: dict[Hashable, Any] = {}
 
 _PLAIN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -34,7 +34,7 @@ class _Unknown(Exception):  # noqa: N818 - not an error
 
 
 def remember_shapes() -> dict[Hashable, Any]:
-    """Let this process use what is known; return the dictionary that collects what is asked from here on."""
+    """Let this process use the cache; return the dictionary that collects its new entries."""
     learned: dict[Hashable, Any] = {}
     if os.environ.get("VESCALE_TESTING_SHAPES") == "0":
         return learned
@@ -56,7 +56,7 @@ def remember_shapes() -> dict[Hashable, Any]:
 
 
 def _describe_call(schema: Any) -> Hashable | None:
-    """Return all that the result's metadata depends on, or None where that cannot be said."""
+    """Return a description of everything that determines the result's metadata, or None if there is none."""
     if schema.op.namespace != "aten" or is_tracing():
         return None
     try:
@@ -86,7 +86,7 @@ def _describe(value: Any) -> Hashable:
 
 
 def _is_plain(meta: Any) -> bool:
-    """Whether metadata has numbers alone, not the symbols of a compiler."""
+    """Return whether metadata consists of numbers, not of a compiler's symbols."""
     if isinstance(meta, TensorMeta):
         return all(type(number) is int for number in (*meta.shape, *meta.stride))
     return isinstance(meta, list | tuple) and all(each is None or _is_plain(each) for each in meta)

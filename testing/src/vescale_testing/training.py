@@ -22,7 +22,7 @@ from torch import nn
 from vescale_testing.compare import TrainingRecord
 from vescale_testing.float64 import keep_float64
 
-# The umbrella imports its parts when they are first used: here, and so not once in every forked rank.
+# The umbrella imports its parts at their first use. Use them here, so that forked ranks need not import them again.
 with contextlib.suppress(ImportError):
     pass
 
@@ -36,7 +36,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, on what, and how.
+    """The configuration of a training: model, data and steps.
 
     Attributes:
         family: `"mixtral"`, `"llama"` or `"gpt2"`.
@@ -118,7 +118,7 @@ def train_in_parallel(
         training: What to train.
         plan: A `vescale.Plan` for as many processes as there are.
         seed: Seed of initialization and dropout.
-        deferred: Build without storage; False builds the whole model on every rank first.
+        deferred: Build without storage; False builds the full model on every rank first.
         save: Folder for a checkpoint after the last step, or empty.
         load: Checkpoint to start from, or empty.
         stop: Step before which to stop; by default `training.steps`.

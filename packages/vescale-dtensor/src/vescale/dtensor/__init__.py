@@ -1,8 +1,9 @@
 """DTensor core of veScale: torch's own DTensor, made equal to one device.
 
-Importing this package registers rules with torch's dispatcher for DTensors: random operators that draw what one device
-draws, operators that are right or refused, ragged and interleaved placements, and a ``repr`` that says whose values it
-shows. Plain tensors are untouched. :func:`disabled` takes the rules out, all or by family, to compare with stock torch.
+Importing this package registers rules with torch's dispatcher for DTensors: random operators that draw the values of
+one device, operators that are right or refused, ragged and interleaved placements, and a ``repr`` that names the rank
+and the box of its values. Plain tensors are untouched. :func:`disabled` removes all rules, or one family, to compare
+with stock torch.
 """
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

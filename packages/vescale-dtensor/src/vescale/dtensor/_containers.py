@@ -1,4 +1,4 @@
-"""Nested containers: find the leaves of a value, and put others in their place.
+"""Nested containers: find and replace the leaves of a value.
 
     container                      children                     rebuilt as
     list, tuple, named tuple       items                        the same class
@@ -9,7 +9,7 @@
 Arguments of ATen operators contain lists, tuples and dicts only, so this is smaller and several times faster than a
 general tree library. Arguments and outputs of modules also contain dataclasses: pass ``dataclasses=True``.
 
-Guarantee: a container in which no leaf changed is returned itself, not a copy.
+Guarantee: a container without a changed leaf is returned itself, not as a copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def leaves(value: object, *, dataclasses: bool = False) -> Iterator[object]:
     """Yield the leaves of a nested value, from left to right.
 
     Args:
-        value: any object; an object that is no container is its own leaf.
+        value: any object; an object that is not a container is a leaf.
         dataclasses: whether dataclass instances are containers, too.
 
     Example:
@@ -92,7 +92,7 @@ def map_leaves(
     if is_dataclass:
         return _dataclasses.replace(value, **changed)
     rebuilt = copy.copy(value)
-    for key, child in changed.items():  # some classes of dicts do more in `__setitem__` than in `update`
+    for key, child in changed.items():  # some dict classes override `__setitem__` but not `update`
         rebuilt[key] = child
     return rebuilt
 

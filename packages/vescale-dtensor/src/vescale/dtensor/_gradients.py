@@ -1,22 +1,22 @@
-"""Gradient receivers: one object per parameter takes its gradients, wherever they were computed.
+"""Gradient receivers: one object per parameter takes all its gradients.
 
-A gradient reaches a parameter in two ways: autograd computes it for the parameter itself, or for a *stand-in*, a plain
-leaf with which a module computes instead of a DTensor. Either way it is a local tensor with placements, and may be a
-partial sum over mesh dims. One receiver decides what becomes of it::
+A gradient reaches a parameter in two ways. Autograd computes it for the parameter itself, or for a *stand-in*: a plain
+leaf that replaces the DTensor in a module's computation. In both cases it is a local tensor with placements, and may be
+a partial sum over mesh axes. One receiver processes it::
 
     autograd --> hooks of the parameter ----+
                                             +--> receiver.receive(local, placements) --> parameter.grad
     autograd --> hook of a stand-in --------+
 
 By default ``vescale.dmodule`` sums partial gradients over the ranks. ``vescale.optim.DDP`` takes its place and puts
-gradients into its buckets. The parameter carries one gradient hook and one post-accumulate hook, both of this module,
-whichever receiver is attached; each stand-in carries one post-accumulate hook.
+gradients into its buckets. For every receiver, the parameter carries one gradient hook and one post-accumulate hook of
+this module; each stand-in carries one post-accumulate hook.
 
 Guarantees
-    - `GradientReceiver.receive` is called once for every gradient that autograd accumulates, while ``parameter.grad``
-      is as it was before. Autograd never adds to ``parameter.grad``.
-    - A gradient hook or post-accumulate hook of a user sees a gradient in the placements of the parameter. A gradient
-      is brought there first if the parameter has such a hook. Our hooks run before those of a user.
+    - `GradientReceiver.receive` is called once for every gradient that autograd accumulates. ``parameter.grad`` then
+      has its value from before the accumulation. Autograd never adds to ``parameter.grad``.
+    - A gradient hook or post-accumulate hook of a user gets the gradient in the placements of the parameter. If the
+      parameter has such a hook, the gradient is redistributed first. Our hooks run before those of a user.
     - ``torch.autograd.grad`` returns gradients in the placements of their parameters, and no receiver is called.
     - With ``create_graph=True`` the local gradient has a history; the receiver may keep it.
     - A copy of a parameter, by ``copy.deepcopy`` or pickle, has no receiver.
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 ATTRIBUTE = "_vescale_gradients"
-NOTHING = object()  # where None is a value
+NOTHING = object()  # a marker, where None is a value
 
 
 class GradientReceiver(Protocol):
@@ -65,15 +65,16 @@ class GradientReceiver(Protocol):
         """Take a gradient while a backward pass runs.
 
         Args:
-            local: this rank's part, of the shape of the parameter's local tensor where the placements are those of the
-                parameter or partial. The receiver owns it. It requires grad if its own gradient is to be computed.
-            placements: one per mesh dim of a DTensor parameter; empty for a plain parameter. They are those of the
-                parameter if the parameter has hooks of a user; the result must then be in ``parameter.grad`` on return.
+            local: this rank's part. It has the shape of the parameter's local tensor if the placements are those of the
+                parameter or partial. The receiver owns it. It requires grad in a backward with ``create_graph=True``.
+            placements: one per mesh axis of a DTensor parameter; empty for a plain parameter. If a user has registered
+                hooks on the parameter, these are the placements of the parameter, and the receiver must have put the
+                result into ``parameter.grad`` on return.
         """
 
 
 def attach_gradient_receiver(parameter: Tensor, receiver: GradientReceiver) -> GradientReceiver | None:
-    """Let ``receiver`` take the gradients of ``parameter`` from now on; return the one whose place it takes, if any.
+    """Let ``receiver`` take the gradients of ``parameter`` from now on; return the previous receiver, if any.
 
     Stand-ins of the parameter deliver to the new receiver. May be called again with the same receiver, for example
     after other code has cleared the hooks of the parameter.
@@ -135,7 +136,7 @@ def stand_in_for(parameter: DTensor, leaf: Tensor, placements: Sequence[Placemen
     Args:
         parameter: a parameter that has a receiver.
         leaf: a plain leaf that requires grad, with the local shape of the parameter. Its ``.grad`` is always None.
-        placements: those of the gradient of which ``leaf.grad`` is the local tensor.
+        placements: those of the gradient; ``leaf.grad`` is its local tensor.
 
     Raises:
         ValueError: ``parameter`` has no receiver.
@@ -175,7 +176,7 @@ def as_gradient(parameter: DTensor, local: Tensor, placements: Sequence[Placemen
 
 
 def aligned_gradient(parameter: DTensor, local: Tensor, placements: Sequence[Placement]) -> Tensor:
-    """Return the local tensor of a gradient in the placements of its parameter: a collective unless it has them.
+    """Return the local tensor of a gradient in the placements of its parameter; communicate if they differ.
 
     Differentiable where ``local`` requires grad.
     """
@@ -206,7 +207,7 @@ class _Intake:
         post-accumulate hook    gradient = parameter.grad;  parameter.grad = kept;  receiver.receive(gradient)
 
     Attributes:
-        receiver: None after it was detached.
+        receiver: the receiver; None after it was detached.
         stand_ins: of the parameter; each lives as long as its leaf.
     """
 
@@ -237,15 +238,15 @@ class _Intake:
         return bool(self.handles) and all(handle.id in table for table, handle in tables)
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles, self.receiver = (), None
 
     def before_accumulation(self, gradient: Tensor | None) -> Tensor | None:
-        """Set ``parameter.grad`` aside; align the gradient where a user sees it."""
+        """Set ``parameter.grad`` aside; redistribute the gradient if the parameter has hooks of a user."""
         self.kept = NOTHING
-        if gradient is None:  # a function gave None as the gradient of its argument; nothing is accumulated
+        if gradient is None:  # a function returned None as the gradient; nothing is accumulated
             return None
         parameter = self.parameter()
         fits = not isinstance(gradient, DTensor) or gradient.placements == parameter.placements
@@ -257,7 +258,7 @@ class _Intake:
         return gradient.redistribute(parameter.device_mesh, parameter.placements)
 
     def after_accumulation(self, parameter: Tensor) -> None:
-        """Hand what autograd has put into ``parameter.grad`` to the receiver."""
+        """Pass the gradient that autograd has put into ``parameter.grad`` to the receiver."""
         kept, self.kept = self.kept, NOTHING
         if kept is NOTHING:
             return
@@ -273,7 +274,7 @@ class _Intake:
         self.receiver.receive(_local(gradient), gradient.placements if isinstance(gradient, DTensor) else ())
 
     def deliver(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
-        """Give the parameter the gradient of a stand-in, as autograd does with that of the parameter."""
+        """Deliver the gradient of a stand-in as autograd delivers a gradient of the parameter."""
         parameter = self.parameter()
         if self.receiver is None:
             gradient = as_gradient(parameter, aligned_gradient(parameter, local, placements), parameter.placements)
@@ -298,10 +299,10 @@ class _Intake:
 
 
 class _Hook:
-    """A hook that calls a method of an `_Intake`, which it does not keep alive.
+    """A hook that calls a method of an `_Intake` and does not keep it alive.
 
-    Torch holds hooks in a way that its garbage collector does not follow. The attribute of the parameter holds the
-    intake, and with it the receiver, which may hold the parameter.
+    The garbage collector cannot see torch's references to hooks, so a cycle through a hook is never freed. The
+    parameter's attribute holds the intake and thus the receiver, which may hold the parameter.
     """
 
     __torch_unserializable__ = True  # copies of a parameter have no hooks; torch need not warn
@@ -318,7 +319,8 @@ class _StandIn:
     """The post-accumulate hook of a leaf that stands in for a parameter.
 
     Attributes:
-        leaf: the leaf, which holds this hook: a strong reference would be a circle that torch cannot free.
+        leaf: weak reference to the leaf. The leaf holds this hook, so a strong reference would be a cycle that is never
+            freed.
     """
 
     __torch_unserializable__ = True
@@ -335,7 +337,7 @@ class _StandIn:
 
     def __call__(self, leaf: Tensor) -> None:
         local = leaf.grad
-        if local is None:  # autograd calls hooks also where a function gave None
+        if local is None:  # autograd calls hooks also if a function returned None
             return
         leaf.grad = None
         self.intake.deliver(local, self.placements)

@@ -7,7 +7,8 @@ families, and puts them back::
     with disabled():                         removes them, in reverse order; torch is as if never imported
     end of the context                       installs them again
 
-Both ends of the context empty DTensor's caches of sharding decisions, which the rules in force have filled.
+Both ends of the context empty DTensor's caches of sharding decisions, because cached decisions depend on the rules in
+force.
 
 Guarantee: inside ``disabled()`` each replaced attribute is torch's own object, and programs on DTensors give the bits,
 texts and errors of a process that never imported this package.
@@ -59,7 +60,7 @@ class Row:
         name: short and unique.
         family: the name by which ``disabled`` selects it.
         reason: why torch's own behavior is not enough.
-        patch: installs and removes the change; its ``place`` says what is replaced.
+        patch: installs and removes the change; its ``place`` names the replaced attribute or table.
         until: the first version of torch that does not need the change; None if all supported versions need it.
     """
 
@@ -81,7 +82,7 @@ def handler_families() -> dict[str, Table]:
 
 
 def _checkpoint_rows() -> Iterator[Row]:
-    """Yield the rows that let checkpoints ask a DTensor for its boxes."""
+    """Yield the rows that give DTensors the box protocol and the methods of DCP."""
     reason = "checkpoints must see every box of ragged and interleaved shards; torch's own placements have one box"
     for name, value in (("__boxes__", boxes), ("__global_shape__", global_shape)):
         yield Row(name, "placements", reason, patches.dtensor_attribute(name, lambda _, value=value: value))
@@ -209,15 +210,15 @@ def disabled(*names: str) -> Iterator[None]:
     """Run DTensors as stock torch does, for comparison. Process-wide while the context is open; contexts nest.
 
     Args:
-        names: the families of changes to take out. None names all.
+        names: the families of changes to remove; without names, all families.
 
-            - ``"random"``: random operators. Shards then draw for themselves, and the contexts of
+            - ``"random"``: random operators. Each shard then draws its own values, and the contexts of
               :mod:`vescale.dtensor.random` do nothing.
             - ``"operators"``: all other operators.
             - ``"placements"``: ragged and interleaved placements, which then cannot be used, and the reduction of
               several Partial axes in one collective.
-            - ``"repr"``: the text of a DTensor.
-            - ``"process"``: what happens at the end of the program.
+            - ``"repr"``: the ``repr`` of a DTensor.
+            - ``"process"``: the function that runs at the end of the program.
 
     Raises:
         ValueError: no such family.

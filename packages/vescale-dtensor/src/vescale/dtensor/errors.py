@@ -20,14 +20,14 @@ def describe_operand(tensor: Tensor | None) -> str:
 
 
 class UnsupportedOperator(NotImplementedError):  # noqa: N818 - it names what is unsupported
-    """An operator whose sharded result could differ from the one of a single device.
+    """An operator whose sharded result could differ from that of a single device.
 
     It is raised on all ranks alike, before any communication.
     """
 
     @classmethod
     def for_operands(cls, op: object, tensors: Iterable[Tensor], way_out: str) -> UnsupportedOperator:
-        """Describe operator and operands (shape, placements, mesh) and name the way out."""
+        """Describe the operator and its operands (shape, placements, mesh), and name the fix."""
         operands = ", ".join(map(describe_operand, tensors)) or describe_operand(None)
         return cls(f"{op} on {operands} cannot give what one device gives; {way_out}")
 
@@ -41,20 +41,20 @@ class UnsupportedOperator(NotImplementedError):  # noqa: N818 - it names what is
 
 
 class UnsupportedRandomOperator(UnsupportedOperator):
-    """A random operator whose sharded result could differ from the one of a single device."""
+    """A random operator whose sharded result could differ from that of a single device."""
 
     @classmethod
     def for_tensor(cls, op: object, tensor: Tensor | None, way_out: str) -> UnsupportedRandomOperator:
-        """Describe operator and tensor (shape, placements, mesh) and name the way out."""
+        """Describe the operator and its tensor (shape, placements, mesh), and name the fix."""
         return cls(f"{op} on {describe_operand(tensor)} cannot draw what one device draws; {way_out}")
 
 
 class UnsupportedPlacement(NotImplementedError):  # noqa: N818 - it names what is unsupported
-    """What was asked of a tensor cannot be done in its placements; the message names a way out."""
+    """An operation that the placements of a tensor do not support; the message names a fix."""
 
     @classmethod
     def for_operator(cls, op: object, tensors: Sequence[DTensor], reason: str) -> UnsupportedPlacement:
-        """Describe operator and operands (shapes, placements, mesh) and why they do not go together."""
+        """Describe the operator, its operands (shapes, placements, mesh) and the reason of the refusal."""
         operands = ", ".join(f"{tuple(tensor.shape)} placed {tensor.placements}" for tensor in tensors[:4])
         more = f" and {len(tensors) - 4} more" if len(tensors) > 4 else ""
         return cls(

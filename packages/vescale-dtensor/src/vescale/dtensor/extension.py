@@ -1,4 +1,4 @@
-"""What packages on top of ``vescale.dtensor`` build on: sibling packages and third parties. Users need none of it.
+"""Protocols for packages on top of ``vescale.dtensor``, our own and those of third parties. Users need none of them.
 
 Each section is one protocol, documented here once.
 
@@ -8,20 +8,21 @@ a row-major tensor into boxes. A tensor class that offers ``__boxes__()`` and ``
 these boxes alone; no package needs to be imported for that.
 
 **Gradients of a parameter.** One `GradientReceiver` per parameter takes all its gradients, full or partial, from
-autograd and from the local tensors that stand in for a DTensor. `attach_gradient_receiver` puts a receiver in place of
-the one before; `stand_in_for` delivers the gradients of a local leaf. ``vescale.dtensor._gradients`` has the picture
-and the guarantees; ``vescale_testing.gradient_receivers`` checks that a receiver keeps them.
+autograd and from the local tensors that stand in for a DTensor. `attach_gradient_receiver` replaces the receiver;
+`stand_in_for` delivers the gradients of a local leaf. ``vescale.dtensor._gradients`` has the picture and the
+guarantees; ``vescale_testing.gradient_receivers`` checks that a receiver keeps them.
 
 **Groups of ranks.** `group_of_ranks` returns one process group per set of ranks. Only its members create it.
 
 **Agreement between ranks.** `differing_texts` compares a text over a process group or mesh and returns the text of
-every rank if any two differ. `describe_difference` turns that into one sentence, the same on every rank.
+every rank if any two differ. `describe_difference` returns one sentence about it, the same on every rank.
 
 **Nested values.** `leaves`, `tensors_in` and `map_leaves` walk lists, tuples, dicts and, if asked to, dataclasses.
 
 **Random operators in a call.** `random_position` returns the positions of the random streams: two positions are equal
-if nothing was drawn between them. Contexts such as ``random.local_batch`` watch every operator on plain tensors.
-`is_watched` and `is_watched_alone` return whether they do; `unwatched` and `watched` switch that off and on.
+if nothing was drawn between them. Contexts such as ``random.local_batch`` intercept every operator on plain tensors.
+`is_watched` and `is_watched_alone` return whether they do; `unwatched` and `watched` switch the interception off and
+on.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def stream(name: str, *, seed: int | None = None) -> Iterator[None]:
 
     In ``"philox"`` draw number ``n`` of seed ``s`` has its own key, and element ``i`` of the global tensor its own
     words of Philox4x32-10 under that key (conventions of ``torch.func._random``: draw ``n`` of ``uniform_`` is
-    ``uniform(fold_in(key(s), n), shape)`` there). Elements are counted in logical order, whatever the strides.
+    ``uniform(fold_in(key(s), n), shape)`` there). Elements are counted in logical order for any strides.
 
     The position in the stream is part of the state of torch's CPU generator. Code that restores the generator restores
     the position: activation checkpointing of both kinds, `torch.random.fork_rng`, `torch.set_rng_state`. Call
@@ -209,7 +209,7 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
     Plain data parallelism runs each rank on its local batch. Inside this context a random operator on a tensor of shape
     ``(b, ...)`` (plain, or a DTensor over other axes) returns rows ``[coord * b, (coord + 1) * b)`` of what one device
     draws for shape ``(n * b, ...)``, where ``n`` is the size of the axis; the generator ends as on one device. Contexts
-    nest: the inner axis cuts the parts of the outer one.
+    nest: the inner axis divides the parts of the outer one.
 
     Args:
         mesh_axis: 1-D mesh of the data-parallel ranks. All of them must hold local batches of equal size.

@@ -3,12 +3,12 @@
 Files, each using only those before it::
 
     ops          tables of operators                       replay       run a tape
-    tape         the recorded program                      demand       contents while recording
-    generators   their states, recorded and replayed       mode         what becomes of each operator of a constructor
+    tape         the recorded program                      demand       read contents while recording
+    generators   generator states, recorded and replayed   mode         dispatch the operators of a constructor
     tensor       the tensor without storage                slots        where a module keeps its tensors
-    record       one operator onto the tape                materialize  what is wanted where, checks, results
-    liveness     which calls matter                        api          the public functions
-    shards       which storages live as shards, and how
+    record       append one operator to the tape           materialize  jobs, checks and results of a replay
+    liveness     which calls are needed                    api          the public functions
+    shards       storages that are replayed as shards
 """
 
 from .api import deferred_init, is_deferred, materialize

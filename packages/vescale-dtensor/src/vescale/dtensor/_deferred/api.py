@@ -38,11 +38,11 @@ def deferred_init(ctor: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         have no contents until :func:`materialize`. Reading contents inside `ctor` (`item()`, `tolist()`, …) works.
 
     Raises:
-        NotImplementedError: `ctor` does something with a tensor that cannot be recorded.
+        NotImplementedError: `ctor` runs an operation on a tensor that cannot be recorded.
 
     Note:
-        Seed before this call, and call :func:`materialize` before anything else draws random numbers: the parameters
-        are those of an eager constructor at the place of this call.
+        Seed before this call, and call :func:`materialize` before any other code draws random numbers. The parameters
+        equal those of an eager constructor in place of this call.
 
     Example:
         >>> torch.manual_seed(0)                                                # doctest: +ELLIPSIS
@@ -70,7 +70,7 @@ def deferred_init(ctor: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
 
 
 def is_deferred(module_or_tensor: nn.Module | Tensor) -> bool:
-    """Return whether a tensor, or any tensor of a module, still waits for :func:`materialize`.
+    """Return whether a tensor, or any tensor of a module, is not materialized yet.
 
     Example:
         >>> is_deferred(nn.Linear(2, 2))
@@ -88,20 +88,19 @@ def materialize(
     *,
     device: torch.device | str | None = None,
 ) -> M:
-    """Make the deferred tensors of a module real, in place; each rank gets its shard of what the eager one holds.
+    """Make the deferred tensors of a module real, in place; each rank gets its shards of the eager module's tensors.
 
-    The whole recorded program is replayed: random draws for tensors that are not here (of a removed module, or of
-    another rank) advance the generator as they do in the eager constructor. Nothing is communicated; every rank must
-    have been seeded alike.
+    The full recorded program is replayed. Random operators on tensors that this rank does not hold, or of a removed
+    module, advance the generator as in the eager constructor. There is no communication; seed every rank alike.
 
     Args:
-        module: a module made by :func:`deferred_init`, or part of one. Tensors that are real already are kept; a second
-            call changes nothing.
+        module: a module made by :func:`deferred_init`, or part of one. Real tensors are kept; a second call changes
+            nothing.
         mesh: the mesh that `placements` refer to.
         placements: FQN -> one placement (any but Partial) for each mesh axis, as a dictionary or as a function of
-            `(fqn, tensor)`. None for a tensor makes it plain and full. It holds for parameters and buffers, also
-            for those that were real from the start; tied tensors need it under one name only.
-        device: where the tensors end up, if not where the constructor made them; default: the mesh's device.
+            `(fqn, tensor)`. None for a tensor makes it plain and full. It applies to parameters and buffers, also to
+            those that were real from the start; tied tensors need it under one name only.
+        device: the device of the materialized tensors; default: the mesh's device, else that of the constructor.
 
     Returns:
         The same module. Parameters are new objects with the Python attributes of the old ones: tied ones stay tied,

@@ -1,15 +1,15 @@
-"""Contents on demand: what a constructor reads from its own tensors while it is recorded.
+"""Contents on demand: compute the values that a constructor reads from its own tensors while it is recorded.
 
-`float(linspace(0, 0.1, 12)[3])`, `mask.any()` and the like need a number now. The calls that the value depends on are
-replayed on real memory, which is freed at once.
+`float(linspace(0, 0.1, 12)[3])`, `mask.any()` and similar reads need a number during recording. The calls that the
+value depends on are replayed on real memory, which is freed immediately afterwards.
 
-If draws are among them, the random stream is replayed as well, in the captured states, from the latest **snapshot**
-before the first draw that matters; the generators get their present states back afterwards. Each such read leaves a
-snapshot of the states behind its last draw. So the rejection loop of `trunc_normal_` (torch 2.12 and later), which
-asks after each round whether all elements are inside the bounds, replays its own rounds, not everything before. Its
-tensor is held whole meanwhile.
+If these calls include draws, the random stream is replayed, too. It starts in the generator states of the latest
+**snapshot** before the first needed draw; the generators get their present states back afterwards. Each such read
+stores a snapshot of the states after its last draw. So the rejection loop of `trunc_normal_` (torch 2.12 and later),
+which tests after each round whether all elements are inside the bounds, replays only its own rounds. Its full tensor is
+in memory during each replay.
 
-Guarantee: a read gives what the eager constructor reads, so the recorded program takes the same branches.
+Guarantee: a read returns the value that the eager constructor reads, so the recorded program takes the same branches.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Reader:
         return [index for index in calls if self.tape.entries[index].draws is not None]
 
     def _snapshot_before(self, index: int) -> int:
-        """Return the latest snapshot from which all states that the program comes back to are still known."""
+        """Return the latest snapshot at which the log has all states that the program restores later."""
         lost = self.log.remembered - self.log.after.keys()
         return max(start for start in self._snapshots if start <= min({index, *lost}))
 

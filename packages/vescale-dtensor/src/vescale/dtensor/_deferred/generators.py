@@ -1,24 +1,24 @@
-"""Generators during recording and replay: nothing is drawn while a constructor is recorded.
+"""Generators during recording and replay: recording a constructor draws no random numbers.
 
-Problem: the constructor may look at the generator itself. `torch.manual_seed` inside it, or `torch.random.fork_rng`,
-which saves a state and restores it later, would see and restore a state that no draw has advanced.
+Problem: the constructor may read or set the generator itself, by `torch.manual_seed` or by `torch.random.fork_rng`,
+which saves a state and restores it later. The saved state would be one that no draw has advanced.
 
-Algorithm. After each recorded draw the real generator is given a **token**: a state that no seed gives, with the
-number of the draw in it. Before the next draw, and at the end, the state is compared with the last token::
+Algorithm. Each recorded draw sets the real generator to a **token**: a state that no seed gives and that contains the
+index of the draw. Before the next draw, and at the end, the state is compared with the last token::
 
     program           real generator   recorded
     normal_()         token 0          draw 0
     s = get_state()   token 0
     manual_seed(1)    seeded(1)
-    uniform_()        token 3          SetState(seeded(1)), draw 3        no token: a state of the program's own
+    uniform_()        token 3          SetState(seeded(1)), draw 3        no token: a state set by the program
     set_state(s)      token 0
-    normal_()         token 5          SetState(after draw 0), draw 5     a token: that place on the tape
+    normal_()         token 5          SetState(after draw 0), draw 5     a token: the state after that draw
 
-So a replay has every state that the program set. When the constructor has finished, all generators get back the state
-they had before.
+So a replay has every state that the program set. At the end of the constructor, all generators are restored to their
+states before it.
 
-Guarantee: the states of a replay are those of the eager constructor, and recording leaves every generator as it found
-it.
+Guarantee: the generator states of a replay are those of the eager constructor. Recording leaves every generator
+unchanged.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class GeneratorLog:
     """The generators that one tape draws from, and their states.
 
     Attributes:
-        generators: in the order in which they were seen.
-        initial: their states before the constructor, or where they were first used if it made them.
-        remembered: the draws whose following state the program comes back to.
-        after: the states that followed them, as far as a replay has come.
+        generators: in the order of their first use.
+        initial: their states before the constructor, or at their first use if the constructor made them.
+        remembered: the draws after which the program saved a state that it restores later.
+        after: the states after those draws, for the part of the tape that has been replayed.
     """
 
     def __init__(self, tape: Tape):
@@ -86,7 +86,7 @@ class GeneratorLog:
                 self.track(generator)
 
     def track(self, generator: torch.Generator) -> int:
-        """Return the index of a generator, which is known from now on."""
+        """Return the index of a generator; add it at its first use."""
         for index, known in enumerate(self.generators):
             if known is generator:
                 return index
@@ -96,7 +96,7 @@ class GeneratorLog:
         return len(self.generators) - 1
 
     def note_changes(self) -> None:
-        """Record what the program did to the generators itself since the last draw."""
+        """Record the states that the program has set since the last draw."""
         for index, generator in enumerate(self.generators):
             state = generator.get_state()
             if not torch.equal(state, self._expected[index]):
@@ -106,13 +106,13 @@ class GeneratorLog:
                 self._expected[index] = state
 
     def drawn(self, index: int, call: int) -> None:
-        """Leave the token of a draw in its generator; `call` is the draw's place on the tape."""
+        """Set the generator of a draw to the draw's token; `call` is the index of the draw on the tape."""
         self.generators[index].set_state(_token(self._expected[index], call))
         self._expected[index] = self.generators[index].get_state()
         self._tokens[index, _key(self._expected[index])] = call
 
     def restore(self) -> None:
-        """Give every generator the state it had when it was first seen."""
+        """Set every generator to its initial state."""
         for generator, state in zip(self.generators, self.initial, strict=True):
             generator.set_state(state)
 
@@ -132,7 +132,7 @@ class GeneratorLog:
         """Put the generators into `states` for a replay, and back into their present ones afterwards."""
         present = self.states()
         try:
-            # a generator that was seen later than `states` were taken had not been used before
+            # a generator added after `states` were taken had not been used before
             for generator, state in zip(self.generators, states + self.initial[len(states) :], strict=True):
                 generator.set_state(state)
             yield
@@ -142,12 +142,12 @@ class GeneratorLog:
 
 
 def _key(state: Tensor) -> bytes:
-    """Return a digest of a state: states of the CPU generator have 5 KB, and a large model draws thousands of times."""
+    """Return a digest of a state: a state of the CPU generator has 5 KB, and a large model has thousands of draws."""
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 
 def _token(state: Tensor, call: int) -> Tensor:
-    """Return a valid state that keeps the seed of `state` but that only the draw at `call` leaves behind."""
+    """Return a valid state with the seed of `state` that is unique to the draw at `call`."""
     token = state.clone()
     words = token.view(torch.int64)
     if words.numel() > 2:

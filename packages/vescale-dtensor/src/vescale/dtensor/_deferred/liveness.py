@@ -1,20 +1,20 @@
-"""Which calls of a tape still matter: a pure backward pass over the tape, on storages.
+"""Which calls of a tape are needed: a pure backward pass over the tape, on storages.
 
-Algorithm. Walk from the end. A storage is **live** if a later call needs its contents. A call that writes or
-creates a live storage is needed, and makes the storages it reads live. A call that overwrites a whole storage without
-reading it ends its life (what an initializer wrote before another one took over is never computed)::
+Algorithm. Walk from the end. A storage is **live** if a later call needs its contents. A call that writes or creates a
+live storage is needed, and makes the storages it reads live. A call that overwrites a full storage without reading it
+ends its life, so values that a later initializer overwrites are never computed::
 
     0 empty -> s0                                 structure only
     1 kaiming: uniform_(s0)      dead: 3 overwrites all of it; its draws are skipped in bounded pieces
     2 select(s0) -> view         structure only
-    3 normal_(s0)                needed, ends the life of what was before
+    3 normal_(s0)                needed, ends the life of the earlier contents
     4 zero_(row of s0)           needed, s0 stays live
     <- s0 wanted
 
 Structure (allocations and views) is never in the result: a replay makes it on demand, when a needed call uses it.
 
-A draw whose number of random words or whose inputs matter (multinomial, poisson, dropout, …) cannot be skipped: it is
-always needed. `skippable_draw` returns the others.
+A draw cannot be skipped if its number of random words depends on its inputs, or if it has other inputs (multinomial,
+poisson, dropout, …). It is always needed. `skippable_draw` returns the other draws.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Draw", "is_structure", "last_uses", "needed_calls", "skippable_draw"
 
 @dataclass(frozen=True)
 class Draw:
-    """An in-place draw on a contiguous tensor, by which a random call can be replaced."""
+    """An in-place draw on a contiguous tensor that can replace a random call."""
 
     op: Op
     numel: int
@@ -47,7 +47,7 @@ class Draw:
 
 
 def skippable_draw(tape: Tape, call: Call) -> Draw | None:
-    """Return the draw in pieces that equals a random call, or None if the call must run as it is."""
+    """Return the piecewise draw that equals a random call, or None if the call itself must run."""
     kwargs = dict(call.kwargs)
     generator = kwargs.pop("generator", None)
     if call.op in PIECEWISE_OPS:
@@ -72,8 +72,8 @@ def needed_calls(tape: Tape, storages: Iterable[int], *, roots: frozenset[int] =
 
     Args:
         tape: the tape.
-        storages: what is wanted.
-        roots: calls that are needed in any case.
+        storages: the requested storages.
+        roots: calls that are always needed.
     """
     live = set(storages)
     earliest_root = min(roots, default=len(tape.entries))
@@ -95,9 +95,9 @@ def needed_calls(tape: Tape, storages: Iterable[int], *, roots: frozenset[int] =
 
 
 def _ends_life(tape: Tape, call: Call, value: int) -> bool:
-    """Return whether nothing that was in the storage under `value` before the call matters.
+    """Return whether the call makes the earlier contents of the storage under `value` irrelevant.
 
-    Only for storages that a factory made: of the others the replay gets the real strides only by running their origin.
+    Only for storages that a factory made: for other storages a replay must run their origin to get the real strides.
     """
     root = tape.entries[tape.values[tape.roots[tape.values[value].storage]].origin]
     is_plain = root.op in GEOMETRY_FACTORIES or root.op in RANDOM_FACTORIES

@@ -1,7 +1,7 @@
-"""From tensors of a module to a replay of their tape: what is wanted where, checks, and the results.
+"""Turn the deferred tensors of a module into jobs, check them, replay their tape, and collect the results.
 
-Each `Job` is one tensor object with its layout. The jobs of one tape share one replay; tensors that share memory and
-geometry share it afterwards as well.
+Each `Job` is one tensor object with its layout. The jobs of one tape share one replay. Tensors that share memory and
+geometry still share memory afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Job", "Layout", "compute", "place_real", "target_device"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a tensor goes: shards over a mesh, or whole (`placements` None); on a device (None: where it was made)."""
+    """The target of a tensor: placements on a mesh (None: full), and a device (None: that of the constructor)."""
 
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...] | None
@@ -45,11 +45,11 @@ class Layout:
         return Region(shape, local_shape(*where), pieces(*where))
 
     def moved(self, local: Tensor) -> Tensor:
-        """Return this rank's part on the device where it shall be."""
+        """Return this rank's part on the target device."""
         return local if self.device is None else local.to(self.device)
 
     def wrap(self, local: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's part as the tensor that a module holds in the place of `like`."""
+        """Return this rank's part as the tensor that replaces `like` in a module."""
         if self.placements is not None:
             options = {"run_check": False, "shape": like.shape, "stride": like.stride()}
             local = DTensor.from_local(local, self.mesh, self.placements, **options)
@@ -59,7 +59,7 @@ class Layout:
 
 
 class Job:
-    """A tensor of a module, and the layout it shall get."""
+    """A tensor of a module and its target layout."""
 
     def __init__(self, target: Target, layout: Layout):
         self.target = target
@@ -73,7 +73,7 @@ class Job:
 
 
 def target_device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device | None:
-    """Return the device that tensors shall end up on: the one asked for, else the mesh's, else None."""
+    """Return the target device: the requested one, else the mesh's, else None."""
     if device is None:
         device = None if mesh is None else mesh.device_type
     if device is None:
@@ -85,12 +85,11 @@ def target_device(device: torch.device | str | None, mesh: DeviceMesh | None) ->
 
 
 def compute(jobs: Sequence[Job]) -> None:
-    """Replay the tapes of deferred tensors, and leave in each tensor's `deferred.result` what takes its place.
+    """Replay the tapes of deferred tensors, and store each tensor's replacement in its `deferred.result`.
 
     Raises:
-        ValueError: a generator was used since the constructor, several constructors have to be accounted for at once,
-        or
-            a tensor has another layout already.
+        ValueError: a generator was used since the constructor, the tensors come from several constructors whose draws
+            are still to be replayed, or a tensor was already materialized to another layout.
     """
     for job in jobs:
         check_replaceable(job.target)
@@ -148,7 +147,7 @@ def _part(replay: Replay, storage: int, job: Job) -> Tensor:
 
 
 def place_real(job: Job) -> None:
-    """Give a tensor that is real already its layout; DTensors and tensors on `meta` are left alone."""
+    """Give a real tensor its layout; DTensors and tensors on `meta` are unchanged."""
     tensor, layout = job.target.tensor, job.layout
     if isinstance(tensor, DTensor) or tensor.is_meta:
         return
@@ -168,7 +167,7 @@ def _geometry(job: Job) -> tuple:
 
 
 def _check_sharing(jobs: list[Job]) -> None:
-    """Refuse to shard tensors that look at one storage in different ways: they would no longer share it."""
+    """Refuse to shard tensors that share one storage with different geometry: their shards would not share memory."""
     if len({_geometry(job) for job in jobs}) > 1 and not all(job.region.is_whole for job in jobs):
         described = ", ".join(f"'{job.name}' {tuple(job.target.tensor.shape)} {job.layout.placements}" for job in jobs)
         raise NotImplementedError(

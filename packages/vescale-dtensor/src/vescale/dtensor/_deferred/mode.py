@@ -1,14 +1,14 @@
-"""The dispatch mode that sees every operator of a constructor and decides what becomes of it.
+"""The dispatch mode that records the operators of a constructor.
 
 ===============================================  ======================================================================
-operator                                         what happens
+operator                                         action
 ===============================================  ======================================================================
 on deferred tensors, or a factory                recorded; the result is deferred
 random                                           recorded, also on real tensors: the generator must not advance
-`torch.tensor(data)`                             its data are kept as a constant; the result is deferred
-on real tensors only (made outside, numpy's)     runs as always; the result is real
-on the `meta` device                             runs as always
-result depends on data (`item`, `nonzero`, …)    the inputs are computed on demand, the result is real or a constant
+`torch.tensor(data)`                             its data are stored as a constant; the result is deferred
+on real tensors only (made outside, numpy's)     runs normally; the result is real
+on the `meta` device                             runs normally
+result depends on data (`item`, `nonzero`, …)    the inputs are computed on demand; the result is real or a constant
 ===============================================  ======================================================================
 """
 
@@ -33,7 +33,7 @@ class Recorder(TorchDispatchMode):
     """Records a constructor.
 
     Attributes:
-        recording: what was recorded.
+        recording: the tape and generators of this constructor.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
             self._is_paused = False
 
     def finish(self) -> None:
-        """End the recording: no more contents on demand, and all generators as they were before it."""
+        """End the recording: disable reads on demand, and restore all generators."""
         self.recording.read = None
         try:
             self.recording.log.note_changes()
@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
             self.recording.log.restore()
 
     def _runs_as_always(self, func: Op, tensors: list[Tensor], kwargs: dict) -> bool:
-        """Return whether an operator without deferred arguments is none of ours."""
+        """Return whether an operator without deferred arguments runs normally, unrecorded."""
         devices = [kwargs["device"]] if kwargs.get("device") is not None else [tensor.device for tensor in tensors]
         if any(torch.device(device).type == "meta" for device in devices):
             return True

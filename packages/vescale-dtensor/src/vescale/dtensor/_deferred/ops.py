@@ -1,6 +1,6 @@
 """Properties of single ATen operators for deferred initialization: tables and small predicates, nothing else.
 
-Everything that is not in a table is treated as "reads all its tensor arguments, and needs them whole".
+An operator that is in no table is assumed to read all its tensor arguments, and to need the full tensors.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = [
 aten = torch.ops.aten
 
 ALIAS = operators({"detach": ("default",), "alias": ("default",)})
-"""What may be done with a deferred tensor after its constructor: `nn.Parameter(t)`, `t.data`, `state_dict()`."""
+"""Operators allowed on a deferred tensor after its constructor: `nn.Parameter(t)`, `t.data`, `state_dict()`."""
 
 SAME_KIND = aten._has_compatible_shallow_copy_type.default
-"""What `a.data = b` and `module.to(...)` ask first: whether `b` can take the place of `a`."""
+"""The check that `a.data = b` and `module.to(...)` run first: whether `b` can replace `a`."""
 
 REFUSED = operators(
     {
@@ -45,7 +45,7 @@ REFUSED = operators(
         "resize_as_": ("default",),
     }
 )
-"""They change the storage under a tensor, which has none yet."""
+"""Operators that change the storage of a tensor; a deferred tensor has none."""
 
 
 def _factories(names: str) -> frozenset[Op]:
@@ -58,7 +58,7 @@ ONES = _factories("ones ones_like new_ones")
 FULL = _factories("full full_like new_full")
 
 GEOMETRY_FACTORIES = UNINITIALIZED | ZEROS | ONES | FULL
-"""They make a tensor with one value everywhere, or none, and look at the shape of their arguments only."""
+"""Factories of constant or uninitialized tensors; they read only the shape of their arguments."""
 
 
 def fill_number(op: Op, args: tuple, kwargs: dict) -> object:
@@ -75,13 +75,13 @@ RANDOM_FACTORIES = {
     **dict.fromkeys((aten.rand.default, aten.rand.generator, aten.rand_like.default), aten.uniform_.default),
     **dict.fromkeys((aten.randn.default, aten.randn.generator, aten.randn_like.default), aten.normal_.default),
 }
-"""Operator -> the in-place draw, without arguments, on an empty tensor that it is."""
+"""Random factory -> the in-place draw, without arguments, that it equals on an empty tensor."""
 
 FILLS = operators({"zero_": ("default",), "fill_": ("Scalar",)})
 """In-place operators that give every element one value known from the arguments."""
 
 OVERWRITES = PIECEWISE_OPS | FILLS | operators({"fill_": ("Tensor",), "copy_": ("default",)})
-"""In-place operators that do not read what they overwrite."""
+"""In-place operators that do not read the values they overwrite."""
 
 EXACT_POINTWISE = FILLS | operators(
     {
@@ -94,15 +94,15 @@ EXACT_POINTWISE = FILLS | operators(
         **dict.fromkeys(("clamp_min", "clamp_min_", "clamp_max", "clamp_max_"), ("default",)),
     }
 )
-"""Element-wise operators whose result for one element is the same wherever the element lies.
+"""Element-wise operators whose result for an element does not depend on the element's position.
 
-That holds only for correctly rounded arithmetic: `exp`, `erfinv` and the like round differently in the vectorized
-part and in the remainder of a loop, so on a shard their last bit may differ. They run on whole tensors.
+That holds only for correctly rounded arithmetic. `exp`, `erfinv` and similar functions round differently in the
+vectorized part and in the remainder of a loop, so on a shard their last bit may differ. They run on full tensors.
 """
 
 
 def scale_of_second(op: Op, args: tuple, kwargs: dict) -> object:
-    """Return `alpha` of an addition or subtraction: other values than 1 may or may not be fused into one rounding."""
+    """Return `alpha` of an addition or subtraction: a kernel may fuse any value but 1 into a single rounding."""
     if not op.name().startswith(("aten::add", "aten::sub")):
         return 1
     return kwargs.get("alpha", args[2] if len(args) > 2 else 1)

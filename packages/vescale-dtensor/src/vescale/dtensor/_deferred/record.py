@@ -1,14 +1,14 @@
-"""How one operator on deferred tensors gets onto the tape.
+"""Append one operator on deferred tensors to the tape.
 
-The operator runs on meta tensors, which says what its results look like, which of them are views, and which arguments
-came back; then a call is appended to the tape::
+The operator runs on meta tensors. That gives the geometry of its results, and shows which results are views and which
+are its arguments. Then a call is appended to the tape::
 
     DeferredTensor (4, 3) --normal_-->  meta tensor (4, 3).normal_()      geometry, aliases, checks of arguments
                                         tape: Call(normal_, writes v0)    replayed by materialize
-                                        generator: token of this draw     see _generators
+                                        generator: token of this draw     see generators
 
-Guarantee: the results are what the program expects: the same object from an in-place operator, new geometry after
-`t_()`.
+Guarantee: results behave as in the eager program: an in-place operator returns the same object, and `t_()` changes the
+geometry.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Recording:
 
     Attributes:
         tape: the recorded program.
-        log: the generators it draws from.
+        log: the generators it uses.
         read: while the constructor runs, the function that computes the contents of a value on demand.
-        is_replayed: whether the program's draws have been accounted for in the user's generators.
+        is_replayed: whether a replay has advanced the user's generators by the program's draws.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Recording:
         return self._append(func, *_snapshot_real(func, args, kwargs))
 
     def constant(self, tensor: Tensor) -> DeferredTensor:
-        """Return a deferred copy of a tensor; a real one must not change any more."""
+        """Return a deferred copy of a tensor; a real tensor must not change afterwards."""
         return self._append(torch.ops.aten.clone.default, (tensor.detach(),), {})
 
     def _append(self, func: Op, args: tuple, kwargs: dict) -> object:
@@ -78,7 +78,7 @@ class Recording:
                 is_view |= storage_key(meta) in argument_storages
             else:
                 results.append(same.get(id(meta), meta))  # an in-place operator returns the object it was called on
-        if outputs or written or draws is not None:  # otherwise a question about geometry
+        if outputs or written or draws is not None:  # otherwise a query of geometry
             self.tape.entries.append(_make_call(func, args, kwargs, written, outputs, is_view, draws))
         if draws is not None:
             self.log.drawn(draws, len(self.tape.entries) - 1)
@@ -99,7 +99,7 @@ class Recording:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     def _prepare_draw(self, func: Op, args: tuple, kwargs: dict, device: torch.device) -> int | None:
-        """Return the index of the generator that the operator consumes, after noting what was done to it since."""
+        """Return the index of the generator that the operator consumes, after recording changes to its state."""
         if not is_random(func):
             return None
         index = self.log.track(generator_of(args, kwargs, device))
@@ -170,7 +170,7 @@ def _on_meta(func: Op, args: tuple, kwargs: dict) -> dict:
 
 
 def _result_device(args: tuple, kwargs: dict) -> torch.device:
-    """Return where the results of a call are: where asked for, else with the arguments (scalars may be on CPU)."""
+    """Return the device of a call's results: the requested one, else that of the arguments (scalars may be on CPU)."""
     if kwargs.get("device") is not None:
         device = torch.device(kwargs["device"])
         if device.type == "cuda" and device.index is None:

@@ -1,10 +1,10 @@
-"""Run a tape, or the part of it that matters, on real memory.
+"""Run the needed part of a tape on real memory.
 
-One pass in program order. A needed call runs the program's own operator; allocations and views are made when a needed
-call first uses them; a draw whose values are not needed advances its generator in bounded pieces; a storage is handed
-over and freed right after its last use. Storages that `plan_shards` chose hold this rank's box only::
+One pass in program order. A needed call runs the program's own operator. Allocations and views are made when a needed
+call first uses them. A draw whose values are not needed advances its generator in bounded pieces. A storage is handed
+over and freed right after its last use. Storages that `plan_shards` chose hold only this rank's boxes::
 
-    peak memory  =  what was handed over  +  the full tensors alive between their first write and last use  +  one piece
+    peak memory  =  results handed over  +  full tensors alive between their first write and last use  +  one piece
 
 Guarantee: every operator runs with the arguments, strides, default dtype and generator state of the eager program.
 """
@@ -29,7 +29,7 @@ __all__ = ["Replay", "stream_entries", "unskippable_draws"]
 
 
 def unskippable_draws(tape: Tape, start: int = 0) -> frozenset[int]:
-    """Return the draws from `start` on that must run as they are, whether their result is wanted or not."""
+    """Return the draws from `start` on that must run even if their result is not needed."""
     drawn = ((index, call) for index, call in tape.calls(start) if call.draws is not None)
     return frozenset(index for index, call in drawn if skippable_draw(tape, call) is None)
 
@@ -44,7 +44,7 @@ class Replay:
     """One run over a tape.
 
     Args:
-        tape: what to run.
+        tape: the recorded program.
         log: the tape's generators, already in the state of the first entry that draws.
         needed: the calls to run.
         regions: the storages to hold as shards.
@@ -66,7 +66,7 @@ class Replay:
         """Run the needed calls and the entries `stream`, in program order.
 
         Args:
-            stream: entries that change a generator and have to be gone through, needed or not.
+            stream: entries that change a generator; they run, needed or not.
             wanted: storages to keep until after their last use, when `hand_over` is called for each of them.
             hand_over: takes a storage; `value` and `shard` give its tensors, which are freed when it returns.
         """
@@ -102,7 +102,7 @@ class Replay:
     # --------------------------------------------------------------------------------------- full tensors
 
     def value(self, index: int) -> Tensor:
-        """Return the real tensor of a value, made now if it is an allocation or a view."""
+        """Return the real tensor of a value; make it if it is an allocation or a view."""
         value = self.tape.values[index]
         known = self._values.setdefault(value.storage, {})
         if index not in known:
@@ -129,7 +129,7 @@ class Replay:
     # --------------------------------------------------------------------------------------- shards
 
     def shard(self, storage: int) -> Tensor:
-        """Return this rank's part of a storage, allocated now if nothing was written yet."""
+        """Return this rank's part of a storage; allocate it before the first write."""
         if storage not in self._shards:
             root = self.tape.values[self.tape.roots[storage]]
             sizes = self.regions[storage].sizes

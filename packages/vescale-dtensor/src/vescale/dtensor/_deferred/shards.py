@@ -1,16 +1,16 @@
-"""Storages of which a rank only ever holds its own part: which ones, and the operators on them.
+"""Storages that a rank replays as shards: how they are chosen, and the operators on them.
 
-Planning. A storage can live as a shard if everything that is done to it treats each element by itself and each
-element in the same place: whole-storage fills and random draws, exact element-wise operators with scalars or with a
-tensor that is sharded alike, and fills of a contiguous range such as a padding row. Storages that meet in one call
-form a group; one other use, or two different parts in a group, and the whole group is replayed on full tensors::
+Planning. A storage can be a shard if every operator on it is pointwise with exact results: fills and random draws of
+the full storage, exact element-wise operators with scalars or with a tensor that is sharded alike, and fills of a
+contiguous range such as a padding row. The storages of one call form a group. If a group has any other use, or two of
+its storages need different parts, the group is replayed on full tensors::
 
     empty -> s0, normal_(s0), mul_(s0, 0.5), _to_copy(s0) -> s1          group {s0, s1}: shards
     empty -> s2, qr(s3) -> s4, copy_(s2, s4)                             group {s2, s4}: full, because of qr
 
-Execution. A shard is a row-major tensor in which one or several boxes of the global tensor are stored (see
-``_layout``). Fills and arithmetic run on it directly. Draws walk over the whole stream in bounded pieces and keep what
-falls into the boxes.
+Execution. A shard is a row-major tensor that stores one or several boxes of the global tensor (see
+``_layout/shards.py``). Fills and arithmetic run on it directly. Draws walk over the full stream in bounded pieces and
+keep the elements of the boxes.
 
 Guarantee: the shard is bit for bit this rank's part of the tensor that one device computes.
 """
@@ -38,12 +38,12 @@ __all__ = ["Region", "draw_into", "fill_range", "plan_shards"]
 
 @dataclass(frozen=True)
 class Region:
-    """The part of a row-major tensor of a global shape that this rank holds.
+    """This rank's part of a row-major global tensor.
 
     Attributes:
         shape: of the global tensor.
         sizes: of the shard.
-        pieces: the boxes that it consists of, and where the shard stores them.
+        pieces: the boxes of the part, and where the shard stores them.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the shard is the whole tensor as it stands."""
+        """Whether the shard is the full tensor."""
         return self.sizes == self.shape
 
     def views(self, shard: Tensor) -> Iterator[tuple[Box, Tensor]]:
@@ -61,7 +61,7 @@ class Region:
             yield piece.box, piece.view(shard)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Return a copy of this part of a whole tensor."""
+        """Return a copy of this part of a full tensor."""
         origin = (0,) * len(self.shape)
         if len(self.pieces) == 1 and self.pieces[0].rows is None:
             return tensor[index_from(origin, self.pieces[0].box)].clone()
@@ -80,7 +80,7 @@ def plan_shards(tape: Tape, needed: Iterable[int], wanted: Iterable[tuple[int, R
     Args:
         tape: the tape.
         needed: calls that will be replayed.
-        wanted: `(value, region)`: what this rank wants of each value.
+        wanted: `(value, region)`: the part of each value that this rank needs.
     """
     groups = _Groups()
     for index in needed:
@@ -97,7 +97,7 @@ def plan_shards(tape: Tape, needed: Iterable[int], wanted: Iterable[tuple[int, R
 
 
 class _Groups:
-    """Sets of storages that must be sharded alike, and the regions that are wanted of each."""
+    """Sets of storages that must be sharded alike, and the regions requested of each."""
 
     def __init__(self) -> None:
         self._parent: dict[int, int] = {}
@@ -132,7 +132,7 @@ class _Groups:
 
 
 def _treated_alike(tape: Tape, call: Call) -> set[int]:
-    """Return the storages of a call that could all be shards of one region; the others it touches must be whole."""
+    """Return the storages of a call that could all be shards of one region; its other storages must be full."""
     values = [tape.values[v] for v in (*call.reads, *call.writes, *call.outputs.values())]
     if call.op in GEOMETRY_FACTORIES or skippable_draw(tape, call) is not None:
         values = [tape.values[v] for v in (*call.writes, *call.outputs.values())]
@@ -153,7 +153,7 @@ def _real_tensors(call: Call) -> list[Tensor]:
 
 
 def _is_whole(tape: Tape, value: Value) -> bool:
-    """Return whether a value shows its whole storage in row-major order."""
+    """Return whether a value covers its full storage in row-major order."""
     meta = value.meta
     covers = meta.numel() * meta.element_size() == meta.untyped_storage().nbytes()
     return covers and meta.is_contiguous() and _keeps_dtype(tape, value)
@@ -167,7 +167,7 @@ def _keeps_dtype(tape: Tape, value: Value) -> bool:
 
 
 def draw_into(shard: Tensor | None, region: Region | None, draw: Draw, scratch: Scratch) -> None:
-    """Advance the generator by a full draw, and keep the values of the region in ``shard``, if there is one."""
+    """Advance the generator by a full draw; if there is a ``shard``, fill it with the values of the region."""
     if shard is None or region is None:
         shard, region = torch.empty(0, dtype=draw.dtype, device=draw.device), Region((draw.numel,), (0,), ())
     position = GlobalPosition(region.shape, tuple(range(len(region.shape))), True, region.pieces)

@@ -1,7 +1,7 @@
-"""Where the tensors of a module are kept, and how they are replaced: everything that touches `nn.Module`.
+"""Find and replace the tensors of a module: all code that touches `nn.Module`.
 
-One tensor object may sit in several **slots**: a parameter tied to another one, a list of weights beside the
-registered ones. `collect` groups slots by object, so that each object is replaced once and stays one object.
+One tensor object may be in several **slots**: a tied parameter, or a list of weights in addition to the registered
+ones. `collect` groups slots by object, so that each object is replaced once by one new object.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def replace(target: Target, new: Tensor) -> None:
 
 
 def _replaced(attribute: object, old: Tensor, new: Tensor) -> object:
-    """Return an attribute with `new` in the place of `old`; lists and dictionaries are changed in place."""
+    """Return an attribute with `new` in place of `old`; lists and dictionaries are changed in place."""
     if attribute is old:
         return new
     if type(attribute) is tuple:
@@ -102,10 +102,10 @@ def _replaced(attribute: object, old: Tensor, new: Tensor) -> object:
 
 
 def check_replaceable(target: Target) -> None:
-    """Refuse what a replacement would lose silently.
+    """Refuse a tensor with state that a replacement would silently lose.
 
     Raises:
-        NotImplementedError: the tensor was computed from others with gradient, so that it has a history.
+        NotImplementedError: the tensor has an autograd history.
         ValueError: gradient hooks are registered on it.
     """
     tensor, name = target.tensor, target.names[0]
@@ -129,7 +129,7 @@ def resolve(
     Raises:
         ValueError: placements without a mesh, a key that names nothing, tied tensors with different placements, or
             placements that do not fit the mesh or the tensor.
-        NotImplementedError: a placement that gives no rank elements of the tensor (Partial).
+        NotImplementedError: a placement is Partial, so that no rank holds elements of the tensor.
     """
     targets = list(targets)
     if placements is None:

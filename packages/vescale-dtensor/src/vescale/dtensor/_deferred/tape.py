@@ -1,14 +1,14 @@
-"""The tape: every operator that a constructor ran, in program order, with what each one reads, writes and creates.
+"""The tape: every operator that a constructor ran, in program order, with the tensors it reads, writes and creates.
 
-Three kinds of records refer to each other by their place in a list::
+Three kinds of records refer to each other by their index in a list::
 
     calls     0: empty -> v0      1: detach(v0) -> v1      2: normal_(v1)      3: select(v1) -> v2      4: zero_(v2)
-    values    v0 v1 v2: shape, strides and dtype (a meta tensor), the real device, and the storage they look at
-    storages  s0 = {v0, v1, v2}: memory that is read and written as a whole by everything that reasons about liveness
+    values    v0 v1 v2: shape, strides and dtype (a meta tensor), the real device, and their storage
+    storages  s0 = {v0, v1, v2}: the unit of liveness; a read or a write of a value concerns its full storage
 
-A **value** is one tensor as a program holds it; views and `t_()` make new values of the same **storage**. In-place
-operators make no new value. A call's arguments hold `Ref(index of a value)` where the program passed a deferred tensor,
-and real tensors (a snapshot) where it passed real ones.
+A **value** is one tensor of the program. Views and `t_()` make new values of the same **storage**; other in-place
+operators make no new value. A call's arguments contain `Ref(index of a value)` for deferred tensors, and snapshots of
+real tensors.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Value:
 
     Attributes:
         meta: meta tensor of the same geometry and dtype.
-        device: where the program believes the tensor is.
-        storage: index of the storage it looks at.
+        device: the device that the deferred tensor reports.
+        storage: index of its storage.
         origin: index of the call that made it.
     """
 
@@ -59,8 +59,8 @@ class Call:
         kwargs: keyword arguments with `Ref`s.
         reads: values whose contents the operator uses.
         writes: existing values whose contents it changes.
-        outputs: values it made, by their place among the flattened results.
-        is_view: whether the outputs look at the storage of an argument.
+        outputs: values it made, by their index among the flattened results.
+        is_view: whether the outputs share the storage of an argument.
         draws: index of the generator that it consumes, or None.
         default_dtype: `torch.get_default_dtype()` at the time of the call.
     """
@@ -78,7 +78,7 @@ class Call:
 
 @dataclass(frozen=True)
 class SetState:
-    """The program set a generator, to a state of its own or back to the one that followed an earlier call."""
+    """The program set a generator, to a new state or to the state after an earlier call."""
 
     generator: int
     state: Tensor | int
@@ -86,7 +86,7 @@ class SetState:
 
 @dataclass
 class Tape:
-    """Everything one `deferred_init` recorded.
+    """The record of one `deferred_init`.
 
     Attributes:
         entries: calls and generator events in program order.
@@ -109,11 +109,11 @@ class Tape:
         return len(self.values) - 1
 
     def storages(self, values: Sequence[int]) -> set[int]:
-        """Return the storages that the given values look at."""
+        """Return the storages of the given values."""
         return {self.values[value].storage for value in values}
 
     def created(self, call: Call) -> set[int]:
-        """Return the storages that came into being with a call."""
+        """Return the storages that a call created."""
         return set() if call.is_view else self.storages(tuple(call.outputs.values()))
 
     def calls(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Call]]:
@@ -124,7 +124,7 @@ class Tape:
                 yield index, entry
 
     def overwrites(self, call: Call, value: int) -> bool:
-        """Return whether a call replaces the whole contents of the storage under `value` without reading them."""
+        """Return whether a call replaces the full contents of the storage under `value` without reading them."""
         return call.op in OVERWRITES and covers_storage(self.values[value].meta)
 
 

@@ -1,9 +1,9 @@
 """The deferred tensor: a tensor without storage that refers to a value on a tape.
 
-It reports the shape, strides, dtype, device and `requires_grad` that the eager tensor would have. While the
-constructor runs, a dispatch mode (`_mode`) sees every operator before this class does. After it, only aliases
-(`nn.Parameter(t)`, `t.data`, `state_dict()`) and `copy.deepcopy` are recorded, and everything else is refused, with
-the name of the tensor and the fix.
+It reports the shape, strides, dtype, device and `requires_grad` of the eager tensor. While the constructor runs, a
+dispatch mode (``mode``) gets every operator before this class. Afterwards only aliases (`nn.Parameter(t)`, `t.data`,
+`state_dict()`) and `copy.deepcopy` are recorded. All other operators are refused; the error names the tensor and the
+fix.
 
 Guarantee: no operator on a deferred tensor runs on data.
 """
@@ -26,7 +26,7 @@ __all__ = ["DeferredState", "DeferredTensor", "DeferredTensorError", "TensorReco
 
 
 class TensorRecording(Protocol):
-    """What a deferred tensor needs of its recording; `record.Recording` implements it.
+    """The part of a recording that a deferred tensor uses; `record.Recording` implements it.
 
     Attributes:
         tape: the recorded program.
@@ -49,13 +49,13 @@ class DeferredTensorError(RuntimeError):
 
 @dataclass
 class DeferredState:
-    """What a deferred tensor is.
+    """The state of a deferred tensor.
 
     Attributes:
-        recording: the `deferred_init` that it comes from.
+        recording: of the `deferred_init` that made it.
         value: its value on the tape; `tensor.data = other` and `t_()` change it.
         name: FQN in the constructed module, for messages.
-        result: layout and tensor that it was materialized to, so that ties survive separate calls of `materialize`.
+        result: its layout and tensor once materialized; keeps tied tensors tied over several `materialize` calls.
     """
 
     recording: TensorRecording
@@ -103,7 +103,7 @@ class DeferredTensor(Tensor):
             "deferred_init(lambda: Model(config).to(dtype))"
         )
 
-    # ------------------------------------------------------- what C++ does not dispatch for a wrapper subclass
+    # ------------------------------------------------------- methods that C++ does not dispatch for a wrapper subclass
 
     @property
     def data(self) -> Tensor:
@@ -128,7 +128,7 @@ class DeferredTensor(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """Return a read-only array of the contents (while the constructor runs)."""
         array = self._contents("numpy()").numpy(force=force)
-        array.flags.writeable = False  # a write would reach this copy alone, and be lost
+        array.flags.writeable = False  # a write would change only this copy
         return array
 
     def __format__(self, spec: str) -> str:

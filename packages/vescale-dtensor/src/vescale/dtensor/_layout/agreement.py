@@ -1,9 +1,9 @@
-"""Agreement between ranks: compare a text over all ranks, and describe where it differs.
+"""Agreement between ranks: compare a text over all ranks, and describe the difference.
 
 Ranks that disagree about a plan, a layout or a seed wait for each other in different collectives, or compute with
-different values. A comparison beforehand turns that into one error, which every rank raises alike::
+different values. A comparison beforehand gives one error instead, raised alike on every rank::
 
-    every rank      digest of its text --all-gather--> all digests      equal: done, 64 bytes per rank were moved
+    every rank      digest of its text --all-gather--> all digests      equal: done, with 64 bytes per rank
     otherwise       text               --all-gather--> all texts        every rank describes the same difference
 
 A mesh has process groups along its axes only, so the comparison goes axis by axis: after the first axis a rank has the
@@ -27,7 +27,8 @@ def differing_texts(text: str, over: dist.ProcessGroup | DeviceMesh) -> dict[int
     """Compare a text over the ranks of a process group or mesh. All of them must call this.
 
     Args:
-        text: what must be equal on all ranks, such as the lines of a plan. Longer texts cost nothing if they are equal.
+        text: the text that must be equal on all ranks, such as the lines of a plan. Its length costs no communication
+            if all texts are equal.
         over: the ranks to compare. A group of the backend "fake" carries no data: its ranks count as equal.
 
     Returns:
@@ -69,7 +70,7 @@ def describe_difference(what: str, texts: Mapping[int, str]) -> str:
         >>> describe_difference("the plan", {0: "w: S(0)", 1: "w: R", 2: "w: S(0)"})
         "the plan differs between ranks: ranks 0, 2 have 'w: S(0)', rank 1 has 'w: R'"
     """
-    expected = Counter(texts.values()).most_common(1)[0][0]  # of equally frequent texts the first
+    expected = Counter(texts.values()).most_common(1)[0][0]  # on a tie, the first text
     found = []
     for text in dict.fromkeys(texts.values()):
         pairs = zip_longest(expected.splitlines(), text.splitlines(), fillvalue="nothing more")
@@ -80,7 +81,7 @@ def describe_difference(what: str, texts: Mapping[int, str]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3 has" or "ranks 0, 1 have"; of many ranks the first eight."""
+    """Return "rank 3 has" or "ranks 0, 1 have"; list at most eight ranks."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     shown = ", ".join(map(str, ranks[:8]))

@@ -1,8 +1,7 @@
 """Rectangles of a row-major tensor and flat ranges of its elements: pure functions over tuples of integers.
 
 A **box** is ``(offsets, sizes)``, one integer per dim. A **flat range** ``[start, stop)`` counts elements in row-major
-order. Random streams, flat optimizer buffers and checkpoints all need the same question answered: which rectangles make
-up a flat range?
+order. Random streams, flat optimizer buffers and checkpoints all need the rectangles that make up a flat range:
 
     shape (3, 4), range [2, 9)             . . 0 1      box (0, 2) + (1, 2)
                                            2 3 4 5      box (1, 0) + (1, 4)
@@ -20,7 +19,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def chunk(total: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Return ``(start, length)`` of a chunk as ``torch.chunk`` cuts; the last chunks may be short or empty.
+    """Return ``(start, length)`` of a chunk by the rule of ``torch.chunk``; the last chunks may be short or empty.
 
     Example:
         >>> [chunk(5, 4, index) for index in range(4)]
@@ -35,7 +34,7 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Cut the flat range ``[start, stop)`` of a row-major tensor into rectangles, in order.
 
     Each returned box is itself a contiguous flat range, and there are at most ``2 * len(shape) - 1`` of them (for a
-    0-dim tensor: one). ``0 <= start <= stop <= numel`` is the caller's duty.
+    0-dim tensor: one). The caller must ensure ``0 <= start <= stop <= numel``.
 
     Example:
         >>> flat_range_boxes((3, 4), 2, 9)
@@ -51,7 +50,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield (), ()
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows are [first, last)
+    first, last = -(-start // row), stop // row  # complete rows are [first, last)
     if first > last:  # inside one row
         yield from _inner(shape, last, start - last * row, stop - last * row)
         return
@@ -69,7 +68,7 @@ def _inner(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterato
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the rectangle common to both boxes, or None where they do not meet.
+    """Return the intersection of two boxes, or None if it is empty.
 
     Example:
         >>> intersect(((0, 2), (2, 2)), ((1, 0), (4, 3)))
@@ -82,7 +81,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def overlaps(shape: Sequence[int], box: Box, start: int, stop: int) -> Iterator[tuple[Box, Box]]:
-    """Yield ``(rectangle, common)``: the rectangles of a flat range that meet ``box``, and the part of each inside it.
+    """Yield ``(rectangle, common)``: the rectangles of a flat range that intersect ``box``, and each intersection.
 
     Example:
         >>> list(overlaps((3, 4), ((0, 0), (3, 2)), 2, 6))

@@ -1,7 +1,7 @@
-"""Ranks: those of a mesh as Python numbers, and a process group for any set of them.
+"""The ranks of a mesh as Python numbers, and a process group for any set of ranks.
 
 ``DeviceMesh.mesh`` is a tensor. A compiler that traces an operator on DTensors allows no operator on other tensors, not
-even ``mesh.mesh.flatten()``; reading the numbers is no operator.
+even ``mesh.mesh.flatten()``. So the numbers are read without an operator.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=64)
 def rank_set(mesh: DeviceMesh) -> frozenset[int]:
-    """Return the same as a set."""
+    """Return the global ranks of a mesh as a set."""
     return frozenset(ranks_of(mesh))
 
 
@@ -49,12 +49,12 @@ def group_of_ranks(ranks: Sequence[int], *, keep_order: bool = False, purpose: s
     group.
 
     Args:
-        ranks: global ranks, this one among them, in any order.
+        ranks: global ranks in any order, including this rank.
         keep_order: whether the group has the ranks in the given order; otherwise they ascend.
-        purpose: callers with another name get another group, for collectives that are not ordered against theirs.
+        purpose: a name. Other purposes get other groups, for collectives that are not ordered against these.
 
     Raises:
-        ValueError: a rank is listed twice, or this one is not listed.
+        ValueError: a rank is listed twice, or this rank is not listed.
 
     Example:
         >>> group = group_of_ranks([0, 2, 3])                    # doctest: +SKIP

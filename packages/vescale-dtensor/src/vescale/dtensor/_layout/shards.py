@@ -1,21 +1,21 @@
 """Which elements of the global tensor a rank holds, as boxes, for every placement.
 
-Along each dim a rank holds **runs** ``(start, length)`` of the global indices, in the order in which they lie in its
-shard. Placements cut those runs from left to right, as torch's own do; boxes are the products of the runs of all dims::
+Along each dim a rank holds **runs** ``(start, length)`` of the global indices, in the order of its shard. Placements
+divide those runs from left to right, as in torch; boxes are the products of the runs of all dims::
 
     n = 12 on mesh (2, 2), coordinate (1, 0)          runs
                                                       (0, 12)
     InterleavedShard(0, 2): second half of each part  (3, 3) (9, 3)
     Shard(0): first chunk of the six indices left     (3, 3)
 
-Strided shards are cut from left to right, too, as ``distribute_tensor`` and the offsets of torch's checkpoints have it;
-for even shards that is what other readings (FSDP2 over tensor parallel) say as well.
+Strided shards are applied from left to right, too, like in ``distribute_tensor`` and in the offsets of torch's
+checkpoints. For even shards this equals the other interpretation (FSDP2 over tensor parallel).
 
-A `RaggedShard` comes last whatever its axis: it holds a flat range of the leading dims of what the others leave, which
-is cut into rectangles first.
+A `RaggedShard` on any axis is applied last. It holds a flat range of the leading dims of the tensor that the other
+placements give, which is divided into rectangles.
 
-Guarantee: the boxes of one rank are disjoint, in the order of its local tensor, and their views cover that exactly; the
-boxes of all ranks cover the global tensor, once for each copy of it.
+Guarantee: the boxes of one rank are disjoint, in the order of its local tensor, and their views cover the local tensor
+exactly. The boxes of all ranks cover the global tensor, once for each copy of it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the global tensor, and where a shard stores it.
+    """A box of the global tensor, and its position in a shard.
 
     Attributes:
         box: ``(offsets, sizes)`` in the global tensor.
@@ -68,11 +68,11 @@ def local_views(
 ) -> list[tuple[Box, Tensor]]:
     """List the boxes of a tensor of global ``shape`` that this rank holds, each with the view of ``local`` storing it.
 
-    The views are writable and have the boxes' sizes; together they cover ``local`` exactly. The list is empty where
-    nothing is held: outside the mesh, or in an empty shard.
+    The views are writable and have the boxes' sizes; together they cover ``local`` exactly. The list is empty outside
+    the mesh and for an empty shard.
 
     Raises:
-        UnsupportedPlacement: a placement is `Partial`: no rank holds elements of the tensor then.
+        UnsupportedPlacement: a placement is `Partial`, so that no rank holds elements of the tensor.
         ValueError: a placement does not fit the shape or the mesh.
 
     Example:
@@ -91,7 +91,7 @@ def pieces(
     coord: tuple[int, ...] | None,
     placements: tuple[Placement, ...],
 ) -> tuple[Piece, ...]:
-    """Return what the rank at ``coord`` of a mesh holds of a tensor of ``shape``; None is a rank outside the mesh.
+    """Return the pieces of a tensor of ``shape`` at ``coord`` of a mesh; the coordinate None is outside the mesh.
 
     Integers only: no process group and no tensor is needed.
 
@@ -133,13 +133,15 @@ def local_shape(shape: Ints, mesh_shape: Ints, coord: Ints, placements: tuple[Pl
 
 @functools.lru_cache(maxsize=4096)
 def check(shape: Ints, mesh_shape: Ints, placements: tuple[Placement, ...]) -> None:
-    """Raise if the placements fit the shape not at every coordinate of the mesh: the same error on every rank.
+    """Raise the same error on every rank if the placements do not fit the shape at some coordinate of the mesh.
 
     Raises:
         UnsupportedPlacement: a placement is `Partial`.
         ValueError: a placement does not fit the shape or the mesh.
     """
-    uneven = any(isinstance(placement, RaggedShard) for placement in placements)  # the only one that sees the others
+    uneven = any(
+        isinstance(placement, RaggedShard) for placement in placements
+    )  # the only placement that depends on the others
     coords = itertools.product(*map(range, mesh_shape)) if uneven else [(0,) * len(mesh_shape)]
     for coord in coords:
         _runs(shape, mesh_shape, coord, placements)
@@ -186,7 +188,7 @@ def _check_dim(placement: Placement, shape: tuple[int, ...]) -> None:
 
 
 def _cut(runs: Runs, placement: Placement, size: int, index: int) -> Runs:
-    """Return what the rank at ``index`` of an axis of ``size`` keeps of the runs of one dim."""
+    """Return the part of one dim's runs that the rank at ``index`` of an axis of ``size`` holds."""
     total = sum(length for _, length in runs)
     num_parts = placement.split_factor if isinstance(placement, StridedShard) else 1
     kept = []

@@ -1,19 +1,19 @@
 """Deterministic operators: right under every sharding, or refused.
 
-Stock DTensor has a rule for many operators: how sharded operands give sharded results. For the others it raises, and
-for some it is wrong: it returns another value, another gradient, or fails on those ranks alone whose shard is empty.
-This package replaces the second and third kind, operator by operator; what stock torch does right stays as it is, at
-its speed::
+Stock DTensor has a sharding rule for many operators. It raises for operators without a rule. Some of its rules are
+wrong: they return another value or another gradient, or fail only on ranks whose shard is empty. This package replaces
+the missing and the wrong rules, operator by operator. Operators that stock torch runs correctly are unchanged and keep
+their speed::
 
     tables      which operator gets which rule, and why
-    gather      full operands on every rank: right for every deterministic operator
-    decompose   the operator's definition by simpler ones, which keeps the shards
-    review      stock decisions that are wrong for the shapes and placements at hand, whatever the operator
-    gradients   operators of autograd's formulas
-    views       views that could only be given as copies, what is written to them, changes of shape in place
+    gather      run on full operands on every rank: right for every deterministic operator
+    decompose   run the operator's definition by simpler operators, which keeps the shards
+    review      replace stock decisions that are wrong for these shapes and placements, for any operator
+    gradients   operators in autograd's formulas
+    views       writes to views that are copies, and in-place changes of shape
     attention, loss, vocabulary, scalars       operators with algorithms of their own
     operands    the tensors among the arguments
-    strict      implicit redistributions refused
+    strict      refuse implicit redistributions
 
 Source of the tables: the sweep over torch's own operator database in the folder ``coverage`` of the repository.
 """

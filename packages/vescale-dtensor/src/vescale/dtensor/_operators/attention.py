@@ -12,11 +12,12 @@ heads need no communication. Stock DTensor has such rules for CUDA kernels, but 
 Other placements (sharded over the sequence, uneven, H_kv that does not divide) are gathered first: an implicit
 redistribution, refused where those are refused.
 
-Dropout inside a fused kernel draws its mask in an order of the kernel's own, so it is refused; the unfused path of
-``scaled_dot_product_attention`` (``SDPBackend.MATH``, what CPU always takes with dropout) draws it as one device does.
+A fused kernel draws its dropout mask in a kernel-specific order, so dropout inside a fused kernel is refused. The
+unfused path of ``scaled_dot_product_attention`` (``SDPBackend.MATH``, which CPU always uses with dropout) draws the
+mask of one device.
 
-It is a handler rather than a ``register_sharding`` rule, because stock propagation neither redistributes keyword
-operands (the mask) nor makes their placements a part of its cache key.
+The rule is a handler instead of a ``register_sharding`` rule, because stock propagation neither redistributes keyword
+operands (the mask) nor includes their placements in its cache key.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def attention_handlers() -> dict[_torch.Op, _torch.Handler]:
 
 
 def is_fused_without_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
-    """Return whether this is a call of a fused attention operator that draws no dropout mask."""
+    """Return whether the call is a fused attention operator without dropout."""
     names = _torch.argument_names(op)
     if "dropout_p" not in names:
         return False
@@ -61,7 +62,7 @@ def is_fused_without_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
 
 
 def refuse_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> None:
-    """Raise UnsupportedRandomOperator where a fused attention operator would draw a dropout mask."""
+    """Raise UnsupportedRandomOperator if a fused attention operator would draw a dropout mask."""
     if not is_fused_without_dropout(op, args, kwargs):
         raise UnsupportedRandomOperator.for_tensor(
             op, args[0], "use torch.nn.attention.sdpa_kernel(SDPBackend.MATH) or eager attention for attention dropout"
@@ -72,9 +73,9 @@ def refuse_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> None:
 
 
 def run_fused(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-    """Run a fused kernel by the stock rule, on operands whose batch and heads divide the axes that cut them.
+    """Run a fused kernel by the stock rule, on operands whose batch and head counts divide evenly over the mesh axes.
 
-    Stock cuts 3 key heads and 12 query heads over 2 ranks as 2 + 1 and 6 + 6, and pairs them wrongly without an error.
+    Stock DTensor shards 3 key heads as 2 + 1 and 12 query heads as 6 + 6 over 2 ranks, and silently pairs them wrongly.
     """
     refuse_dropout(op, args, kwargs)
     operands = args[:3]
@@ -111,7 +112,7 @@ def _flash_cpu_backward(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[DTens
 
 
 def _placements(query: Tensor, key: Tensor, value: Tensor) -> tuple[Placement, ...]:
-    """Choose, for each mesh axis, the placement of all operands: that of the first sharded one, if it fits."""
+    """Choose one placement per mesh axis for all operands: that of the first sharded operand, if it fits."""
     operands = (query, key, value)
     mesh = next(operand.device_mesh for operand in operands if isinstance(operand, DTensor))
     sharded = [operand.placements for operand in operands if isinstance(operand, DTensor)]
@@ -158,10 +159,10 @@ def _mask_placements(mask: Tensor, placements: tuple[Placement, ...]) -> tuple[P
 
 
 def _in_memory_order_of(tensor: Tensor, local: Tensor) -> Tensor:
-    """Return ``local`` with its dims in the same order in memory as those of ``tensor``.
+    """Return ``local`` with the memory order of the dims of ``tensor``.
 
-    The order of the operands is that of the result, and views of the result depend on it; a redistribution does not
-    keep it.
+    The result takes the memory order of the operands, and views of the result depend on it. A redistribution does not
+    preserve the order.
     """
     order = sorted(range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True)
     back = sorted(range(tensor.ndim), key=order.__getitem__)

@@ -1,14 +1,14 @@
-"""Run an operator by its definition: the simpler operators that torch defines it by.
+"""Run an operator by its definition: the simpler operators into which torch decomposes it.
 
-**Composite operators** consist of others alone. Outside inference mode autograd decomposes them before DTensor sees
-them; inference mode passes them on (``matmul``, ``reshape``, ``dropout``). Stock DTensor's own or guessed rules for
-them gather operands that need no communication, and draw random numbers on the shard. Decomposition gives the same
-operators and the same placements as outside.
+**Composite operators** consist of other operators only. Outside inference mode autograd decomposes them before DTensor
+dispatches them. Inference mode dispatches them undecomposed (``matmul``, ``reshape``, ``dropout``). Stock DTensor's own
+or guessed rules for them gather operands that need no communication, and draw random numbers on the shard.
+Decomposition gives the same operators and the same placements as outside inference mode.
 
 **Operators with a definition.** A loss is a pointwise function and a mean. Stock DTensor uses such a definition only to
-guess placements and then runs the operator itself on the shards: a mean is divided by the number of local elements.
-Here the definition runs on the DTensors. Every step is an operator with a rule of its own, and results stay sharded as
-far as those steps allow.
+guess placements, then runs the operator itself on the shards: a mean is divided by the number of local elements.
+This module runs the definition on the DTensors. Every step is an operator with a rule of its own, and results stay
+sharded as far as those steps allow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def decompose(op: _torch.Op, args: tuple, kwargs: dict) -> object:
 
 
 def compose(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-    """Run torch's definition of ``op`` on the DTensors; an operator without one runs on whole operands."""
+    """Run torch's definition of ``op`` on the DTensors; an operator without one runs on full operands."""
     refuse_ragged(op, args, kwargs)
     definition = _torch.decomposition(op)
     if definition is None:

@@ -1,20 +1,19 @@
-"""Run an operator on whole operands, on every rank.
+"""Run an operator on full operands, on every rank.
 
-This is right for every deterministic operator, whatever it computes and whatever its gradient is: all ranks run what
-one device runs, on equal data, so they also fail alike. It costs the gathering and the memory of whole operands; it is
-an implicit redistribution, which :func:`vescale.dtensor.strict` refuses and :func:`vescale.dtensor.debug.comm_log`
-shows.
+This is right for every deterministic operator and its gradient. All ranks run the program of one device on equal data,
+so they also fail alike. The price is the communication and the memory of full operands. Gathering is an implicit
+redistribution: :func:`vescale.dtensor.strict` refuses it and :func:`vescale.dtensor.debug.comm_log` shows it.
 
     operands   any placement -> Replicate
     results    Replicate
-    written    a whole copy is written to, then every rank keeps its part in the placements that the tensor has
+    written    the operator writes to a full copy; then every rank keeps its part, in the tensor's own placements
 
-A view of a gathered tensor is a copy; ``_views`` sees to what is written to it. A rank outside the mesh only learns the
-shapes of the results.
+A view of a gathered tensor is a copy; ``views`` handles writes to it. A rank outside the mesh computes only the shapes
+of the results.
 
-Convolutions are the exception that needs a condition. Each sample is convolved on its own, so an input sharded over the
-batch and a replicated weight need no communication, and the weight's gradient is a sum over ranks: what stock DTensor
-does. Its rules for everything else (channels, space, partial operands) fail on some ranks or return another value.
+Convolutions keep the stock rule under one condition. Each sample is convolved on its own, so an input sharded over the
+batch and a replicated weight need no communication, and the weight's gradient is a sum over ranks. Stock DTensor does
+the same. Its rules for all other cases (channels, space, partial operands) fail on some ranks or return another value.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = ["convolution", "gather", "gather_axes", "gather_in_layout", "whole_pl
 
 
 def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-    """Run ``op`` on whole operands; results are replicated, and what it writes keeps its placements.
+    """Run ``op`` on full operands; results are replicated, and operands it writes to keep their placements.
 
     Raises:
         UnsupportedOperator: operands on several meshes, an operator that changes a tensor's shape in place, a result
@@ -77,7 +76,7 @@ def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
 
 
 def _outside(op: _torch.Op, mesh: DeviceMesh, args: tuple, kwargs: dict) -> object:
-    """Return results of the global shapes of which this rank holds nothing.
+    """Return results of the global shapes with empty local tensors, for a rank outside the mesh.
 
     Raises:
         UnsupportedOperator: the shapes depend on values.
@@ -103,7 +102,7 @@ def _outside(op: _torch.Op, mesh: DeviceMesh, args: tuple, kwargs: dict) -> obje
 
 
 def gather_in_layout(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-    """Run ``op``, which reads its operands' memory, on whole operands laid out in memory as on one device."""
+    """Run ``op``, which depends on strides, on full operands with the strides of one device."""
 
     def lay_out(tensor: DTensor) -> DTensor:
         everywhere = [Replicate()] * tensor.device_mesh.ndim
@@ -121,13 +120,13 @@ def gather_in_layout(op: _torch.Op, args: tuple, kwargs: dict) -> object:
 
 
 def gather_axes(op: _torch.Op, tensor: DTensor, axes: tuple[int, ...]) -> DTensor:
-    """Return ``tensor`` replicated along some mesh axes, for use by ``op``; outside autograd."""
+    """Return ``tensor`` replicated along ``axes``, as an operand of ``op``; outside autograd."""
     placements = whole_placements(tensor, axes)
     return _torch.wrap(_torch.redistributed(tensor, placements, for_op=op), tensor.device_mesh, placements, tensor)
 
 
 def whole_placements(tensor: DTensor, axes: tuple[int, ...]) -> tuple[Placement, ...]:
-    """Return the placements of ``tensor``, replicated along some mesh axes."""
+    """Return the placements of ``tensor`` with Replicate along ``axes``."""
     return tuple(Replicate() if axis in axes else p for axis, p in enumerate(_torch.placements_of(tensor)))
 
 
@@ -157,7 +156,7 @@ NUM_OPERANDS = {"convolution": 1, "convolution_backward": 2}  # that have a batc
 
 
 def convolution(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-    """Run the stock rule where the batch alone is sharded, alike in all operands that have one."""
+    """Run the stock rule if only the batch is sharded, alike in all operands with a batch dim; otherwise gather."""
     batched = args[: NUM_OPERANDS[op.overloadpacket.__name__]]
     others = [arg for arg in args[len(batched) :] if isinstance(arg, DTensor)]
     placements = {_torch.placements_of(tensor) if isinstance(tensor, DTensor) else None for tensor in batched}

@@ -1,9 +1,9 @@
-"""Operators of autograd's formulas that stock DTensor gets wrong or refuses.
+"""Operators in autograd's formulas that stock DTensor gets wrong or refuses.
 
-**Gradients of slices.** ``x.select(dim, i)`` and ``x[start:stop]`` have gradients that are zeros of the shape of ``x``
-around the gradient. The operators get the global shape of ``x``; stock DTensor cuts it to this rank's part as if shards
-were of equal size. Here that part follows from the local gradient, which has the size of the shard in every dim but the
-sliced one.
+**Gradients of slices.** The backward of ``x.select(dim, i)`` and ``x[start:stop]`` pads the gradient with zeros to the
+shape of ``x``. The operator gets the global shape of ``x``. Stock DTensor computes the local shape as if all shards had
+equal size. This module takes it from the local gradient, which has the size of the shard in every dim but the sliced
+one.
 
 **Plain operands.** Autograd writes the gradient of ``slice_scatter`` as ``slice_scatter(grad, zeros(...))``. The zeros
 are a plain tensor, equal on all ranks. Stock DTensor refuses it beside the gradient although every tensor of the

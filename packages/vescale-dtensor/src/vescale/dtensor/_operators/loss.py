@@ -1,23 +1,24 @@
 """Classification losses over a sharded batch, sharded classes, or both.
 
 ``cross_entropy`` ends in ``nll_loss``: the sum of the losses, divided by the sum of the class weights of the targets
-that are not ignored. Stock DTensor takes the mean of every shard's own mean: silently another number as soon as shards
-ignore different numbers of targets, or their targets weigh differently. And it gathers sharded classes. Here::
+that are not ignored. Stock DTensor averages the means of the shards. The result is silently wrong if shards ignore
+different numbers of targets, or if the weights of their targets differ. It also gathers sharded classes. Here::
 
-    log-probabilities   (N, C, d...)  Shard(1) on class axes, Shard(other) on batch axes, uneven or not
-    targets             (N, d...)     whole on class axes, cut alike on batch axes
+    log-probabilities   (N, C, d...)  Shard(1) on class axes, Shard(other) on batch axes, even or uneven
+    targets             (N, d...)     full on class axes, sharded alike on batch axes
 
     loss of a target      on the rank that holds its class, 0 on the others       Partial over the class axes
     none                  the losses                                              Partial over the class axes
     sum                   local sum                                               Partial over class and batch axes
     mean                  local sum / (sum over batch axes of local weights)      the same
 
-The one number that is reduced on the way (for the mean) is a part of the operator, not a redistribution of operands.
-No logits are gathered; with ``log_softmax`` (see ``_vocab``) a row costs three reductions of one number.
+The reduction of the sum of weights (one number, for the mean) is a part of the operator, not a redistribution of
+operands. No logits are gathered. With ``log_softmax`` (see ``vocabulary``) a row costs three reductions of one number.
 
-A target outside ``[0, C)`` that is not ignored raises IndexError on the ranks that see it, as on one device.
+A target outside ``[0, C)`` that is not ignored raises IndexError on the ranks that hold it, as on one device.
 
-torch's ``loss_parallel`` context brings its own handlers for the same operators; ``_register`` restores these.
+torch's ``loss_parallel`` context installs its own handlers for the same operators; the handler table in
+``_torch.patches`` restores these.
 """
 
 from __future__ import annotations
@@ -89,16 +90,16 @@ def _class_dim(log_probs: Tensor) -> int:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What this rank holds of one call. Tensors without a class dim have the shape of the local targets.
+    """This rank's part of the operands of one call. Tensors without a class dim have the shape of the local targets.
 
     Attributes:
         mesh: of the log-probabilities.
         dim: the class dim.
         placements: of the log-probabilities.
-        target_placements: of the targets: whole where the classes are sharded.
+        target_placements: of the targets: full on the axes that shard the classes.
         local: log-probabilities of the local classes.
-        index: position of each target in the local classes, 0 for those that are elsewhere or ignored.
-        held: whether this rank holds the class of the target, and it is not ignored.
+        index: position of each target in the local classes; 0 for targets that are ignored or held by another rank.
+        held: whether this rank holds the class of the target and the target is not ignored.
         weights: the class weight of each target, 0 for the ignored ones.
     """
 
@@ -148,7 +149,7 @@ class _Parts:
 
 
 def _of_targets(placements: Sequence[Placement], class_dim: int) -> tuple[Placement, ...]:
-    """Return placements without the class dim: whole where it was sharded, later dims one further to the left."""
+    """Return placements without the class dim: Replicate where it was sharded, and later dims shifted left by one."""
 
     def one(placement: Placement) -> Placement:
         if not isinstance(placement, Shard) or placement.dim == class_dim:
@@ -159,7 +160,7 @@ def _of_targets(placements: Sequence[Placement], class_dim: int) -> tuple[Placem
 
 
 def _check(targets: Tensor, kept: Tensor, num_classes: int) -> None:
-    """Refuse a target without a class where looking costs nothing; devices other than the CPU fail in the kernel."""
+    """Refuse a target outside the classes on CPU, where the check needs no synchronization; other kernels check it."""
     if targets.device.type != "cpu":
         return
     wrong = targets[kept & (targets.lt(0) | targets.ge(num_classes))]
@@ -189,7 +190,7 @@ def _over_classes(
 
 
 def _masked_fill_(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
-    """Fill zeros into partial sums in place, as ``cross_entropy`` with label smoothing does: every summand is zero."""
+    """Fill zeros into partial sums in place, as ``cross_entropy`` with label smoothing does: every part gets zero."""
     tensor, mask, value = args
     if value != 0 or not isinstance(tensor, DTensor) or Partial() not in tensor.placements:
         return _torch.stock_dispatch(op, args, kwargs)

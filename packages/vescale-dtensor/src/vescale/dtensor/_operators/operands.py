@@ -1,7 +1,7 @@
-"""The tensors among an operator's arguments: which are sharded, which are written to, and what can be said of them.
+"""The tensors among an operator's arguments: find them, check them, and describe them in errors.
 
-Everything here is known on every rank alike (global shapes, placements, meshes), so a decision or an error made from it
-is the same on all ranks and needs no communication.
+The functions read only global shapes, placements and meshes, which are equal on all ranks. So their decisions and
+errors are the same on all ranks and need no communication.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _written(op: _torch.Op) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in arguments if a.name in undeclared or (a.alias_info and a.alias_info.is_write))
 
 
-# What operators write to although their schema does not say so.
+# Operands that operators write to without declaring it in their schema.
 _UNDECLARED = dict.fromkeys(
     ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ("running_mean", "running_var")
 )
@@ -103,7 +103,7 @@ def _axes_where(tensor: DTensor, holds: Callable[[int, int], bool]) -> tuple[int
 
 
 def is_sharded(placement: Placement) -> bool:
-    """Return whether a placement cuts one dim, plainly or interleaved."""
+    """Return whether a placement shards one dim, contiguous or interleaved."""
     return isinstance(placement, Shard) or _torch.is_strided_shard(placement)
 
 

@@ -1,34 +1,35 @@
-"""Judge what stock sharding propagation decided, before anything runs.
+"""Review each decision of stock sharding propagation, before the operator runs.
 
-Families of failure that follow from shapes, placements and meshes alone, so that every rank sees them alike:
+The table lists the wrong decisions. Each can be detected from shapes, placements and meshes, so all ranks detect it
+alike:
 
 ===========================  =========================================================  ==============================
-what stock does              what happens                                               what is done instead
+stock decision               consequence                                                replacement
 ===========================  =========================================================  ==============================
-redistributes an operand     the copy is written to, the tensor is not                  whole operands, written back
+redistributes an operand     the operator writes to the copy, not to the tensor         full operands, written back
 that it writes to
-adds a number to partial     like a tensor without dims, whose decision is cached:       the sums are reduced first
-sums                         every rank adds the whole number
-gives a view of an operand   what is written to the view is lost                        see ``_views``
-that it redistributes
-makes a shard partial        it cannot, and fails after other operands were gathered    whole operands
-leaves keyword operands      the local parts are used as if they fitted                 whole operands
-as they are
-takes an empty list of dims  what is summed over is called sharded                      all dims
-to reduce for no dims
-converts a partial tensor    summands are rounded, not their sum                        it is reduced first
+adds a number to partial     the cached decision of a 0-dim tensor applies:             the sums are reduced first
+sums                         every rank adds the full number
+returns a view of a          writes to the view are lost                                see ``views``
+redistributed operand
+makes a shard partial        fails after other operands were gathered                   full operands
+does not redistribute        the operator uses their local parts in the wrong           full operands
+keyword operands             placements
+treats an empty list of      the result is marked as sharded over a reduced dim         all dims
+dims as no dims to reduce
+converts a partial tensor    the partial values are rounded, not their sum              the tensor is reduced first
 to a coarser dtype
-fills a partial tensor       every rank's part is the value, their sum is n times it    the first rank holds the value
-merges dims of uneven,       what ranks hold of the result are no interleaved shards     those axes are gathered first
+fills a partial tensor       every rank's part is the value, so the sum is n times it   the first rank holds the value
+merges dims of uneven,       the result is not in interleaved shards                    those axes are gathered first
 interleaved shards
-indexes with an index of     dims are cut at different places for index and source      whole operands
+indexes with an index of     index and source are sharded at different positions        full operands
 another shape
-cuts a shape among ranks     as if evenly                                               see ``_slices``
+computes a local shape       the shards are treated as if they were even                see ``gradients``
 runs on an empty shard       the operator fails on that rank and the others hang, or    the axis is gathered first
                              its result for no elements (``nan``) is reduced
 ===========================  =========================================================  ==============================
 
-The last concerns operators outside of :data:`EMPTY_IS_FINE`.
+The last row applies to operators outside of :data:`EMPTY_IS_FINE`.
 """
 
 from __future__ import annotations
@@ -110,12 +111,12 @@ EMPTY_IS_FINE = frozenset(
         "zeros_like",
     }
 )
-"""Operators that stock runs rightly where a rank's shard is empty, besides all that treat every element alone."""
+"""Operators that stock DTensor runs correctly on empty shards, in addition to all pointwise operators."""
 
 INDEXING = frozenset(
     {"gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"}
 )
-"""Operators with the arguments ``self, dim, index`` and perhaps a source."""
+"""Operators with the arguments ``self, dim, index`` and optionally a source."""
 
 
 REDUCTIONS = frozenset({"amax", "amin", "mean", "nansum", "std", "sum", "var", "var_mean"})
@@ -123,7 +124,7 @@ REDUCTIONS = frozenset({"amax", "amin", "mean", "nansum", "std", "sum", "var", "
 
 
 def review(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) -> Instead | None:
-    """Return None to accept stock's decision, or a function that gives the operator's result in another way."""
+    """Return None to accept the stock decision, or a function that computes the result in another way."""
     name = op.overloadpacket.__name__
     whole = functools.partial(gather, op, args, kwargs)
     if _changes_wrongly(op, args, kwargs, decision) or any(map(_is_cut, kwargs.values())):
@@ -158,10 +159,10 @@ def _is_moved(tensor: object, decision: _torch.Decision) -> bool:
 
 
 def _fits_every_rank(tensor: DTensor, output: _torch.Spec | None) -> bool:
-    """Return whether every rank holds as many elements of a view as of the tensor, where shards are interleaved.
+    """Return whether every rank holds as many elements of an interleaved view as of the tensor.
 
-    Example: of (4, 8) in two parts, 3 ranks hold 1 + 1 + 0 rows of each part. Merged to (32,), the parts have 16
-    elements, of which the ranks would have to hold 6 + 6 + 4, not 8 + 8 + 0.
+    Example: over 3 ranks, shape (4, 8) in two parts gives the ranks 1 + 1 + 0 rows of each part. Merged to (32,), a
+    part has 16 elements. The ranks should hold 6 + 6 + 4 of them, but have 8 + 8 + 0.
     """
     if output is None or not any(map(_torch.is_strided_shard, _torch.placements_of(tensor))):
         return True
@@ -176,7 +177,7 @@ def _fits_every_rank(tensor: DTensor, output: _torch.Spec | None) -> bool:
 
 
 def _view_of_copy(op: _torch.Op, args: tuple, kwargs: dict, placements: tuple[Placement, ...]) -> object:
-    """Give a view of the redistributed operand, and remember that it is a copy."""
+    """Return a view of the redistributed operand, and record that its memory is a copy."""
     local = _torch.redistributed(args[0], placements, for_op=op)
     remember_copy(args[0], placements, local)
     return op(_torch.wrap(local, args[0].device_mesh, placements, args[0]), *args[1:], **kwargs)
@@ -187,7 +188,7 @@ def _is_fine_where_empty(op: _torch.Op, name: str) -> bool:
 
 
 def _changes_wrongly(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) -> bool:
-    """Return whether stock would redistribute what the operator writes to, or make a shard partial."""
+    """Return whether stock would redistribute an operand that the operator writes to, or make a shard partial."""
     if decision.needed is None:
         return False
     written = {id(tensor) for tensor in written_arguments(op, args, kwargs)}
@@ -203,9 +204,9 @@ def _changes_wrongly(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.
 
 
 def _adds_a_number(args: tuple, decision: _torch.Decision) -> bool:
-    """Return whether stock would redistribute because a partial operand meets a number or a tensor without dims.
+    """Return whether stock would redistribute because the operands are partial and a number or a 0-dim tensor.
 
-    Its cache takes the two for the same call, but a number cannot be made partial: every rank would add all of it.
+    Its cache does not distinguish the two, but a number cannot be made partial: every rank would add the full number.
     """
     if decision.needed is None or not any(map(_is_partial, args)):
         return False
@@ -222,7 +223,7 @@ def _is_partial(value: object) -> bool:
 
 
 def _has_other_shape(args: tuple) -> bool:
-    """Return whether index or source are shorter than the tensor in a dim other than the indexed one."""
+    """Return whether index or source is shorter than the tensor in a dim other than the indexed one."""
     tensor, dim = args[0], args[1]
     others = [other for other in args[2:] if isinstance(other, Tensor) and other.ndim == tensor.ndim]
     kept = [d for d in range(tensor.ndim) if d != dim % max(tensor.ndim, 1)]
@@ -230,7 +231,7 @@ def _has_other_shape(args: tuple) -> bool:
 
 
 def _rounds(source: torch.dtype, target: torch.dtype | None) -> bool:
-    """Return whether a conversion loses digits, so that summands must not be converted one by one."""
+    """Return whether a conversion loses digits, so that partial values must not be converted one by one."""
     if target is None or target == source:
         return False
     if not (target.is_floating_point or target.is_complex):
@@ -250,7 +251,7 @@ def _of_whole(op: _torch.Op, args: tuple, kwargs: dict) -> object:
 
 
 def _like_whole(op: _torch.Op, args: tuple, kwargs: dict) -> DTensor:
-    """Return a new tensor like a partial one, replicated where that is partial: what is put into it counts once."""
+    """Return a new tensor like a partial one, with Replicate in place of Partial, so that its values count once."""
     tensor = args[0]
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
     local = op(_torch.local_tensor(tensor), *args[1:], **kwargs)
@@ -258,7 +259,7 @@ def _like_whole(op: _torch.Op, args: tuple, kwargs: dict) -> DTensor:
 
 
 def whole_where_empty(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-    """Run the stock rule after gathering operands along the axes on which a rank has nothing; others stay sharded."""
+    """Run the stock rule after gathering operands along the axes on which a shard is empty; others stay sharded."""
     refuse_ragged(op, args, kwargs)
     strided = any(map(_torch.is_strided_shard, itertools.chain(*map(_torch.placements_of, dtensors(args, kwargs)))))
     written = written_arguments(op, args, kwargs)

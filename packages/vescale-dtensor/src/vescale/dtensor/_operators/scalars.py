@@ -1,11 +1,11 @@
 """Python values of sharded tensors: ``x.sum().item()``, ``if mask.any():``, ``torch.equal(x, y)``.
 
-Stock DTensor reads the number that this rank happens to hold, which for a partial sum is a part of it, so ranks
-silently take different branches. Here the value is reduced first: an implicit redistribution, refused where those are
-refused. Two tensors are compared shard by shard, and the ranks of their mesh agree on the answer (stock asks all ranks
-of the program, which hangs on a sub-mesh, and cannot compare different shapes).
+Stock DTensor reads this rank's local number. For a partial sum that is only a part of the value, so ranks silently take
+different branches. Here the value is reduced first. That is an implicit redistribution, refused where those are
+refused. Two tensors are compared shard by shard, and the ranks of their mesh reduce the answer. (Stock DTensor reduces
+over all ranks of the program, which hangs on a sub-mesh, and it cannot compare tensors of different shapes.)
 
-A rank outside the mesh holds nothing and gets no message: there the question is refused.
+On a rank outside the mesh these operators are refused: it holds no values and takes part in no collective of the mesh.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""Refuse operators that would communicate on their own.
+"""Refuse implicit redistributions: communication that no line of the program asks for.
 
-A DTensor operator whose operands do not fit together redistributes them first: an all-gather that no line of the
-program shows. Inside :class:`strict` that is an error before any communication, on all ranks alike, since it is decided
-from shapes and placements only. What is asked for or part of an operator stays allowed:
+A DTensor operator whose operands have unsuitable placements redistributes them first. Inside :class:`strict` that is an
+error, raised before any communication. The decision depends on shapes and placements only, so all ranks raise alike.
+Explicit redistributions and the operator's own reductions stay allowed:
 
     ======================================================  =======================================
     ``x.redistribute(...)``, ``x.full_tensor()``            explicit
     ``x.sum(0)``, ``F.cross_entropy(...)``                  the operator's own reduction
-    ``x @ w`` with operands that do not fit, ``softmax``    implicit: refused
+    ``x @ w`` in unsuitable placements, ``softmax``         implicit: refused
     over the sharded dim, ``total.item()`` of a sum
-    a replicated operand of which a rank uses its part      free: refused with ``free=False`` only
+    a rank's shard of a replicated operand                  free: refused with ``free=False`` only
     ======================================================  =======================================
 
-It is torch's ``ExplicitRedistributionContext`` (the innermost of both kinds decides) with these differences: an axis of
-one rank is no communication, and a placement that torch has no cost for is one; the backward pass of other devices,
-which runs in threads of its own, is watched as well; and the error says which operator, where and what to write.
+:class:`strict` is a kind of torch's ``ExplicitRedistributionContext``; the innermost context of both kinds decides.
+It differs in four ways. An axis of one rank does not count as communication. A placement without a cost in torch's
+model does. The backward pass on devices other than the CPU, which runs in threads of autograd, is covered. The error
+names the operator, its source line and the fix.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ R = TypeVar("R")
 
 
 class ImplicitRedistributionError(RuntimeError):
-    """An operator that would redistribute its operands on its own, where that is forbidden."""
+    """An operator would redistribute its operands implicitly, where that is forbidden."""
 
 
 class strict:  # noqa: N801 - used like a function
     """Forbid implicit redistribution inside: a context, or a decorator of a function.
 
-    It concerns the thread that opens it and the backward passes which that starts. Outside it costs nothing, and inside
-    only operators that redistribute notice it.
+    It applies to the thread that opens it and to the backward passes which that thread starts. It costs nothing
+    outside, and inside it adds a check only to operators that redistribute.
 
     Args:
         mode: ``"raise"``, or ``"warn"`` to log every operator once per source line and let it run.
-        free: whether an operator may cut its part out of a replicated operand. That is no communication now, but the
-            gradient of such an operand comes back sharded.
+        free: whether an operator may use a shard of a replicated operand. That needs no communication in forward, but
+            the gradient of such an operand is sharded.
         interleaved: whether an operator may gather an operand whose shards are interleaved. A view that merges a
-            sharded dim into another makes such an operand, and only some of DTensor's operators accept one.
+            sharded dim into another gives interleaved shards, and only some of DTensor's operators accept those.
 
     Raises:
         ImplicitRedistributionError: inside, naming operator, placements, shape, mesh, source line and the way out.
@@ -106,9 +107,10 @@ class strict:  # noqa: N801 - used like a function
 
 
 def communicates(mesh_shape: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]) -> bool:
-    """Return whether bringing ``source`` placements to ``target`` takes communication.
+    """Return whether a redistribution from ``source`` to ``target`` placements needs communication.
 
-    Cutting a replica is free, unless a later axis already shards that dim: then the cuts nest in another order.
+    Sharding a replicated axis is free, unless a later axis already shards that dim: then the shards nest in another
+    order.
 
     Example:
         >>> communicates((2,), [Shard(0)], [Replicate()]), communicates((2,), [Replicate()], [Shard(0)])
@@ -145,7 +147,7 @@ def _message(source: DTensorSpec, target: DTensorSpec, site: CallSite, verdict: 
 
 
 def _where(line: SourceLine | None) -> str:
-    """Say where the operator was called, or in the backward pass of what."""
+    """Describe the call site of the operator, or of the forward operator whose backward it runs in."""
     at = f" at {line} in {line.function} ({line.text})" if line else ""
     backward = backward_position()
     if backward is None:

@@ -1,8 +1,8 @@
 """Which operator gets which rule, and why.
 
-An operator that stock DTensor has no rule for, or whose rule does not know the placements at hand, runs on whole
-operands (:func:`fallback`); so does one for which stock only guesses. The tables name the exceptions, and the operators
-whose stock rule is wrong.
+An operator runs on full operands (:func:`fallback`) if stock DTensor has no rule for it, only guesses one, or has a
+rule that does not support these placements. The tables list the exceptions, and the operators whose stock rule is
+wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .views import change_metadata
 
 __all__ = ["fallback", "first_arguments", "operator_handlers"]
 
-# Stock normalizes the local batch alone, changes running statistics by it, and ends the process where they are sharded.
+# Stock normalizes over the local batch only, updates running statistics from it, and aborts if those are sharded.
 GATHER: tuple[str, ...] = (
     "_adaptive_avg_pool2d_backward",
     "_adaptive_avg_pool3d_backward",
@@ -35,8 +35,8 @@ GATHER: tuple[str, ...] = (
     "native_batch_norm_backward",
 )
 
-# Operators without a rule, for which stock DTensor guesses from their definition, and which treat every element alone:
-# the guess is right.
+# Operators without a rule, for which stock DTensor guesses placements from their definition. They are pointwise, so the
+# guess is right.
 GUESSED_RIGHT = frozenset(
     {
         "complex",
@@ -110,16 +110,16 @@ ACCEPT_PLAIN: tuple[str, ...] = (
 
 AS_STRIDED: tuple[str, ...] = ("as_strided", "as_strided_copy", "as_strided_scatter")
 
-# Operators with a handler of torch's own, which sees no review.
+# Operators with a handler of torch's own; `review` does not see them.
 WHOLE_WHERE_EMPTY: tuple[str, ...] = ("argmax", "argmin")
 
 CONVOLUTION: tuple[str, ...] = ("convolution", "convolution_backward")
 
 
-# The cache of sharding decisions answers a second call on operands of the same shape and placements without a look at
-# its other arguments, except those from a registered position on. For the operators below that position comes after an
-# argument that decides the shape of the result: topk(x, 2) after topk(x, 1) reports the shape of the first call. By
-# operator, the position of the first argument that must be in the key.
+# Torch caches sharding decisions by the shapes and placements of the operands, and by the other arguments from a
+# registered position on. For the operators below that position comes after an argument that decides the shape of the
+# result: topk(x, 2) after topk(x, 1) reports the shape of the first call. This table gives, by operator, the position
+# of the first argument that must be in the key.
 FIRST_ARGUMENT = {
     "_index_put_impl_": 3,
     "histc": 1,
@@ -165,5 +165,5 @@ _OF_STORAGE = frozenset(
 
 
 def first_arguments() -> dict[_torch.Op | None, int]:
-    """Return, by operator, the position of the first argument that must be in the key; None is one torch lacks."""
+    """Return the position of the first argument in the cache key by operator; None stands for one torch lacks."""
     return {_torch.overload(name): position for name, position in FIRST_ARGUMENT.items()}

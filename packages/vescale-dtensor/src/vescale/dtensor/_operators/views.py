@@ -1,20 +1,20 @@
-"""Writing to a view that could only be given as a copy.
+"""Writes to views of a gathered copy, and in-place changes of metadata.
 
-``weight[3]`` is a view on one device: ``weight[3].zero_()`` writes to ``weight``. Of a tensor that is sharded over its
-rows there is no such view; stock DTensor gathers it and gives a view of the gathered copy, and what is written to that
-is lost without a word. Here the memory of such a copy is remembered, with the tensor that it came from::
+**Writes to views.** On one device ``weight[3]`` is a view, and ``weight[3].zero_()`` writes to ``weight``. A tensor
+sharded over its rows has no such view. Stock DTensor gathers the tensor and returns a view of the gathered copy, so a
+write to the view is silently lost. This module records which tensor the memory of each copy came from::
 
     row = weight[3]      gather weight; row is a view of the copy       copy's memory -> weight
-    row[1].zero_()       gather weight again; write to the place of row[1] in that; keep the own part of it in weight
+    row[1].zero_()       gather weight again; write to the elements of row[1]; copy this rank's part back into weight
 
-Views of the view have the copy's memory, too, and say with strides and offset where in it they are.
+Views of the view share the copy's memory. Their strides and offset give their position in it.
 
-In-place operators are looked at only while such a copy is alive: their handlers are installed with the first one, and
-go when the last one has gone. At all other times they cost what they cost in stock torch.
+In-place operators have our handlers only while such a copy is alive: the first copy installs the handlers, and they are
+removed after the last copy is freed. At all other times in-place operators cost the same as in stock torch.
 
-**Operators that change metadata in place**, ``unsqueeze_``, ``squeeze_``, ``transpose_`` and ``t_``, run as the form
-that returns a result. It decides placements and gives the local part; the tensor then becomes that result. (Stock
-DTensor has a rule for ``squeeze_`` alone, after which the tensor shows its old shape.)
+**Operators that change metadata in place** (``unsqueeze_``, ``squeeze_``, ``transpose_``, ``t_``) run as their
+out-of-place form, which decides the placements and gives the local tensor. The operand then takes over the result.
+(Stock DTensor has a rule for ``squeeze_`` only, and the tensor reports its old shape afterwards.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["change_metadata", "forget_copies", "remember_copy"]
 
 @dataclass(frozen=True)
 class _Copy:
-    """A gathered copy: of which tensor, in which placements, and the strides of its local memory."""
+    """A gathered copy: its base tensor, its placements, and the strides of its local memory."""
 
     base: weakref.ref[DTensor]
     placements: tuple[Placement, ...]
@@ -46,7 +46,7 @@ class _Copy:
 
 _COPIES: dict[int, tuple[_torch.StorageWeakRef, _Copy]] = {}
 
-# The handlers that in-place operators have without us (None: stock rule), while ours are installed.
+# While our handlers are installed: the previous handlers of in-place operators (None: stock rule).
 _BEFORE: dict[_torch.Op, _torch.Handler | None] = {}
 
 
@@ -59,7 +59,7 @@ def remember_copy(base: DTensor, placements: Sequence[Placement], local: Tensor)
 
 
 def forget_copies() -> None:
-    """Forget all copies; operators are stock again."""
+    """Forget all copies, and restore the previous handlers of in-place operators."""
     table = _torch.handler_table()
     for op, before in _BEFORE.items():
         if before is None:
@@ -87,10 +87,10 @@ def _in_place_operators() -> tuple[_torch.Op, ...]:
 
 
 def _write(op: _torch.Op, args: tuple, kwargs: dict) -> object:
-    """Run an operator that writes to its first operand; where that is in a copy, write to the tensor behind it.
+    """Run an operator that writes to its first operand; if that is a view of a copy, write to the copied tensor.
 
     Raises:
-        UnsupportedOperator: that tensor has got another layout in memory since the view was made.
+        UnsupportedOperator: the memory layout of the copied tensor has changed since the view was made.
     """
     run = _BEFORE.get(op) or _torch.stock_dispatch
     for key in [key for key, (storage, _) in _COPIES.items() if storage.expired()]:
@@ -109,7 +109,7 @@ def _write(op: _torch.Op, args: tuple, kwargs: dict) -> object:
     shown = _torch.local_tensor(args[0])
     place = torch.as_strided(moved, shown.shape, shown.stride(), shown.storage_offset())
     run(op, (_torch.with_local(args[0], place), *args[1:]), kwargs)
-    shown.copy_(place)  # the copy shows what was written, too
+    shown.copy_(place)  # keep the copy equal to the tensor
     whole = _torch.wrap(moved, base.device_mesh, copy.placements, base)
     _torch.local_tensor(base).copy_(_torch.redistributed(whole, _torch.placements_of(base), for_op=None))
     return args[0]
@@ -140,7 +140,7 @@ def change_metadata(op: _torch.Op, args: tuple, kwargs: dict) -> object:
 
 @functools.cache
 def _functional(op: _torch.Op) -> _torch.Op | None:
-    """Return the operator that gives what ``op`` makes of its operand: of ``transpose_``, ``transpose.int``."""
+    """Return the out-of-place form of ``op``: ``transpose.int`` for ``transpose_``."""
     packet = getattr(torch.ops.aten, op.overloadpacket.__name__.removesuffix("_"), None)
     if packet is None or packet is op.overloadpacket:
         return None

@@ -1,22 +1,22 @@
-"""A vocabulary that is sharded: the embedding at the bottom, ``log_softmax`` at the top.
+"""Operators on a sharded vocabulary: the embedding, and ``log_softmax`` over the logits.
 
-Embedding, weight ``Shard(0)`` on some mesh axes (uneven and empty shards included). Every rank looks up the tokens of
-its own rows and has zeros for the others, so the sum over ranks is the lookup of one device, bit for bit::
+**Embedding** with weight ``Shard(0)`` on some mesh axes, uneven and empty shards included. Every rank looks up the
+tokens of its own rows and has zeros for the others, so the sum over ranks is the lookup of one device, bit for bit::
 
     weight axis   Shard(0)     Shard(1)      Replicate
     indices       Replicate    Replicate     as they are
     output        Partial(sum) Shard(last)   as the indices
 
-Stock DTensor returns a placement that remembers a mask and forgets it at the first use, so the second reader of the
-output (every RMS norm has two) fails. Where weight and indices are sharded over the same axis the weight is gathered,
-as fully sharded data parallelism does; the output then stays sharded over the batch.
+Stock DTensor returns a placement whose mask is dropped at the first use, so a second use of the output fails, and every
+RMS norm uses its input twice. If weight and indices are sharded over the same axis, the weight is gathered, as in fully
+sharded data parallelism; the output then stays sharded over the batch.
 
-``log_softmax`` over a sharded dim (``softmax`` is left to stock DTensor, which gathers)::
+**log_softmax** over a sharded dim (``softmax`` keeps the stock rule, which gathers)::
 
     m = max over ranks of local max,   s = sum over ranks of sum exp(x - m),   result = x - m - log s
 
 Its two reductions move one number per row, those of the gradient one. They are a part of the operator, not a
-redistribution of operands. Source: the usual stable formula; ``cross_entropy`` continues in ``_loss``.
+redistribution of operands. Source: the usual stable formula; ``cross_entropy`` continues in ``loss``.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def axes_sharded_on(tensor: Tensor, dim: int) -> list[int]:
 
 
 def shards_or_whole(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Return placements in which contiguous shards stay and everything else (Partial, strided) is Replicate."""
+    """Return the placements with everything but contiguous shards (Partial, strided) replaced by Replicate."""
     return tuple(p if type(p) is Shard else Replicate() for p in placements)
 
 
 def operand(op: _torch.Op, tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """Return the shard of an operand; a plain tensor is read as replicated where that is allowed.
+    """Return the shard of an operand; a plain tensor counts as replicated where that is allowed.
 
     Raises:
         UnsupportedOperator: the tensor is plain and ``implicit_replication`` is not active.
@@ -85,7 +85,7 @@ def reduced(
     axes: Sequence[int],
     shape: Sequence[int],
 ) -> Tensor:
-    """Reduce ``local`` (of a tensor of global ``shape``) over ``axes``; it is in ``placements`` on the other ones."""
+    """Reduce ``local``, of global ``shape``, over ``axes``; ``placements`` apply to the other axes."""
     partial = [Partial(kind) if axis in axes else p for axis, p in enumerate(placements)]
     whole = [Replicate() if axis in axes else p for axis, p in enumerate(placements)]
     like = torch.empty(tuple(shape), dtype=local.dtype, device="meta")
@@ -93,9 +93,9 @@ def reduced(
 
 
 def local_index(indices: Tensor, offset: int, size: int, total: int) -> tuple[Tensor, Tensor]:
-    """Return positions of global ``indices`` in a shard that holds ``[offset, offset + size)``, and which it holds.
+    """Return the positions of global ``indices`` in a shard of ``[offset, offset + size)``, and a mask of held ones.
 
-    Those that another shard holds are at position 0; those outside ``[0, total)`` at -1, which every kernel refuses.
+    The position is 0 for indices of another shard, and -1, which every kernel refuses, outside ``[0, total)``.
     """
     here = indices - offset
     held = here.ge(0) & here.lt(size)
@@ -140,14 +140,14 @@ def _without_partial(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 
 
 def _rows(op: _torch.Op, rows: Tensor, index: Tensor, held: Tensor) -> Tensor:
-    """Look up ``index`` in the local rows, and zeros where they are not ``held``."""
+    """Look up ``index`` in the local rows; return zeros where an index is not ``held``."""
     if rows.shape[ROWS] == 0:
         rows = rows.new_zeros(1, rows.shape[COLUMNS])
     return op(rows, index).masked_fill_(held.logical_not().unsqueeze(-1), 0)
 
 
 def _embedding_backward(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
-    """Count tokens over the whole batch where the gradient is divided by the counts; else stock DTensor is right."""
+    """Count tokens over the global batch if the gradient is divided by the counts; otherwise run the stock rule."""
     grad, indices, num_weights, padding_idx, scale_grad_by_freq = args
     if scale_grad_by_freq and isinstance(indices, DTensor):
         mesh, whole = indices.device_mesh, [Replicate()] * indices.device_mesh.ndim
@@ -197,5 +197,5 @@ def _max(local: Tensor, dim: int) -> Tensor:
 
 
 def _widened(local: Tensor) -> Tensor:
-    """Compute in the dtype in which torch's kernels accumulate; one rounding at the end, as theirs."""
+    """Return ``local`` in the dtype in which torch's kernels accumulate, so that only the result is rounded."""
     return local.float() if local.dtype in (torch.float16, torch.bfloat16) else local

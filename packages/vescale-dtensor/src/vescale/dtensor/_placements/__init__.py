@@ -1,4 +1,4 @@
-"""Placements that torch lacks, redistribution among all placements, and operators on tensors placed so."""
+"""Placements that torch lacks, redistribution among all placements, and operators for these placements."""
 
 from .types import InterleavedShard, RaggedShard
 

@@ -1,10 +1,10 @@
-"""Which boxes of the global tensor a shard holds, for checkpoints: as ``__boxes__``, and in the protocol of DCP.
+"""The boxes of a shard, for checkpoints: as ``__boxes__``, and in the protocol of DCP.
 
-Only tensors with ragged or strided (interleaved) placements have ``__boxes__`` and ``__global_shape__``; torch's own
-placements give one box, which checkpoints ask of DTensor itself. DCP gets one item for each box.
+Only tensors with ragged or strided (interleaved) placements have ``__boxes__`` and ``__global_shape__``. Torch's own
+placements give one box, which checkpoints compute from the DTensor itself. DCP gets one item for each box.
 
-Guarantee: over all ranks the boxes cover the tensor exactly once for each copy of it; the views are the shard's memory,
-so what is read into them is in the tensor.
+Guarantee: over all ranks the boxes cover the tensor exactly once for each copy of it. The views share the shard's
+memory, so reading into them fills the tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def held(tensor: DTensor) -> list[tuple[tuple[int, ...], Tensor]]:
 
 @property
 def boxes(self: DTensor) -> Callable[[], list[tuple[tuple[int, ...], Tensor]]]:
-    """The method that lists ``(offsets, view)`` of the boxes that this rank holds; for our placements only."""
+    """The method that lists ``(offsets, view)`` for each box of this rank; for our placements only."""
     if not is_own(self.placements, self.device_mesh):
         raise AttributeError("__boxes__")
     return lambda: held(self)
@@ -75,4 +75,4 @@ PROTOCOL: dict[str, Callable] = {
     "__create_write_items__": _write_items,
     "__get_tensor_shard__": _shard,
 }
-"""Methods of DTensor that DCP calls, as they are for our placements."""
+"""Our implementations of the DTensor methods that DCP calls."""

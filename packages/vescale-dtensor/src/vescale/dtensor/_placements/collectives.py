@@ -1,7 +1,7 @@
 """Collectives over any set of mesh axes, with parts of unequal sizes and without padding where the backend allows it.
 
-The ranks of several axes form one group, which is made when it is first needed, by its members alone. Moves are bytes,
-so every dtype can be moved by every backend.
+The ranks of several axes form one group. The first use creates it, by its members only. Moves transfer bytes, so every
+backend can move every dtype.
 
 Guarantee: a reduction over several axes is one collective; its result is the same on all of its ranks.
 """
@@ -32,7 +32,7 @@ __all__ = [
     "reduce_scatter",
 ]
 
-# by the world, too: another one may be initialized after this one has ended
+# The default process group is a part of the key: another one may be initialized after this one has ended.
 _groups: dict[tuple[object, DeviceMesh, tuple[int, ...]], Group] = {}
 
 _OPS = {
@@ -63,7 +63,7 @@ class Group:
 
     Attributes:
         process_group: their process group.
-        order: for each rank of the process group, its place in row-major order of the coordinates.
+        order: for each rank of the process group, its index in row-major order of the coordinates.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, members: Sequence[int]):
@@ -72,16 +72,16 @@ class Group:
         self.order = [place[rank] for rank in dist.get_process_group_ranks(process_group)]
 
     def arranged(self, items: Sequence) -> list:
-        """Bring items from row-major order of the coordinates into the order of the process group."""
+        """Permute items from row-major order of the coordinates to the order of the process group."""
         return [items[place] for place in self.order]
 
 
 @functools.lru_cache(maxsize=64)
 def in_group_order(mesh: DeviceMesh) -> bool:
-    """Return whether the ranks along every axis ascend, as those of the axis's process group do.
+    """Return whether the ranks ascend along every axis, as in the axis's process group.
 
-    Torch cuts by coordinate but gathers in the order of the group, so where this is false it returns tensors whose
-    shards have changed places.
+    Torch shards by coordinate but gathers in the order of the group. If the orders differ, the result of a gather has
+    its shards in the wrong order.
     """
     ranks, shape = ranks_of(mesh), tuple(mesh.shape)
     for axis, size in enumerate(shape):
@@ -108,14 +108,14 @@ def gather(group: Group, local: Tensor, sizes: Sequence[int], out: Tensor) -> li
     """Gather flat tensors of ``sizes`` into ``out``, in the order of the process group; return them in mesh order."""
     if len(set(sizes)) == 1:
         _torch.all_gather(_bytes(out), _bytes(local), group=group.process_group)
-    else:  # a copy for everyone: backends have no all-gather of unequal parts in common
+    else:  # one copy per rank: the backends share no all-gather of unequal parts
         copies = local.repeat(len(sizes))
         _all_to_all(group, out, group.arranged(sizes), copies, [len(local)] * len(sizes))
     return _split(group, out, sizes)
 
 
 def exchange(group: Group, sends: Sequence[Tensor], sizes: Sequence[int], out: Tensor) -> list[Tensor]:
-    """Send one flat tensor to each rank; return the flat parts of ``out`` that came from each, in mesh order."""
+    """Send one flat tensor to each rank; return the flat parts of ``out`` received from each, in mesh order."""
     arranged = group.arranged(sends)
     _all_to_all(group, out, group.arranged(sizes), torch.cat(arranged), [len(send) for send in arranged])
     return _split(group, out, sizes)
@@ -137,16 +137,16 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def all_reduce(group: Group, local: Tensor, ops: Sequence[str], *, divisor: int) -> Tensor:
-    """Reduce over the group, ``ops`` being those of its axes (alike, or sums and averages), and divide averages."""
+    """Reduce over the group by the ``ops`` of its axes (all alike, or sums and averages), and divide averages."""
     result = local.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, op=_OPS[ops[0]], group=group.process_group)
     return _averaged(result, divisor)
 
 
 def reduce_scatter(group: Group, sends: Sequence[Tensor], ops: Sequence[str], *, divisor: int, place: int) -> Tensor:
-    """Reduce over the group the flat tensors meant for each rank; return the one for this rank, at ``place``.
+    """Reduce one flat tensor per destination rank over the group; return that of this rank, whose index is ``place``.
 
-    Parts of unequal size are exchanged and combined in mesh order, so that nothing is padded.
+    Parts of unequal size are exchanged and combined in mesh order, without padding.
     """
     sizes = [len(send) for send in sends]
     out = sends[0].new_empty(sizes[place])

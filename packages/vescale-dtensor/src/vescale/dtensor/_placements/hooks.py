@@ -1,13 +1,13 @@
-"""Replacements of torch's functions for placements that torch lacks. `vescale.dtensor._install` puts them in place.
+"""Replacements of torch's functions for placements that torch lacks. `vescale.dtensor._install` installs them.
 
-Each takes the stock function and returns one that calls it for all tensors in torch's own placements. Such tensors pay
-one check of types per redistribution and nothing per operator.
+Each takes the stock function and returns a function that calls it for all tensors in torch's own placements. Such
+tensors pay one type check per redistribution and nothing per operator.
 
-**From a replicated tensor to partial sums** (`add_whole_once`), wherever an operator takes ``Replicate`` to
-``Partial("sum")``: ``addmm``, ``addmv``, ``baddbmm``, ``add`` of a residual. A linear whose weight is sharded over the
-input dim gives partial sums. Stock DTensor adds the full bias to them as ``bias / n`` on every rank. The division
-rounds unless ``n`` is a power of two, and in low precision it rounds badly (three thirds of a bfloat16 miss it by up to
-2^-8). Here the rank at coordinate 0 of the axis adds all of it and the others nothing::
+**From a replicated tensor to partial sums** (`add_whole_once`). It applies wherever an operator takes ``Replicate`` to
+``Partial("sum")``: ``addmm``, ``addmv``, ``baddbmm``, ``add`` of a residual. A linear layer with its weight sharded
+over the input dim gives partial sums. Stock DTensor adds ``bias / n`` to them on every rank. The division rounds unless
+``n`` is a power of two, with a large error in low precision (three thirds of a bfloat16 differ from it by up to 2^-8).
+Here the rank at coordinate 0 of the axis adds the full bias and the others add nothing::
 
     stock   (p0 + b/3) + (p1 + b/3) + (p2 + b/3)
     here    (p0 + b)   +  p1        +  p2            what one device adds, in another order
@@ -53,7 +53,7 @@ def for_own_placements(stock: Callable, function: Callable) -> Callable:
 
 
 def refuse_to_guess(stock: Callable) -> Callable:
-    """Return the guess of a global shape from a local one, refused for ragged shards."""
+    """Return the function that guesses a global shape from a local one; it refuses ragged shards."""
 
     @functools.wraps(stock)
     def guess(local, mesh, placements):
@@ -89,14 +89,14 @@ def redistribute_method(stock: Callable) -> Callable:
 def redistribute_shards(stock: Callable) -> Callable:
     """Return the redistribution of local tensors for all placements, meshes and numbers of Partial axes.
 
-    Torch calls it for gradients and operands, too. Ours differs from torch's in three cases: a placement is ragged or
-    interleaved; ranks of the mesh do not ascend (torch confuses the order of their shards); several Partial axes become
-    Replicate, which is one collective here.
+    Torch calls it for gradients and operands, too. Ours differs from torch's in three cases. A placement is ragged or
+    interleaved. The ranks of the mesh do not ascend (torch gathers their shards in the wrong order). Several Partial
+    axes become Replicate (one collective here).
     """
 
     @functools.wraps(stock)
     def redistribute_local_tensor(local, current, target, **options):
-        if local.is_conj() or local.is_neg():  # lazily, and on some ranks only where others hold nothing
+        if local.is_conj() or local.is_neg():  # a lazy bit, perhaps not set on ranks with an empty shard
             local = local.resolve_conj().resolve_neg()
         source, new = current.placements, target.placements
         mesh = current.mesh
@@ -111,7 +111,7 @@ def redistribute_shards(stock: Callable) -> Callable:
 
 
 def _reduced_together(local, current, target):
-    """Do first what torch would do in as many collectives as there are axes."""
+    """Reduce several Partial axes in one collective, before torch would use one collective per axis."""
     axes = [a for a in reducible_together(current.placements, target.placements) if current.mesh.size(a) > 1]
     mesh = current.mesh
     if len(axes) < 2 or mesh != target.mesh or _torch.is_tracing() or mesh.get_coordinate() is None:
@@ -122,9 +122,9 @@ def _reduced_together(local, current, target):
 
 
 def add_whole_once(stock: Callable) -> Callable:
-    """Return the conversion of a replicated tensor to a partial one that lets one rank keep all of it.
+    """Return a conversion from replicated to partial in which one rank keeps the full tensor.
 
-    Concerns ``Partial("sum")`` alone, not placements derived from it.
+    It applies to ``Partial("sum")`` only, not to placements derived from it.
     """
 
     @functools.wraps(stock)

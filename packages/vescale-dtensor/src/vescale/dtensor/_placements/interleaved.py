@@ -6,8 +6,8 @@ rank holds its strips of Q, of K and of V. Splitting into the parts gives each r
     parts      q q | k k | v v          split ->  q q      k k      v v
     rank       0 1 | 0 1 | 0 1                    0 1      0 1      0 1       Shard(-1)
 
-Torch's rules would gather first. Indexing (``y[..., :n]``) cuts in the same way. A section of several parts (grouped
-queries: Q is several times as wide as K) stays interleaved. In the backward pass gradients are joined by the inverse.
+Torch's rules would gather first. Indexing (``y[..., :n]``) follows the same rule. A section of several parts (grouped
+queries: Q is several times as wide as K) stays interleaved. The backward joins the gradients by the inverse operation.
 
 All other operators on interleaved tensors run by torch's rules for strided shards.
 """
@@ -59,7 +59,7 @@ def _split(tensor: Tensor, sizes: int | Sequence[int], dim: int) -> tuple[DTenso
     size, k = tensor.shape[dim], tensor.placements[axis].split_factor
     sizes = [min(sizes, size - start) for start in range(0, size, sizes)] if isinstance(sizes, int) else list(sizes)
     if size % k or size == 0 or any(section % (size // k) or section == 0 for section in sizes):
-        return None  # a section cuts a part: torch gathers
+        return None  # a section ends inside a part: torch gathers
     local = _torch.local_of(tensor)
     strip = local.shape[dim] // k
     counts = [section // (size // k) for section in sizes]
@@ -68,7 +68,7 @@ def _split(tensor: Tensor, sizes: int | Sequence[int], dim: int) -> tuple[DTenso
 
 
 def _slice(tensor: DTensor, dim: int, start: int | None, end: int | None, step: int) -> DTensor | None:
-    """Return a section of whole parts, as models write it that cut a merged projection by indexing."""
+    """Return a section made of complete parts, for models that split a merged projection by indexing."""
     dim = dim % tensor.ndim
     axis = _interleaved_axis(tensor.placements, dim)
     if axis is None or step != 1:
@@ -91,7 +91,7 @@ _SLICED: dict[tuple, int] = {}
 def _slice_backward(
     gradient: DTensor, sizes: Sequence[int], dim: int, start: int, end: int, step: int
 ) -> DTensor | None:
-    """Return the gradient of :func:`_slice`: zeros for the other parts, sharded like the whole."""
+    """Return the gradient of :func:`_slice`: zeros for the other parts, sharded like the full tensor."""
     dim = dim % len(sizes)
     start, end, _ = slice(start, end).indices(sizes[dim])
     k = _SLICED.get((tuple(sizes), dim, start, end))
@@ -130,7 +130,7 @@ def _section(tensor: DTensor, shard: Tensor, axis: int, dim: int, count: int, k:
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> DTensor | None:
-    """Join gradients of sections: the inverse of a split, if they are sharded as it shards them."""
+    """Join gradients of sections, the inverse of a split, if they are sharded like the results of that split."""
     first = tensors[0]
     if not all(isinstance(tensor, DTensor) and tensor.device_mesh == first.device_mesh for tensor in tensors):
         return None

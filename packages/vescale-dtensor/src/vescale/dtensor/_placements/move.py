@@ -1,12 +1,12 @@
 """Redistribute a shard from any placements to any others: reduce, move, split, in this order.
 
-1. Axes whose Partial is to go are reduced, all of them in one collective: reduce-scatter if every element is then
-   needed by one rank of the group only, else all-reduce.
-2. What remains is a move between two layouts (see ``_plan``): nothing, a gather, or an exchange of the overlaps.
-3. An axis that becomes Partial (only operators ask for that) keeps a share of its copy.
+1. Axes that stop being Partial are reduced, all of them in one collective: reduce-scatter if only one rank of the group
+   then needs each element, else all-reduce.
+2. The rest is a move between two layouts (see ``plan``): no communication, a gather, or an exchange of the overlaps.
+3. An axis that becomes Partial (only operators request that) keeps a share of its copy.
 
-Guarantee: without reduction results are equal bit for bit to cutting the whole tensor; after a reduction all copies of
-an element are equal bit for bit. Errors are raised on all ranks, before anything is sent.
+Guarantee: without a reduction, results are bit for bit the shards of the full tensor. After a reduction, all copies of
+an element are equal bit for bit. Errors are raised on all ranks, before any communication.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["move", "redistribute_shard", "reduce_axes", "reducible_together"]
 def redistribute_shard(
     local: Tensor, shape: Sequence[int], mesh: DeviceMesh, source: Sequence[Placement], target: Sequence[Placement]
 ) -> Tensor:
-    """Return the shard that this rank holds of a tensor of global ``shape`` after redistribution.
+    """Return this rank's shard of a tensor of global ``shape`` after redistribution.
 
     Args:
-        local: its present shard, laid out as ``source`` says.
+        local: the present shard, in the placements ``source``.
         shape: of the global tensor.
         mesh: the mesh of both placements.
         source: present placements.
@@ -46,16 +46,16 @@ def redistribute_shard(
 
     Raises:
         ValueError: the placements do not fit the shape or the mesh.
-        UnsupportedPlacement: Partial of one kind is to become another.
+        UnsupportedPlacement: an axis would change from one kind of Partial to another.
     """
     shape, source, target = tuple(shape), tuple(source), tuple(target)
     _check(shape, tuple(mesh.shape), source, target)
     if mesh.get_coordinate() is None or source == target:
         return local
     _check_shard(local, shape, mesh, source)
-    local = local.resolve_conj().resolve_neg()  # memory is sent, not what a lazy bit makes of it
+    local = local.resolve_conj().resolve_neg()  # collectives send raw memory, without the lazy bits
     mixed = [axis for axis in _leaving(source, target) if type(source[axis]) is not Partial]
-    for axis in mixed:  # these know best how they are reduced
+    for axis in mixed:  # such a placement reduces itself
         local = _torch.reduced(local, source[axis], mesh, axis)
         source = _replaced(source, [axis], Replicate())
     axes = _leaving(source, target)
@@ -151,7 +151,7 @@ def _scatters_cached(
 def _scatters(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], source: Placements, target: Placements, axes: list[int]
 ) -> bool:
-    """Return whether each element is needed by one rank of the group only, which holds a value of it already."""
+    """Return whether only one rank of the group needs each element, and already holds a partial value of it."""
     return _scatters_cached(shape, mesh_shape, source, target, tuple(axes))
 
 
@@ -182,7 +182,7 @@ def _cut_out(
     shard = local.new_empty(local_shape(shape, mesh_shape, peer, new))
     held, wanted = pieces(shape, mesh_shape, coord, old), pieces(shape, mesh_shape, peer, new)
     sources, targets = [piece.view(local) for piece in held], [piece.view(shard) for piece in wanted]
-    # nothing is crossed, so the rank's own plan towards itself, read at the peer's coordinate, is the peer's part
+    # no axis is crossed, so the plan at the peer's coordinate is a local move, which gives the peer's part
     for part in movement(shape, mesh_shape, peer, old, new).receives[0]:
         origin = held[part.source].box[0]
         taken = sources[part.source][index_from(origin, part.box)]
@@ -222,7 +222,7 @@ def _inside(piece: tuple[tuple[int, ...], Tensor], part: Part) -> Tensor:
 
 
 def _lands_in_place(plan: Movement, group: Group, wanted: list) -> bool:
-    """Return whether what comes, in the order in which it comes, is the new shard as it lies in memory."""
+    """Return whether the received parts, in the order of arrival, are the new shard in memory order."""
     position = 0
     for part in itertools.chain.from_iterable(group.arranged(plan.receives)):
         view = _inside(wanted[part.target], part)
@@ -247,6 +247,6 @@ def _communicate(plan: Movement, group: Group, held: list, local: Tensor, out: T
 
 
 def _flat(parts: Sequence[Part], held: list, local: Tensor) -> Tensor:
-    """Return what is sent to one rank; the shard's own memory if that is one part of it."""
+    """Return the flat send buffer for one rank; a view of the shard's memory if that is a single part."""
     flats = [_inside(held[part.source], part).reshape(-1) for part in parts]
     return torch.cat(flats) if len(flats) > 1 else flats[0] if flats else local.new_empty(0)

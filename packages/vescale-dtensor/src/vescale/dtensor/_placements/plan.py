@@ -1,17 +1,16 @@
-"""What must move where between two layouts of one tensor: pure functions over integers.
+"""Plan the data movement between two layouts of one tensor: pure functions over integers.
 
-Problem. A tensor lies on a mesh as ``source`` says and shall lie as ``target`` says. Copies of an element are read from
-the nearest rank that holds one: the one with the reader's coordinates on the axes where the source is replicated.
+Problem. A tensor is in the placements ``source`` and shall be in the placements ``target``. A rank reads a replicated
+element from the nearest copy: from the rank with the same coordinates on the axes where the source is replicated.
 
-Which axes does data cross? On each dim the axes that cut it form a stack, in the order of the mesh; if both layouts
-start with the same axes and placements, a rank and its partners have the same coordinates on those::
+Crossed axes. On each dim the mesh axes that shard it form a stack, in the order of the mesh. If both layouts start with
+the same axes and placements, a rank and its partners have the same coordinates on those axes::
 
     source  [Shard(0), Shard(0)]      dim 0: axis 0, axis 1       data crosses axis 1 only
     target  [Shard(0), Replicate]     dim 0: axis 0
 
-Within the group of ranks that differ only on the crossed axes, every rank sends to each other what both hold: the
-intersections of its old boxes with the other's new ones, and nothing else. Both sides list them in the same order, so
-no sizes need to be exchanged.
+Within the group of ranks that differ only on the crossed axes, every rank sends to each other rank the intersections of
+its own old boxes with the other's new boxes. Both sides list them in the same order, so no sizes are exchanged.
 
 Guarantee: all ranks of a group derive the same plan; the received parts cover the new shard exactly once.
 """
@@ -38,7 +37,7 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """Elements that one rank gives another: ``box`` in the global tensor, inside a piece of either's shard."""
+    """Elements that one rank sends to another: ``box`` in the global tensor, inside one piece of each shard."""
 
     source: int
     target: int
@@ -46,20 +45,20 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """How many elements there are."""
+        """Number of elements."""
         return math.prod(self.box[1])
 
 
 @dataclass(frozen=True)
 class Movement:
-    """What one rank sends and receives.
+    """The sends and receives of one rank.
 
     Attributes:
-        axes: the mesh axes that data crosses; none if every rank has what it needs.
-        sends: for each rank of the group, in row-major order of its coordinates on ``axes``, what it gets from here.
-        receives: for each rank of the group, what comes from it.
-        held: for each rank of the group, how many elements its old shard has.
-        is_gather: every rank needs all that the group holds.
+        axes: the mesh axes that data crosses; empty if every rank already holds its new shard.
+        sends: the parts sent to each rank of the group, in row-major order of the ranks' coordinates on ``axes``.
+        receives: the parts received from each rank of the group, in the same order.
+        held: the number of elements in the old shard of each rank of the group.
+        is_gather: whether every rank needs all elements that the group holds.
     """
 
     axes: tuple[int, ...]
@@ -118,9 +117,9 @@ def _stacks(placements: Placements) -> dict[int, list[tuple[int, Placement]]]:
 
 @functools.lru_cache(maxsize=1024)
 def is_axis_order(placements: Placements, mesh_shape: Ints) -> bool:
-    """Return whether strided shards only say that mesh axes cut a dim in another order than from left to right.
+    """Return whether strided shards only express another order of the mesh axes than from left to right.
 
-    An axis that cuts after some axes on its right has the product of their sizes as its factor.
+    An axis that shards after some axes on its right has the product of their sizes as its split factor.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -157,7 +156,7 @@ def peers(mesh_shape: Ints, coord: Ints, axes: Sequence[int]) -> list[Ints]:
 
 @functools.lru_cache(maxsize=1024)
 def movement(shape: Ints, mesh_shape: Ints, coord: Ints, source: Placements, target: Placements) -> Movement:
-    """Plan what the rank at ``coord`` does to move a tensor of ``shape`` between two layouts without Partial.
+    """Plan the sends and receives of the rank at ``coord`` between two layouts of ``shape`` without Partial.
 
     Raises:
         ValueError: the placements do not fit the shape or the mesh.

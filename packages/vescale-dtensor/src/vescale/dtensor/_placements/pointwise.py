@@ -1,8 +1,8 @@
-"""Operators that treat every element alike, on ragged tensors: they run on the shards themselves.
+"""Pointwise operators on ragged tensors: they run on the local shards.
 
-A ragged shard is a run of elements, so all operands must hold the same run. An operand in other placements, or of a
-shape that is broadcast, is cut to fit where every rank has what it needs already (replicated ones), and refused
-otherwise. Unreduced values (Partial on another axis) are taken only where the operator commutes with addition.
+A ragged shard is a run of elements, so all operands must hold the same run. A replicated operand is sharded to match,
+also if it is broadcast, because every rank already holds its elements. Operands in other placements are refused.
+Unreduced values (Partial on another axis) are accepted only if the operator commutes with addition.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .ragged import Op, ragged_operands, refusal
 
 __all__ = ["is_pointwise", "run_pointwise", "runs_on_shards"]
 
-# they treat elements alike although torch does not tag them so
+# pointwise operators that torch does not tag as pointwise
 COPIES = frozenset(("alias", "clone", "copy", "copy_", "detach", "detach_", "_to_copy", "lift", "lift_fresh"))
 FILLS = frozenset(("zero_", "fill_", "zeros_like", "ones_like", "empty_like", "full_like"))
 FUSED = frozenset(("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_"))
@@ -37,7 +37,7 @@ SCALED = frozenset(prefix + name for name in ("mul", "mul_", "div", "div_") for 
 
 
 def is_pointwise(op: Op) -> bool:
-    """Return whether every element of the result depends on the elements of the operands at the same place only."""
+    """Return whether each element of the result depends only on the operands' elements at the same position."""
     name = _name(op)
     if torch.Tag.nondeterministic_seeded in op.tags or name in ("_foreach_norm", "_foreach_max"):
         return False
@@ -49,7 +49,7 @@ def _name(op: Op) -> str:
 
 
 def runs_on_shards(args: tuple, kwargs: dict) -> bool:
-    """Return whether a pointwise operator runs on the shards as they are: operands are placed alike, or numbers."""
+    """Return whether a pointwise operator can run on the shards: all operands are numbers or have equal placements."""
     if any(isinstance(arg, (list, tuple)) and any(True for _ in tensors_in(arg)) for arg in args):
         return False
     like = ragged_operands(args, kwargs)[0]
@@ -60,7 +60,7 @@ def runs_on_shards(args: tuple, kwargs: dict) -> bool:
 
 
 def run_pointwise(op: Op, args: tuple, kwargs: dict) -> object:
-    """Run a pointwise operator of which some operand is ragged.
+    """Run a pointwise operator with at least one ragged operand.
 
     Raises:
         UnsupportedPlacement: the operands hold different elements, or are unreduced.
@@ -106,7 +106,7 @@ def _fits(tensor: Tensor, like: DTensor) -> bool:
 
 
 def _fitting(op: Op, value: object, like: DTensor, call: tuple) -> object:
-    """Return what this rank needs of an operand: the elements that its shard of ``like`` has, or a number."""
+    """Return this rank's part of an operand: the elements at the positions of its shard of ``like``, or a number."""
     if not isinstance(value, Tensor):
         return value
     if not isinstance(value, DTensor):

@@ -1,6 +1,6 @@
-"""The tensors among an operator's arguments, and the refusal of what ragged ones cannot do.
+"""Find the ragged tensors among an operator's arguments, and refuse operators that do not support them.
 
-Everything here is known on every rank alike: shapes, placements, meshes.
+The functions read only shapes, placements and meshes, which are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def ragged_operands(args: Sequence, kwargs: dict) -> list[DTensor]:
 
 
 def refusal(op: Op, args: Sequence, kwargs: dict, reason: str) -> UnsupportedPlacement:
-    """Return the error that says why ``op`` cannot run on these operands, of which one is a DTensor."""
+    """Return the error for an operator that cannot run on these operands; at least one is a DTensor."""
     operands = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, DTensor)]
     return UnsupportedPlacement.for_operator(op, operands, reason)

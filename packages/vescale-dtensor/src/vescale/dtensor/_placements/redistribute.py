@@ -1,8 +1,8 @@
 """`distribute_tensor` and `DTensor.redistribute` among all placements.
 
 A redistribution is differentiable any number of times. Gradients follow torch's rules: the backward of a redistribution
-brings the gradient back to the placements that the tensor had, with one exception: where those are Partial and the
-gradient is complete, it stays complete (Replicate).
+returns the gradient in the original placements of the tensor. There is one exception: if the original placement is
+Partial and the gradient is complete, the gradient stays complete (Replicate).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["distribute_tensor", "is_own", "normalized", "redistribute", "shard_g
 
 
 def is_own(placements: Sequence[Placement], mesh: DeviceMesh) -> bool:
-    """Return whether a layout is ours to redistribute: it has ragged or interleaved shards.
+    """Return whether veScale redistributes a layout: it has ragged or interleaved shards.
 
-    Strided shards that say nothing but the order of the mesh axes (FSDP2 over tensor parallel) stay torch's: it keeps
-    that order, also where shards are uneven. Torch's rules for operators call interleaved shards strided ones, too.
+    Torch redistributes strided shards that only express an order of the mesh axes (FSDP2 over tensor parallel). It
+    keeps that order, also for uneven shards. Torch's operator rules also produce strided shards that are interleaved.
     """
-    if _TORCHS.issuperset(map(type, placements)):  # what torch's own tensors pay for: one look at the types
+    if _TORCHS.issuperset(map(type, placements)):  # the only cost for torch's own placements: one check of the types
         return False
     if any(isinstance(placement, (InterleavedShard, RaggedShard)) for placement in placements):
         return True
@@ -62,7 +62,7 @@ def redistribute(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
     *,
-    async_op: bool = False,  # noqa: ARG001 - what is exchanged is complete on return
+    async_op: bool = False,  # noqa: ARG001 - the redistribution is complete on return
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> DTensor:
@@ -70,7 +70,7 @@ def redistribute(
 
     Raises:
         RuntimeError: no placements are given, or one would become Partial, as in torch.
-        NotImplementedError: another mesh, as in torch, or Partial of one kind is to become another.
+        NotImplementedError: another mesh, as in torch, or a change from one kind of Partial to another.
         ValueError: the placements do not fit the shape or the mesh.
     """
     if placements is None:
@@ -127,8 +127,8 @@ def _gradient_placements(present: Sequence[Placement], source: Sequence[Placemen
 def shard_gradient(gradient: torch.Tensor, like: _torch.DTensorSpec, placements: Sequence[Placement] | None) -> DTensor:
     """Return the gradient of ``to_local`` as a DTensor: the local gradient, in the placements of the tensor.
 
-    Where torch would compute the strides of the global tensor from the local ones, which a ragged shard does not
-    allow, those of the tensor are taken.
+    Torch would compute the strides of the global tensor from the local strides. A ragged shard does not allow that, so
+    the gradient takes the strides of the tensor.
     """
     if placements is None:
         placements = [Replicate() if placement.is_partial() else placement for placement in like.placements]
@@ -144,14 +144,14 @@ def distribute_tensor(
 ) -> DTensor:
     """Distribute a leaf tensor (an ``nn.Parameter``, a batch) over a mesh, in any placements.
 
-    As torch's function of this name, which it calls where all placements are torch's.
+    Like torch's function of this name, which it calls if all placements are torch's own.
 
     Args:
-        tensor: the whole tensor, of any shape and dtype; the same shape on every rank.
+        tensor: the full tensor, of any shape and dtype; the same shape on every rank.
         device_mesh: the mesh; by default that of the enclosing ``with mesh:``.
         placements: one for each mesh axis; by default Replicate for all.
-        src_data_rank: the rank of each mesh axis whose values are taken, or None: every rank cuts its own copy, without
-            communication.
+        src_data_rank: the rank of each mesh axis that provides the values; None if every rank takes its shard from its
+            own copy, without communication.
 
     Raises:
         ValueError: the placements do not fit the shape or the mesh, or the tensor is a DTensor placed otherwise.

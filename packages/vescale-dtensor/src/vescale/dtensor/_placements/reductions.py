@@ -1,7 +1,7 @@
 """Reductions of ragged tensors to one number: sum, mean, norms, largest and smallest element.
 
-Every rank reduces its shard; the result is Partial, of the kind of the reduction, on the axes over which elements are
-spread. Reducing some dims only is refused: a run of elements has no dims.
+Every rank reduces its shard. The result is Partial, of the kind of the reduction, on the axes that shard the tensor.
+A reduction over only some dims is refused: a run of elements has no dims.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["REDUCTIONS"]
 
 
 def _spread(tensor: DTensor, partial: Placement) -> list[Placement]:
-    """Return the placements of a number that every rank has a share of."""
+    """Return the placements of the result: ``partial`` on the axes that shard the tensor."""
     return [partial if not p.is_replicate() and not p.is_partial() else p for p in tensor.placements]
 
 
@@ -50,7 +50,7 @@ def _sum(op: Op, args: tuple, kwargs: dict) -> DTensor:
 def _mean(op: Op, args: tuple, kwargs: dict) -> DTensor:
     tensor = _all_dims(op, args, kwargs, 1, linear=True)
     local, dtype = _torch.local_of(tensor), kwargs.get("dtype") or tensor.dtype
-    # shards differ in size, so each rank divides by the size of the whole
+    # shards differ in size, so each rank divides by the global number of elements
     share = local.sum(dtype=torch.promote_types(dtype, torch.float32)) / tensor.numel()
     return _number(tensor, share.to(dtype), Partial())
 

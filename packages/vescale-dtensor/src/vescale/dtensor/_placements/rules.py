@@ -1,7 +1,7 @@
-"""Which rule an operator on DTensors gets where an operand is ragged or interleaved.
+"""Choose the rule of an operator on ragged or interleaved operands.
 
-The dispatcher asks once per operator, shapes and placements, and caches the answer if that is a sharding; only what
-runs on lists, changes shapes or reduces comes here on every call.
+The dispatcher calls `decide` once per operator, shapes and placements, and caches the answer if it is a sharding. Only
+operators on lists, reductions and operators that change shapes call it every time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["decide", "refuse_ragged"]
 
 
 def decide(op: Op, args: tuple, kwargs: dict, schema: object) -> object:
-    """Return a sharding, or the operator's result, or NotImplemented where torch's own rules are right.
+    """Return a sharding, or the operator's result, or NotImplemented where torch's own rules apply.
 
     Raises:
-        UnsupportedPlacement: ragged tensors cannot do that.
+        UnsupportedPlacement: the operator does not support its ragged operands.
     """
     ragged = ragged_operands(args, kwargs)
     if not ragged:
@@ -33,7 +33,7 @@ def decide(op: Op, args: tuple, kwargs: dict, schema: object) -> object:
         return reduction(op, args, kwargs)
     if op in _VIEWS and tuple(args[1]) == tuple(args[0].shape):
         return run_pointwise(torch.ops.aten.alias.default, args[:1], {})
-    if is_composite(op):  # only inference mode shows these
+    if is_composite(op):  # dispatched in inference mode only
         return op.decompose(*args, **kwargs)
     if not is_pointwise(op):
         raise refusal(op, args, kwargs, _REASON)
@@ -43,7 +43,7 @@ def decide(op: Op, args: tuple, kwargs: dict, schema: object) -> object:
 
 
 def refuse_ragged(op: Op, args: tuple, kwargs: dict) -> None:
-    """Raise where an operand is ragged, for operators whose other rules do not know such tensors.
+    """Raise if an operand is ragged; for operators whose other rules do not support ragged tensors.
 
     Raises:
         UnsupportedPlacement: an operand is ragged.

@@ -4,7 +4,7 @@
     rows  q q | k k | v v                             0 0 1 1      4 units of 2 elements in row-major order:
     rank  0 1 | 0 1 | 0 1                             1 1 1 1      the first for rank 0, three for rank 1
 
-Both are values: immutable, hashable, equal by what they say, picklable, and their repr can be evaluated.
+Both are values: immutable, hashable, picklable, equal if their fields are equal. Their repr can be evaluated.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class InterleavedShard(StridedShard):
     """Shard a merged dim: view dim ``dim`` of size n as (k, n / k) and shard the second factor.
 
     Each rank holds one strip of each of the ``k`` parts, for instance its heads of Q, K and V in a merged projection.
-    Strips are cut as ``torch.chunk`` cuts, so they may be uneven or empty; ``k`` must divide n.
+    The sizes of the strips follow ``torch.chunk``, so strips may be uneven or empty; ``k`` must divide n.
 
     Args:
         dim: the tensor dim, not negative.
-        k: how many parts the dim is made of.
+        k: number of parts in the dim.
 
     Raises:
         ValueError: ``dim`` is negative or ``k`` is not positive.
@@ -40,7 +40,7 @@ class InterleavedShard(StridedShard):
     """
 
     def __init__(self, dim: int, k: int | None = None, *, split_factor: int | None = None):
-        k = split_factor if k is None else k  # torch's own code constructs strided shards by that name
+        k = split_factor if k is None else k  # torch's own code constructs strided shards with this keyword
         if not isinstance(k, int) or k < 1:
             raise ValueError(f"InterleavedShard needs a positive number of parts, got k={k!r}")
         if dim < 0:
@@ -49,7 +49,7 @@ class InterleavedShard(StridedShard):
 
     @property
     def k(self) -> int:
-        """How many parts the dim is made of."""
+        """Number of parts in the dim."""
         return self.split_factor
 
     def __reduce__(self) -> tuple:
@@ -65,12 +65,12 @@ class RaggedShard(Placement):
     """Cut the flattened leading dims into equal units; rank i of the mesh axis holds ``local_units[i]`` of them.
 
     The units of a rank are consecutive in row-major order. Its local tensor has shape (elements of the flattened dims
-    held, \\*remaining dims), so it is flat if ``dims`` names all dims. A tensor has at most one ragged placement; those
-    of the other mesh axes are applied first, whatever the order of the axes.
+    held, \\*remaining dims), so it is flat if ``dims`` names all dims. A tensor has at most one ragged placement. The
+    placements of the other mesh axes are applied first, in any order of the axes.
 
     Args:
         dims: the leading dims, ``(0,)``, ``(0, 1)``, and so on.
-        local_units: for each rank of the mesh axis, how many units it holds; zero is allowed.
+        local_units: number of units of each rank of the mesh axis; zero is allowed.
 
     Raises:
         ValueError: ``dims`` are not leading dims, or the units are negative or all zero.
@@ -92,7 +92,7 @@ class RaggedShard(Placement):
             raise ValueError(f"RaggedShard needs numbers of units >= 0 with a positive sum, got {self.local_units}")
 
     def rows(self, numel: int, coord: int) -> tuple[int, int]:
-        """Return ``(start, count)``: what the rank at ``coord`` holds of ``numel`` flattened elements.
+        """Return ``(start, count)``: the range of ``numel`` flattened elements that the rank at ``coord`` holds.
 
         Raises:
             ValueError: ``numel`` is not divisible by the number of units.
@@ -107,7 +107,7 @@ class RaggedShard(Placement):
         return sum(self.local_units[:coord]) * unit, self.local_units[coord] * unit
 
     def check(self, shape: Sequence[int], axis_size: int) -> None:
-        """Raise a ValueError unless this placement fits a tensor of ``shape`` (its part, if cut before) and its axis.
+        """Raise a ValueError unless this placement fits ``shape`` (the local shape, if sharded before) and its axis.
 
         Example:
             >>> RaggedShard((0,), (1, 2)).check((6, 4), 2)

@@ -1,7 +1,7 @@
 """Parts of a batch: the contexts behind `random.local_batch` and `random.micro_batches`.
 
     rows of the global batch    | 0 1 2 3 | 4 5 6 7 |        local_batch over dp = 2: rows 0-3 and rows 4-7
-    micro-batches of a rank     | 0 1 | 2 3 |                micro_batches(2): always the innermost cut
+    micro-batches of a rank     | 0 1 | 2 3 |                micro_batches(2): always the innermost part
 
 A declared part is a `BatchWindow` (index, count), innermost first. Rules of random operators read the windows in force.
 """
@@ -30,7 +30,7 @@ def window(declared: BatchWindow) -> Iterator[None]:
     outer = WINDOWS.get()
     token = WINDOWS.set(_nested(declared, outer))
     try:
-        # a second mode would cut each random operator twice
+        # a second mode would slice each random operator twice
         with contextlib.nullcontext() if outer else RandomMode(handle), _in_state(declared):
             yield
     finally:
@@ -70,7 +70,7 @@ class MicroBatches:
 
     @contextlib.contextmanager
     def __call__(self, index: int) -> Iterator[None]:
-        """Run as micro-batch ``index``, from its first draw or from where it was left."""
+        """Run as micro-batch ``index``, from its first draw or from its last position."""
         if not 0 <= index < self.count:
             raise IndexError(f"expected a micro-batch from 0 to {self.count - 1}, got {index}")
         if self._running is not None:
@@ -94,7 +94,7 @@ class MicroBatches:
             torch.set_rng_state(_philox.write(_philox.read(state.generator), outside.generator))
 
     def finish(self) -> None:
-        """Leave the generators where one device leaves them after the whole batch."""
+        """Set the generators to the state of one device after the global batch."""
         if not self._states:
             return
         self._states[max(self._states)].restore()

@@ -129,12 +129,12 @@ def position_of(
         op: the random operator, for messages.
         tensor: a DTensor or a plain tensor.
         windows: batch windows, innermost first; None takes those in force.
-        logical: number the elements in logical order, whatever the memory of the tensor is.
+        logical: number the elements in logical order, for any memory order of the tensor.
 
     Raises:
-        UnsupportedRandomOperator: a placement is `Partial`, or mesh axes cut one dim in an order of their own; in
-            memory order, several elements share memory (an expanded tensor); in a batch window, the tensor has no dims,
-            has one row of unknown memory order, or is a DTensor over ranks of the window.
+        UnsupportedRandomOperator: a placement is `Partial`, or mesh axes shard one dim in another order than from left
+            to right; in memory order, several elements share memory (an expanded tensor); in a batch window, the tensor
+            has no dims, has one row of unknown memory order, or is a DTensor over ranks of the window.
     """
     if isinstance(tensor, DTensor):
         spec = _torch.spec(tensor)
@@ -153,7 +153,7 @@ def position_of(
 
 @functools.lru_cache(maxsize=4096)
 def _sharded(spec: _torch.Spec) -> GlobalPosition | str:
-    """Return the position in logical order, or the way out for a DTensor that has none."""
+    """Return the position in logical order, or the fix to name in the error for a DTensor without one."""
     if any(placement.is_partial() for placement in spec.placements):
         return "redistribute to Shard or Replicate before the random operator"
     if not _torch.has_default_order(spec):
@@ -173,7 +173,7 @@ def _plain(shape: tuple[int, ...]) -> GlobalPosition:
 
 @functools.lru_cache(maxsize=4096)
 def _in_memory(position: GlobalPosition, stride: tuple[int, ...]) -> GlobalPosition | str:
-    """Return the position in the order of the memory, or the way out where elements share memory."""
+    """Return the position in memory order, or the fix to name in the error if elements share memory."""
     shape = position.shape
     if any(size > 1 and step == 0 for size, step in zip(shape, stride, strict=True)) and 0 not in shape:
         return "call .contiguous() first: several of its elements share memory"
@@ -184,7 +184,7 @@ def _in_memory(position: GlobalPosition, stride: tuple[int, ...]) -> GlobalPosit
 
 @functools.lru_cache(maxsize=4096)
 def _cut(position: GlobalPosition, window: BatchWindow) -> GlobalPosition:
-    """Return the position in the batch of which the tensor is one part."""
+    """Return the position in the global batch for a tensor that is one part of it."""
     rows, *others = position.shape
     shift = position.shift + window.index * rows
     shape = (rows * window.count, *others)
@@ -214,7 +214,7 @@ def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, 
     dims = range(len(shape))
     if 0 in shape:
         return tuple(dims)
-    # dims of size 1 have no order of their own: leave them where they stand
+    # the stride of a dim of size 1 is arbitrary: keep its position
     moving = iter(sorted((d for d in dims if shape[d] != 1), key=lambda d: -stride[d]))
     return tuple(next(moving) if shape[d] != 1 else d for d in dims)
 

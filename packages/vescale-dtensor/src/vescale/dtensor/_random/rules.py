@@ -1,8 +1,8 @@
-"""The rules of all random operators: what one does on shards and on parts of a batch, in either stream.
+"""The rules of all random operators, on shards and on parts of a batch, in both streams.
 
 From top to bottom, a random operator takes these steps::
 
-    rules             the handler of the operator asks for the stream in force
+    rules             the handler of the operator selects the stream in force
        "torch"        stock/{fills, elements, gathered}         "philox"   philox/{fills, choices}
     global position   which elements of the tensor of one device this rank holds
     draw and keep     stock/draw: walk the global draw,         philox/elements: compute the words

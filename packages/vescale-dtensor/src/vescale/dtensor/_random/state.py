@@ -260,7 +260,7 @@ class Position:
         state = torch.get_rng_state()  # also where the stream "philox" of all devices is
         if device_type != "cpu":
             device = torch.get_device_module(device_type)
-            if not getattr(device, "is_current_stream_capturing", bool)():  # then no generator answers
+            if not getattr(device, "is_current_stream_capturing", bool)():  # a generator cannot be read during capture
                 state = torch.cat([state, device.get_rng_state()])
         self._state = state
 

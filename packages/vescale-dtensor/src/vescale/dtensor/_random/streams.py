@@ -187,12 +187,12 @@ def _is_ours(mode: _torch.TorchDispatchMode) -> bool:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Run code that draws nothing without looking for random operators in it, as `local_batch` otherwise does.
+    """Run code without random operators outside the dispatch mode of `local_batch` and the other contexts.
 
-    Looking takes some microseconds per operator, and a compiler refuses to run meanwhile. Random operators on DTensors
-    still draw their part of the batch; those on plain tensors draw as if there were no other ranks, in torch's stream,
-    unless `watched` is around them. Nothing changes where another dispatch mode is active, too: `is_watched_alone`
-    returns whether there is none.
+    The mode takes some microseconds per operator, and a compiler refuses to run inside it. Random operators on DTensors
+    still draw their part of the batch. Those on plain tensors draw in torch's stream as if there were no other ranks,
+    unless `watched` is around them. If another dispatch mode is active, too, this context changes nothing:
+    `is_watched_alone` returns whether there is none.
 
     Example:
         >>> with random.local_batch(mesh["dp"]), extension.unwatched():    # doctest: +SKIP

@@ -1,1 +1,1 @@
-"""Every private torch name that ``vescale.dtensor`` uses, and what differs between torch versions."""
+"""Every private torch name that ``vescale.dtensor`` uses, and the differences between torch versions."""

@@ -1,4 +1,4 @@
-"""How autograd gives a leaf its gradient: the private names behind gradient receivers (torch 2.11 to 2.13)."""
+"""Private names of autograd's gradient accumulation, for gradient receivers (torch 2.11 to 2.13)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HookTable = dict[int, Callable]
 
 
 def hook_tables(leaf: Tensor) -> tuple[HookTable, HookTable]:
-    """Return the tables of the gradient hooks and of the post-accumulate hooks of a leaf; make them where missing."""
+    """Return the tables of the gradient hooks and of the post-accumulate hooks of a leaf; create missing ones."""
     if leaf._backward_hooks is None:
         leaf._backward_hooks = OrderedDict()
     if leaf._post_accumulate_grad_hooks is None:
@@ -25,7 +25,7 @@ def hook_tables(leaf: Tensor) -> tuple[HookTable, HookTable]:
 
 
 def put_first(table: HookTable, key: int) -> None:
-    """Let autograd run a hook before all others. It reads the order of insertion, not that of an OrderedDict."""
+    """Let autograd run a hook before all others. Autograd uses the insertion order, not that of an OrderedDict."""
     hook, others = table.pop(key), list(table.items())
     table.clear()
     table[key] = hook
@@ -35,7 +35,7 @@ def put_first(table: HookTable, key: int) -> None:
 def accumulation_node(leaf: Tensor) -> Node:
     """Return the node that adds to ``leaf.grad``; the node keeps the leaf alive.
 
-    The class of the leaf is not asked: reading a parameter whose values are in flight would wait for them.
+    The call bypasses the class of the leaf: reading a parameter with an all-gather in flight would wait for it.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(leaf).node
@@ -44,7 +44,7 @@ def accumulation_node(leaf: Tensor) -> Node:
 def runs_in_backward(node: Node) -> bool:
     """Return whether the running backward pass has executed or will execute an accumulation node.
 
-    False where ``torch.autograd.grad`` asks for the gradient of the leaf: nothing is accumulated then.
+    False if ``torch.autograd.grad`` computes the gradient of the leaf: it accumulates nothing.
     """
     try:
         return torch._C._will_engine_execute_node(node)

@@ -1,4 +1,4 @@
-"""Collectives, implicit redistributions and the position in backward, as the debugging tools see them."""
+"""Collectives, implicit redistributions and the position in backward, for the debugging tools."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ Observer = Callable[[DTensorSpec, DTensorSpec], None]
 class Watch(ExplicitRedistributionContext):
     """A context in which ``observer(source, target)`` is called before every implicit redistribution.
 
-    It takes its place among the contexts of torch, so the innermost of all of them decides. torch keeps those per
-    Python thread; the backward pass of other devices runs in threads of the autograd engine, which inherit the
-    engine's own kind of thread-local state, so the watch is kept there as well.
+    It is one of torch's contexts, and the innermost of them decides. Torch stores its contexts per Python thread. The
+    backward pass of other devices runs in threads of the autograd engine. Those inherit only the engine's thread-local
+    state, so the watch is also stored there.
     """
 
     KEY = "vescale.dtensor.watch"
@@ -100,7 +100,7 @@ def _observe(source: DTensorSpec, target: DTensorSpec, message: object) -> None:
 
 
 def mesh_in(frame: FrameType) -> DeviceMesh | None:
-    """Return the mesh if ``frame`` is one of the functions by which DTensor communicates over one, else None."""
+    """Return the mesh if ``frame`` is a function in which DTensor communicates over a mesh, else None."""
     argument = MESH_ARGUMENTS.get(frame.f_code.co_name)
     if argument is None or not frame.f_globals.get("__name__", "").startswith("torch.distributed.tensor"):
         return None
@@ -109,7 +109,7 @@ def mesh_in(frame: FrameType) -> DeviceMesh | None:
 
 
 def cause_of(frame: FrameType) -> str:
-    """Return the name of the operator if ``frame`` is a function that fits operands implicitly, else ""."""
+    """Return the name of the operator if ``frame`` is a function that redistributes operands implicitly, else ""."""
     name = frame.f_code.co_name
     if name == "redistribute_local_args" and "suggested_input_schema" in frame.f_locals:
         return str(frame.f_locals["suggested_input_schema"].op)
@@ -167,13 +167,13 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Backward:
-    """Where the backward pass is.
+    """The current position of the backward pass.
 
     Attributes:
         node: name of the autograd node that runs, such as ``AddBackward0``.
         sequence_number: position of its operator in the forward pass of its thread, or None.
         variable: the tensor whose gradient it accumulates, or None.
-        forward_stack: the lines of the forward pass, outermost first, where anomaly detection kept them.
+        forward_stack: the stack of the forward pass, outermost first, if anomaly detection recorded it.
     """
 
     node: str
@@ -188,7 +188,7 @@ def sequence_number() -> int:
 
 
 def backward_position() -> Backward | None:
-    """Return where the backward pass that runs in this thread is, or None outside of one."""
+    """Return the position of the backward pass that runs in this thread, or None outside of one."""
     if torch._C._current_graph_task_id() == -1:
         return None
     node = torch._C._current_autograd_node()

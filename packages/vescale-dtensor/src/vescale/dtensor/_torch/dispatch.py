@@ -76,7 +76,7 @@ Spec = DTensorSpec
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """Return the modes that watch operators in this thread, the innermost last."""
+    """Return the active dispatch modes of this thread, the innermost last."""
     return _get_current_dispatch_mode_stack()
 
 
@@ -100,7 +100,7 @@ def argument_names(op: Op) -> tuple[str, ...]:
 
 @functools.cache
 def is_composite(op: Op) -> bool:
-    """Return whether ``op`` is defined by other operators alone; only inference mode shows those to a dispatcher."""
+    """Return whether ``op`` consists of other operators only; such operators are dispatched in inference mode only."""
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
     keys = torch._C.DispatchKey
     return has_kernel(keys.CompositeImplicitAutograd) and not any(map(has_kernel, (keys.CPU, keys.CUDA)))
@@ -143,9 +143,9 @@ def decomposition(op: Op) -> Callable | None:
 
 
 def is_guessed(op: Op) -> bool:
-    """Return whether stock DTensor takes the placements for ``op``, without a rule of its own, from its definition.
+    """Return whether stock DTensor has no rule for ``op`` and guesses its placements from its definition.
 
-    It then runs the operator itself on the shards, as if whatever keeps the placements kept the values, too.
+    It then runs the operator itself on the shards. That gives right values only for some operators.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     # the last table is not in every version
@@ -196,7 +196,7 @@ spec: Callable[[DTensor], Spec] = operator.attrgetter("_spec")
 
 
 def has_default_order(spec: Spec) -> bool:
-    """Return whether mesh axes that shard one dim cut it from left to right, as placements alone say."""
+    """Return whether mesh axes that shard one dim are applied from left to right, the default order."""
     order = getattr(spec, "shard_order", None)  # not in every version
     return order is None or tuple(order) == tuple(DTensorSpec.compute_default_shard_order(spec.placements))
 
@@ -212,7 +212,7 @@ def local_box(
 
 
 def is_strided_shard(placement: Placement) -> bool:
-    """Return whether a placement interleaves its shards, so that a rank's part is not one rectangle."""
+    """Return whether a placement has interleaved shards, so that a rank's part is not one rectangle."""
     return isinstance(placement, _StridedShard)
 
 
@@ -228,7 +228,7 @@ def from_spec(local: Tensor, spec: Spec) -> DTensor:
 
 
 def become(op: Op, args: tuple, kwargs: dict, result: DTensor) -> DTensor:
-    """Give the first operand of ``op``, which changes metadata in place, shard and placements of ``result``."""
+    """Give the first operand of the in-place metadata operator ``op`` the shard and placements of ``result``."""
     tensor = args[0]
     return_and_correct_aliasing(op, args, kwargs, tensor)  # changes the shape and strides that the DTensor shows
     tensor._local_tensor, tensor._spec = result._local_tensor, result._spec
@@ -267,9 +267,9 @@ def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: O
 
 
 def part_of(whole: Tensor, like: DTensor) -> Tensor:
-    """Return this rank's part, in the placements of ``like``, of a tensor that every rank has.
+    """Return this rank's part, in the placements of ``like``, of a full tensor that every rank has.
 
-    Of a sum, the first rank of the axis holds the whole and the others zeros.
+    On a Partial axis the first rank gets the full values and the others zeros.
     """
     target = like._spec
     meta = TensorMeta(whole.shape, tuple(whole.stride()), whole.dtype)

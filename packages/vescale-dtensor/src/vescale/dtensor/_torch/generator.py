@@ -1,8 +1,8 @@
 """The layout of a CPU generator's state.
 
-``torch.get_rng_state()`` is 5056 bytes: as 64-bit words, the seed, two counters, 624 words of the Mersenne Twister (of
-which the lower 32 bits count) and what is left of a pair of normal numbers. It has been so since torch 1.0, and
-the first use of the stream checks it.
+``torch.get_rng_state()`` is 5056 bytes. As 64-bit words these are the seed, two counters, 624 words of the Mersenne
+Twister (only their lower 32 bits are used) and the stored second number of a normal pair. The layout has not changed
+since torch 1.0, and the first use of the stream checks it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def words_of(state: Tensor) -> np.ndarray:
 
 
 def seed_of(state: Tensor) -> int:
-    """Return the seed that a CPU generator's state was made from."""
+    """Return the seed of a CPU generator's state."""
     return int(state.numpy().view(np.uint64)[0])
 
 

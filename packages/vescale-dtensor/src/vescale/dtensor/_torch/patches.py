@@ -1,7 +1,7 @@
-"""How one attribute, table entry or rule of torch is replaced and put back.
+"""Patches: replace one attribute, table entry or rule of torch, and restore it.
 
-A patch has two methods. ``install`` replaces what is there; ``remove`` puts back what ``install`` found. Each may be
-called again at any time and changes nothing then. `vescale.dtensor._install` lists all patches of this package.
+``install`` replaces the present object; ``remove`` restores it. A repeated call changes nothing.
+`vescale.dtensor._install` lists all patches of this package.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ class Patch(Protocol):
     """One change of torch that can be undone.
 
     Attributes:
-        place: what is replaced, in words for a table.
+        place: the replaced attribute or table, as text.
     """
 
     place: str
 
     def install(self) -> None:
-        """Put the change in force."""
+        """Apply the change."""
 
     def remove(self) -> None:
-        """Put back what was there before."""
+        """Restore the original."""
 
     def is_installed(self) -> bool:
-        """Return whether torch now has what this patch puts there."""
+        """Return whether the change is in force."""
 
 
 # ------------------------------------------------------------------------------------------------- attributes
@@ -94,7 +94,7 @@ class AttributePatch:
         self.name = name
         self.make = make
         self.place = ", ".join(f"{_full_name(owner)}.{name}" for owner in owners)
-        self.stock: object = ABSENT  # as it lies in the owner's dict, a staticmethod unopened
+        self.stock: object = ABSENT  # the raw entry of the owner's dict: a staticmethod object, not its function
         self.new: object = ABSENT
 
     def install(self) -> None:
@@ -199,8 +199,7 @@ def stock_handlers() -> Mapping[Op, Handler]:
 class HandlerPatch:
     """Put handlers of operators into DTensor's table.
 
-    An operator whose handler is neither ours nor torch's own keeps it: torch's ``loss_parallel`` has replaced it for a
-    while, or the program has.
+    A handler that is neither ours nor torch's own stays: torch's ``loss_parallel`` or the program has installed it.
 
     Args:
         make: returns the handlers; called once, at the first installation.
@@ -219,7 +218,7 @@ class HandlerPatch:
                 table[op] = handler
 
     def remove(self) -> None:
-        """Take the handlers out of the table; torch's own come back."""
+        """Remove the handlers from the table, and restore torch's own."""
         table = handler_table()
         for op, handler in self.handlers().items():
             if table.get(op) is not handler:
@@ -235,9 +234,9 @@ class HandlerPatch:
 
 
 class LossParallelPatch:
-    """Let torch's ``loss_parallel`` put back, when it ends, the handlers that it has replaced.
+    """Let torch's ``loss_parallel`` restore at its end the handlers that it has replaced.
 
-    Stock removes the handlers of its operators at the end, also those that were there before it.
+    Stock removes all handlers of its operators at the end, including those that existed before.
     """
 
     place = "torch.distributed.tensor.parallel.loss: what loss_parallel calls at its start and end"
@@ -284,11 +283,11 @@ class LossParallelPatch:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What stock sharding propagation says about one call of an operator.
+    """The decision of stock sharding propagation for one call of an operator.
 
     Attributes:
-        needed: the specifications that positional DTensor operands must have, where they must be redistributed.
-        output: the specification of the result, where there is just one.
+        needed: the specs to which positional DTensor operands must be redistributed.
+        output: the spec of the result, if there is just one result.
     """
 
     needed: tuple[object, ...] | None
@@ -297,18 +296,18 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class PropagationRule:
-    """What is asked besides stock sharding propagation. Propagation runs where DTensor's C++ cache has no answer.
+    """A rule in addition to stock sharding propagation, which runs on a miss of DTensor's C++ cache.
 
-    It looks at global shapes, placements and meshes only, before any communication, so it decides alike on all ranks. A
-    sharding is cached and used; anything else is taken for the operator's result. So a rule that accepts a sharding
-    costs nothing from the second call on.
+    A rule reads only global shapes, placements and meshes, before any communication, so it decides alike on all ranks.
+    If it returns a sharding, the sharding is cached and used; any other value is the operator's result. So a rule that
+    accepts a sharding costs nothing from the second call on.
 
     Attributes:
-        before: ``before(op, args, kwargs, schema)`` returns a sharding, the result, or NotImplemented to ask the next
-            rule and then stock.
-        on_error: ``on_error(op, args, kwargs)`` returns the result where stock propagation raises an error.
-        after: ``after(op, args, kwargs, decision)`` returns None to accept stock's decision, or a function that returns
-            the result in another way.
+        before: ``before(op, args, kwargs, schema)`` returns a sharding, the result, or NotImplemented to try the next
+            rule and then stock propagation.
+        on_error: ``on_error(op, args, kwargs)`` returns the result if stock propagation raises an error.
+        after: ``after(op, args, kwargs, decision)`` returns None to accept the stock decision, or a function that
+            computes the result in another way.
     """
 
     before: Callable[[Op, tuple, dict, object], object] | None = None
@@ -316,7 +315,7 @@ class PropagationRule:
     after: Callable[[Op, tuple, dict, Decision], Callable[[], object] | None] | None = None
 
 
-_RULES: list[RulePatch] = []  # those in force, in the order in which they are asked
+_RULES: list[RulePatch] = []  # the rules in force, in the order of their calls
 
 
 def _propagation(stock: Callable) -> Callable:
@@ -330,7 +329,7 @@ def _propagation(stock: Callable) -> Callable:
         try:
             sharding = stock(self, op, args, kwargs, op_info, *rest)
         except UnsupportedOperator:
-            raise  # an operator inside of this one has been refused already
+            raise  # an inner operator has already been refused
         except (NotImplementedError, RuntimeError):
             run = next((rule.on_error for rule in rules if rule.on_error is not None), None)
             if run is None:
@@ -355,11 +354,11 @@ _PROPAGATION = AttributePatch(
 
 
 class RulePatch:
-    """Ask one more rule besides stock sharding propagation. All rules share one replaced method of the dispatcher.
+    """Add one rule to stock sharding propagation. All rules share one replaced method of the dispatcher.
 
     Args:
         rule: the rule.
-        order: rules are asked in ascending order.
+        order: rules are called in ascending order.
     """
 
     place = _PROPAGATION.place
@@ -376,14 +375,14 @@ class RulePatch:
         _PROPAGATION.install()
 
     def remove(self) -> None:
-        """Take the rule out; stock's method comes back with the last one."""
+        """Remove the rule; the last removal restores the stock method."""
         if self in _RULES:
             _RULES.remove(self)
         if not _RULES:
             _PROPAGATION.remove()
 
     def is_installed(self) -> bool:
-        """Return whether the rule is asked."""
+        """Return whether the rule is in force."""
         return self in _RULES and _PROPAGATION.is_installed()
 
 
@@ -425,7 +424,7 @@ class CacheKeyPatch:
 
 
 def forget_decisions() -> None:
-    """Empty DTensor's caches of sharding decisions, which remember what the rules in force decided."""
+    """Empty DTensor's caches of sharding decisions, which depend on the rules in force."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
     cached_meta = getattr(type(propagator), "_propagate_tensor_meta_cached", None)  # private, not in every version
@@ -452,7 +451,7 @@ class SafeGlobalsPatch:
         torch.serialization.add_safe_globals(self.classes)
 
     def remove(self) -> None:
-        """Take the classes out."""
+        """Remove the classes."""
         torch._weights_only_unpickler._remove_safe_globals(self.classes)
 
     def is_installed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Placements, meshes and collectives: private names of torch 2.11 to 2.13 that redistribution needs."""
+"""Private names of torch 2.11 to 2.13 for placements, meshes and collectives, which redistribution uses."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ reduce_scatter: Callable = getattr(dist, "reduce_scatter_single", None) or dist.
 
 
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    """Return a new process group of ``ranks``, in their order, made by them alone, under this name.
+    """Return a new process group of ``ranks``, in their order, under this name; only its members create it.
 
-    Torch names such a group after the number of groups that exist on the calling rank. Ranks may have different numbers
-    of groups: the members then wait for each other under different names, for ever.
+    Torch would name such a group after the number of groups on the calling rank. If ranks have different numbers of
+    groups, the members would wait for each other under different names, forever.
     """
     stock = distributed_c10d._process_group_name
     distributed_c10d._process_group_name = lambda *_, **__: name
@@ -67,12 +67,12 @@ def _arrived(tensor: Tensor) -> Tensor:
 
 
 def reduced(local: Tensor, placement: Partial, mesh: DeviceMesh, axis: int) -> Tensor:
-    """Reduce one axis as a Partial of another class (masks of embeddings, norms) says itself."""
+    """Reduce one axis by the method of the Partial's own class (masks of embeddings, norms)."""
     return _arrived(placement._reduce_value(local, mesh, axis))
 
 
 def partition(local: Tensor, placement: Partial, mesh: DeviceMesh, axis: int) -> Tensor:
-    """Turn a copy into a value that gives the tensor again when it is reduced over ``axis``."""
+    """Turn a replicated tensor into partial values whose reduction over ``axis`` is the tensor."""
     return placement._partition_value(local, mesh, axis)
 
 
@@ -85,7 +85,7 @@ def current_mesh() -> DeviceMesh:
 
 
 def sharding(schema: OpSchema, placements: Sequence[Placement], *, in_place: bool) -> OutputSharding:
-    """Return the decision that an operator runs on the shards as they are and gives a result in ``placements``."""
+    """Return the decision to run an operator on the present shards, with a result in ``placements``."""
     if in_place:
         return OutputSharding(schema.args_schema[0])
     meta = DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta(schema)
@@ -112,5 +112,5 @@ def is_tracing() -> bool:
 
 
 def with_placements(spec: DTensorSpec, placements: Sequence[Placement]) -> DTensorSpec:
-    """Return a copy of ``spec`` in which shards are those of ``spec`` and other placements are new."""
+    """Return a copy of ``spec`` with ``placements``, which must shard the same dims in the same order."""
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta, shard_order=spec.shard_order)

@@ -1,4 +1,4 @@
-"""Tensors without storage, slots of modules and effects of operators: what deferred initialization records."""
+"""Tensors without storage, slots of modules and effects of operators, for deferred initialization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look at a program on DTensors: what it communicates, who holds what, and the values.
+"""Inspect a program on DTensors: its communication, its layouts and its values.
 
 - :func:`comm_log` records every collective with its bytes, mesh axis, module and source line;
 - :func:`explain` draws which rank holds which elements;

@@ -1,4 +1,4 @@
-"""Why a collective is issued, read from the call stack: the user's line, DTensor's mesh, and the operator behind it."""
+"""The origin of a collective, from the call stack: the user's line, DTensor's mesh, and the operator that caused it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["CallSite", "call_site"]
 
 @dataclass(frozen=True)
 class CallSite:
-    """What the call stack says.
+    """The origin of a collective.
 
     Attributes:
-        line: the innermost line of the user's program, or None in a thread that no line of it started.
-        mesh: the mesh over which DTensor communicates, or None where it is not DTensor that does.
-        cause: the operator whose operands are made to fit, or "" where that is not the reason.
+        line: the innermost line of the user's program, or None in a thread without one.
+        mesh: the mesh over which DTensor communicates, or None if other code communicates.
+        cause: the operator whose operands are redistributed implicitly, or "".
     """
 
     line: SourceLine | None
@@ -28,7 +28,7 @@ class CallSite:
 
 
 def call_site() -> CallSite:
-    """Return the call site of what runs in this thread."""
+    """Return the call site of the running code in this thread."""
     line, mesh, cause = None, None, ""
     for frame in callers():
         if is_users(frame):

@@ -1,11 +1,11 @@
 """Record every collective that is issued while a context is open.
 
-A dispatch mode sees them all: functional collectives (DTensor) and those of ``torch.distributed`` (DDP and FSDP
-included), forward and backward. It steps aside for operators on DTensors, so that it sees what they are made of. The
-call stack has the rest: the line of the user's program, the mesh, and whether an operator fits its operands, which is
-what makes a collective implicit.
+A dispatch mode intercepts all of them: functional collectives (DTensor) and those of ``torch.distributed`` (DDP and
+FSDP included), forward and backward. It passes operators on DTensors through, and records the collectives that they
+issue. The rest comes from the call stack: the line of the user's program, the mesh, and the operator that redistributes
+its operands, if the collective is implicit.
 
-Nothing is installed outside the context. Not seen: what runs inside a graph of ``torch.compile``.
+Nothing is installed outside the context. Collectives inside a graph of ``torch.compile`` are not recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ._text import axis_names
 
 __all__ = ["comm_log"]
 
-# torch's name without underscores around it -> ours; what is not listed keeps its own
+# torch's name without leading and trailing underscores -> our name; other names are unchanged
 OPERATORS = {
     "allgather": "all_gather",
     "allgather_base": "all_gather",
@@ -60,11 +60,11 @@ OPERATORS = {
 def comm_log(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> Iterator[CommLog]:
     """Record every collective of this rank inside the context, in the forward and in the backward pass.
 
-    It communicates nothing itself, and changes no result. The log stays readable after the context.
+    It does not communicate and changes no result. The log stays readable after the context.
 
     Args:
         model: the module whose submodules are named in the records; it must be called inside the context.
-        mesh: a mesh whose axes are named; those of the DTensors that take part are known anyway.
+        mesh: a mesh whose axes are named in the records, in addition to the meshes of DTensors.
 
     Returns:
         A context that gives a :class:`CommLog`: a sequence of records with tables over them.
@@ -84,7 +84,7 @@ def comm_log(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) 
 
 
 class _Axes:
-    """The names of process groups, from the meshes that were met."""
+    """The names of process groups, from the meshes used so far."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -124,7 +124,7 @@ class _Recorder(_torch.TorchDispatchMode):
             for leaf in args:
                 if isinstance(leaf, DTensor):
                     self.axes.learn(leaf.device_mesh)
-            return NotImplemented  # DTensor runs, and issues what is to be seen
+            return NotImplemented  # DTensor runs the operator, and this mode gets its collectives
         result = op(*args, **kwargs)
         if _torch.is_visible_collective(op):
             self._record(op, args, kwargs, result)

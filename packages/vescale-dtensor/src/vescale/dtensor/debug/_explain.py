@@ -1,4 +1,4 @@
-"""Say in a text picture which rank holds which elements of a DTensor.
+"""Draw a text picture of which rank holds which elements of a DTensor.
 
 The picture is computed from shape, mesh and placements alone: no communication, and the same on all ranks.
 
@@ -36,14 +36,14 @@ MAX_ROWS = 64
 def explain(tensor: DTensor) -> str:
     """Return a text picture of which rank holds which elements of ``tensor``.
 
-    Tensors that are cut along at most two dims are drawn as a grid with the index ranges at its edges, others are
-    listed in a table. Lines are shorter than 100 characters.
+    Tensors sharded along at most two dims are drawn as a grid with the index ranges at its edges. Others are listed in
+    a table. Lines are shorter than 100 characters.
 
     Args:
         tensor: any DTensor; also on a rank outside of its mesh.
 
     Raises:
-        TypeError: it is no DTensor.
+        TypeError: ``tensor`` is not a DTensor.
 
     Example:
         >>> print(debug.explain(distribute_tensor(torch.zeros(5, 6), mesh, [Shard(0)])))        # doctest: +SKIP

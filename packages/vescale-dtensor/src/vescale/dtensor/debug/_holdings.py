@@ -1,4 +1,4 @@
-"""Which elements every rank of a mesh holds, for all ranks at once and without communication."""
+"""The elements that each rank of a mesh holds, computed for all ranks without communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Holding", "box_text", "boxes_text", "holdings"]
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds.
+    """The elements that one rank holds.
 
     Attributes:
         rank: its global rank.
@@ -38,7 +38,7 @@ class Holding:
 
 
 def holdings(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Holding]:
-    """Return what each rank of the mesh holds; a partial tensor counts as whole on every rank of that axis."""
+    """Return the holding of each rank of the mesh; a partial tensor counts as full on every rank of that axis."""
     cuts = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
     mesh_shape = tuple(mesh.shape)
     found = []
@@ -59,7 +59,7 @@ def box_text(box: Box) -> str:
 
 
 def boxes_text(boxes: Sequence[Box], *, limit: int = 3) -> str:
-    """Return boxes as indices, those beyond the limit as a number.
+    """Return boxes as indices, and the number of boxes beyond the limit.
 
     Example:
         >>> boxes_text([((i,), (1,)) for i in range(5)])

@@ -1,13 +1,13 @@
 """Which module of a model an operator belongs to, in the forward pass and in the backward pass.
 
-In the forward pass hooks keep the path of the modules that run. They add nothing to autograd's graph; for the backward
-pass the numbers that autograd gives to operators in order are enough. Each call of a module covers an interval of them:
+In the forward pass, hooks track the path of the running modules. They add nothing to autograd's graph. The backward
+pass uses autograd's sequence numbers of operators. Each call of a module covers an interval of them:
 
     module       block          block.mlp       block
     numbers      0 1 2 3        4 5 6           7 8
     backward of operator 5 -> block.mlp
 
-The gradient of a parameter is accumulated in the name of that parameter.
+The accumulation of a parameter's gradient has the path of that parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = "(root)"
 
 
 class ModulePath:
-    """Follow which module of ``model`` runs, while the context is open. Without a model the path is always empty.
+    """Track which module of ``model`` runs while the context is open. Without a model the path is always empty.
 
     Args:
         model: the module itself, not a wrapper that prefixes its names.
@@ -51,7 +51,7 @@ class ModulePath:
         self._running.clear()
 
     def now(self) -> tuple[str, str]:
-        """Return the path of what runs in this thread, and ``"forward"`` or ``"backward"``."""
+        """Return the path of the running module in this thread, and ``"forward"`` or ``"backward"``."""
         backward = _torch.backward_position()
         if backward is None:
             return self._current(), "forward"
@@ -66,7 +66,7 @@ class ModulePath:
         return self._running[-1] if self._running else ""
 
     def _install(self, module: nn.Module, name: str) -> None:
-        # first in and last out: what other hooks of the module do counts as the module's
+        # run first on entry and last on exit, so that the module's other hooks count as part of the module
         before = module.register_forward_pre_hook(lambda *_: self._enter(name), prepend=True)
         after = module.register_forward_hook(lambda *_: self._leave(name), always_call=True)
         self._hooks.callback(before.remove)

@@ -1,4 +1,4 @@
-"""What a log of communication holds: one frozen record for each collective, and tables over them."""
+"""The records of a communication log: one frozen record per collective, and tables over them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class CommRecord:
     Attributes:
         operator: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"all_to_all"``, ``"broadcast"``,
             ``"send"``, ``"recv"``, ``"barrier"`` ...
-        num_bytes: of what goes in or comes out on this rank, whichever is more.
+        num_bytes: size of the inputs or of the outputs on this rank, the larger of both.
         dtype: of the first tensor, or None.
-        shape: of the first tensor that goes in.
-        num_tensors: how many tensors go in.
+        shape: of the first input tensor.
+        num_tensors: number of input tensors.
         axis: name of the mesh axis, ``"world"`` for the default group, or the ranks of another group.
         group_size: number of ranks that take part.
         module: path of the module, ``"(root)"`` for the model itself, the name of a parameter whose gradient is
             accumulated, or ``""``.
         phase: ``"forward"`` or ``"backward"``.
         source: the line of the program outside of torch and veScale, or None.
-        implicit: whether an operator did it on its own because its operands did not fit.
+        implicit: whether it is part of an implicit redistribution of an operator's operands.
         cause: that operator, or ``""``.
     """
 
@@ -119,7 +119,7 @@ class CommLog(Sequence[CommRecord]):
         return _table([*by, "count", "implicit", "bytes"], rows, num_text=len(by))
 
     def to_csv(self, path: str | PathLike | None = None) -> str:
-        """Return all records as comma-separated values with a header, and write them to ``path`` where it is given."""
+        """Return all records as comma-separated values with a header, and write them to ``path`` if it is given."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(_FIELDS)

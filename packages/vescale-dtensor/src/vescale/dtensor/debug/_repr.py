@@ -1,13 +1,13 @@
-"""Print a DTensor: what it is as a whole, and which values these are.
+"""Print a DTensor with its layout.
 
-Stock torch prints this rank's shard as if it were the tensor. Two ways to look instead:
+Stock torch prints this rank's shard as if it were the full tensor. This module has two alternatives:
 
-- ``repr`` never communicates, since it may run on one rank only (a debugger, ``if rank == 0: print(x)``). It names the
-  global shape, the placements by axis, this rank and the box that its values are.
+- ``repr`` never communicates, because it may run on one rank only (a debugger, ``if rank == 0: print(x)``). It shows
+  the global shape, the placements by axis, this rank, and the box of the printed values.
 - :func:`show` gathers the global values and must be called on all ranks.
 
-The first replaces ``DTensor.__repr__`` while this package is imported. It concerns DTensors only, and falls back to
-torch's text wherever it fails.
+The first replaces ``DTensor.__repr__`` while this package is imported. It affects DTensors only, and falls back to
+torch's text if it fails.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["repr_with_layout", "show"]
 
 
 def repr_with_layout(stock: Callable[[DTensor], str]) -> Callable[[DTensor], str]:
-    """Return the function that prints a DTensor as this file does, and as ``stock`` where that fails."""
+    """Return the ``repr`` of this module, with ``stock`` as its fallback."""
 
     def dtensor_repr(tensor: DTensor) -> str:
-        """Return this rank's values with what they are. It never communicates."""
+        """Return this rank's values and their layout, without communication."""
         try:
             text = f"{_header(tensor)}\n{_whose(tensor)}:\n"
-        except Exception:  # a repr that raises would hide what is being debugged
+        except Exception:  # an error in repr would hide the bug that the user is debugging
             return stock(tensor)
         return f"{text}{_torch.local_tensor(tensor)!r}"
 
@@ -48,7 +48,7 @@ def show(tensor: DTensor, *, max_elements: int = 100_000) -> str:
         max_elements: a larger tensor is not gathered; the text then has no values.
 
     Raises:
-        TypeError: it is no DTensor.
+        TypeError: ``tensor`` is not a DTensor.
 
     Example:
         >>> text = debug.show(x)                # all ranks             # doctest: +SKIP
@@ -73,7 +73,7 @@ def _header(tensor: DTensor) -> str:
 
 
 def _whose(tensor: DTensor) -> str:
-    """Say which part of the whole this rank's values are."""
+    """Describe which part of the full tensor this rank's values are."""
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     coord = mesh.get_coordinate()
     rank = f"rank {dist.get_rank()}"

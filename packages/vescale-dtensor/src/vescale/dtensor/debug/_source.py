@@ -63,7 +63,7 @@ def is_users(frame: FrameType) -> bool:
 
 
 def line_of(frame: FrameType) -> SourceLine | None:
-    """Return the line that a frame is at; None for the start of a thread, which no program wrote."""
+    """Return the current line of a frame; None for the start of a thread, which belongs to no program."""
     if frame.f_globals.get("__name__") == "threading":
         return None
     return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

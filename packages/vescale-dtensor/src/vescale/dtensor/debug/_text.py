@@ -13,7 +13,7 @@ UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of the axes; one without a name is called by its position.
+    """Return the names of the axes; an axis without a name is named by its position.
 
     Example:
         >>> axis_names(init_device_mesh("cpu", (2, 2)))                             # doctest: +SKIP

@@ -16,16 +16,16 @@ tensor and keeps its shard, which is right everywhere: for small tensors (no lar
 dropout of more than 2^31 - 1 elements, during the capture of a CUDA graph (where a generator's offset can be neither
 read nor set), for complex and fake tensors, and where the device does not draw as assumed.
 
-What is assumed of the device and the release, and how each is checked at run time:
+Assumptions about the device and the torch release, and the run-time check of each:
 
 * the map of words, the number of threads (also where a device is shared), values per block: a test draw of each
   operator and dtype against the native one (``selftest``), and the generator's move after each launch;
 * the widest vectorized read of ``native_dropout``, 4 or 8 elements of 16 bits: found by a test draw;
 * the halves that a fill of more than 2^31 - 1 bytes is split into: a test draw of 2 GiB before the first such fill of
   an operator and dtype (where memory does not suffice, the full tensor is drawn). They are those of a dense tensor;
-* that on one device the input of ``native_dropout`` would start at an address divisible by 16, as the result of every
-  operator does. A view into the middle of a storage may not, and then one device reads it in narrower vectors. A shard
-  does not know the storage of the global tensor, so this cannot be asked.
+* the alignment of the input of ``native_dropout``: on one device it starts at an address divisible by 16, as the result
+  of every operator does. One device reads an unaligned view into a storage in narrower vectors. This assumption has no
+  check, because a shard has no access to the storage of the global tensor.
 """
 
 from .entries import replay_bernoulli, replay_fill, replay_native_dropout

@@ -236,7 +236,7 @@ def dropout_rounds(vector: int, grid: Grid) -> Rounds:
 
 
 def dropout_advance(numel: int, grid: Grid) -> int:
-    """Return how far `native_dropout` advances the generator's offset, whatever it used."""
+    """Return how far `native_dropout` advances the generator's offset, independent of its use."""
     return nullary_advance(numel, WORDS, grid)
 
 

@@ -166,7 +166,7 @@ def dropout_vector(
 
 
 def dropout_is_logical(backend: Backend, op: object, dtype: torch.dtype, device: torch.device, widest: int) -> bool:
-    """Return whether elements that are read one by one are numbered in logical order, whatever their strides are."""
+    """Return whether elements that are read one by one are numbered in logical order for any strides."""
     numel = 3 * (dropout_rounds(1, backend.grid(device)).window // 2 + 1)
 
     def ask() -> bool | None:

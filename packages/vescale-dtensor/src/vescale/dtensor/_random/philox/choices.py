@@ -85,7 +85,7 @@ def _rows(weights: Tensor) -> int | None:
 
 
 def _check(draw: Draw, weights: Tensor, num_samples: int, replacement: bool) -> None:
-    """Raise unless ``weights`` is a distribution of which this rank holds full rows."""
+    """Raise unless ``weights`` is a distribution and this rank holds full rows of it."""
     op = draw.op
     if weights.ndim not in (1, 2) or weights.shape[-1] == 0:
         raise RuntimeError(f"{op}: weights have 1 or 2 dims and at least one category, got {tuple(weights.shape)}")

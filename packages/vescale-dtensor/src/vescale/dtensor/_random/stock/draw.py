@@ -45,7 +45,7 @@ NORMAL = aten.normal_.default
 PAIRS_OF_WORDS = frozenset(
     {aten.bernoulli_.float, aten.exponential_.default, aten.geometric_.default, aten.cauchy_.default}
 )
-"""Operators that take two words of the generator for each element, whatever its dtype."""
+"""Operators that take two words of the generator for each element of any dtype."""
 
 PIECEWISE_OPS = PAIRS_OF_WORDS | {
     aten.uniform_.default,
@@ -149,7 +149,7 @@ def _draw_full(op: _torch.Op, local: Tensor, position: GlobalPosition, args: tup
 
 
 def _draw_small(op: _torch.Op, local: Tensor, position: GlobalPosition, args: tuple, kwargs: dict) -> None:
-    """Draw a tensor that is not larger than a piece, of which this rank holds one box."""
+    """Draw a tensor that is not larger than a piece; this rank holds one box of it."""
     full = local.new_empty(position.memory_shape)
     op(full, *args, **kwargs)
     (view,) = position.views(local)

@@ -206,7 +206,7 @@ def _sized_out(recipe: Recipe, op: _torch.Op, args: tuple, kwargs: dict) -> Tens
 
 
 def _resize_(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
-    """``randn(out=)`` resizes before it draws: nothing to do for a size that stays, else what there is without us."""
+    """Run the resize of ``randn(out=)`` before its draw: do nothing if the size stays, else run the stock operator."""
     tensor, size = args[:2]
     return tensor if tuple(size) == tuple(tensor.shape) else _torch.stock_dispatch(op, args, kwargs)
 
@@ -218,10 +218,10 @@ def _out(handler: _torch.Handler, op: _torch.Op, args: tuple, kwargs: dict) -> T
 
 
 def check_out(op: _torch.Op, out: Tensor, shape: torch.Size, like: Tensor) -> None:
-    """Refuse an ``out`` that is not as the result: its shape, and mesh and placements of ``like``.
+    """Refuse an ``out`` unless it has the result's shape, and the mesh and placements of ``like``.
 
     Raises:
-        UnsupportedRandomOperator: it is not.
+        UnsupportedRandomOperator: ``out`` differs in shape, mesh or placements.
     """
     if out.shape != shape:
         way_out = f"give `out` the shape {tuple(shape)} of the result"
@@ -237,7 +237,7 @@ def _layout(tensor: DTensor) -> tuple:
 
 
 def copy_to_out(result: Tensor, out: Tensor) -> Tensor:
-    """Copy a result to an ``out`` that `check_out` let pass, and return it."""
+    """Copy a result to an ``out`` that `check_out` accepted, and return it."""
     local_of(out).copy_(local_of(result))
     return out
 

@@ -63,7 +63,7 @@ def _bounds(shape: Sequence[int], boxes: Sequence[Box], numel: int) -> list[Span
 
 
 def _merged(found: list[Span]) -> list[Span]:
-    """Join spans that overlap, and small ones that are close, into spans of which parts are kept."""
+    """Join overlapping spans, and small spans that are close, into `KEEP_PARTS` spans."""
     merged: list[Span] = []
     for span in found:
         if merged and _joins(merged[-1], span):
