@@ -124,7 +124,7 @@ class Form:
         return all(self.mesh.get_local_rank(dim) == 0 for dim in set(target) - set(dims))
 
     def union(self, dims: Iterable[int]) -> tuple[int, ...]:
-        """Return the dims over which the sum of the gradient in the buffers and one partial over ``dims`` is partial."""
+        """Return the dims over which the gradient in the buffers is partial after one over ``dims`` is added."""
         return tuple(sorted({*self.over, *dims}))
 
     @property
@@ -184,7 +184,7 @@ class Agreement:
         self._is_made = not self._slots
 
     def comes_within(self, seconds: float) -> bool:
-        """Start the agreement unless it exists; wait at most ``seconds`` and return whether `finish` returns at once."""
+        """Start the agreement unless it is made; wait at most ``seconds``; return whether `finish` returns at once."""
         if self._is_made:
             return True
         self._ask()

@@ -29,7 +29,7 @@ __all__ = ["Axis", "Pending"]
 #: Seconds between two checks of a collective during a wait with a limit.
 _NAP = 0.0002
 
-#: Size of a shard, in bytes, from which gloo gathers by broadcasts, one per rank: its all-gather copies through a buffer.
+#: Bytes of a shard from which gloo gathers by broadcasts, one per rank: its all-gather copies through a buffer.
 IN_PLACE_BYTES = 2**16
 
 
@@ -261,7 +261,7 @@ class Pending:
         self.at_end: Callable[[], object] | None = None
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; return whether the collective has ended or failed, so that `wait` returns at once."""
+        """Wait at most ``seconds``; return whether the collective has ended or failed."""
         end = time.monotonic() + seconds
         while not self._work.is_completed():
             if time.monotonic() >= end:
