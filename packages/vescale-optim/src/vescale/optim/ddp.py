@@ -209,7 +209,7 @@ class DDP(_torch.UnmovableModule):
         attach_local_batch(module, axes.meshes, watch_draws=watch_draws)
         if sharded is not None:
             settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-            sharded.attach(synchronizes=lambda: self._reducer.synchronises, **settings)
+            sharded.attach(synchronizes=lambda: self._reducer.synchronizes, **settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on this rank's part of the batch."""
@@ -245,19 +245,19 @@ class DDP(_torch.UnmovableModule):
             ...         loss(model(batch)).backward()
             >>> loss(model(micro_batches[-1])).backward()  # doctest: +SKIP
         """
-        before = self._switch(synchronises=False)
+        before = self._switch(synchronizes=False)
         kept = None if self._sharded is None else self._sharded.keep(not reshard)
         try:
             yield
         finally:
-            self._switch(synchronises=before)
+            self._switch(synchronizes=before)
             if self._sharded is not None:
                 self._sharded.keep(kept)
 
-    def _switch(self, *, synchronises: bool) -> bool:
+    def _switch(self, *, synchronizes: bool) -> bool:
         if _torch.backward_number() != -1:
             raise RuntimeError("no_sync() was entered or left during backward(); put the whole backward() inside of it")
-        before, self._reducer.synchronises = self._reducer.synchronises, synchronises
+        before, self._reducer.synchronizes = self._reducer.synchronizes, synchronizes
         return before
 
     def global_mean_scale(self, count: int | float | torch.Tensor) -> float:

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 __all__ = ["BlockedTensor", "Layout", "plan_layout"]
 
 #: Number of sizes just below the result of the bisection that are tried, too.
-_NEIGHBOURS = 16
+_NEIGHBORS = 16
 
 #: A layout in the given order is kept if at most this part of a shard could be saved.
 _GOOD_ENOUGH = 1 / 128
@@ -194,7 +194,7 @@ def _smallest(problem: _Problem, low: int, high: int, unit: int) -> int:
             high = middle
         else:
             low = middle + 1
-    below = range(max(lowest, high - _NEIGHBOURS), high)
+    below = range(max(lowest, high - _NEIGHBORS), high)
     return next((size * unit for size in below if _fits(problem, size * unit)), high * unit)
 
 

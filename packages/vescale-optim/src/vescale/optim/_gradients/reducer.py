@@ -83,7 +83,7 @@ class _Round:
 
 
 class Reducer:
-    """Reduce the gradients of ``buckets`` over ``axis`` in every backward that runs while ``synchronises`` is set.
+    """Reduce the gradients of ``buckets`` over ``axis`` in every backward that runs while ``synchronizes`` is set.
 
     Args:
         buckets: In the order of their collectives.
@@ -107,7 +107,7 @@ class Reducer:
         self.axis = axis
         self.overlap = overlap
         self.find_unused = find_unused
-        self.synchronises = True
+        self.synchronizes = True
         self._patience = PATIENCE
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._distributed = [slot for slot in self.slots if slot.form is not None and slot.form.dims]
@@ -127,7 +127,7 @@ class Reducer:
             self._launch_complete()
 
     def _join_round(self, slot: FlatSlot) -> None:
-        if not self.synchronises and self._round is None:
+        if not self.synchronizes and self._round is None:
             return
         self._round = self._round or _Round(self.buckets)
         if slot in self._round.arrived:
