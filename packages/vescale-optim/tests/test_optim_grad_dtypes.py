@@ -73,7 +73,7 @@ def expected_gradients(size, dtype, grad_dtype, reduce_dtype, *, no_sync):
 
 def actual_gradients(model, dtype, *, no_sync):
     for index in range(MICROS):
-        model._reducer.synchronises = not no_sync or index == MICROS - 1
+        model._reducer.synchronizes = not no_sync or index == MICROS - 1
         loss_of(model, index, dist.get_rank(), dtype).backward()
     return {
         fqn: (slot.param.grad.view(-1) if not model.zero else slot.grad_part, slot.part if model.zero else (0, None))

@@ -1,4 +1,4 @@
-"""What DDP asks of a module, checked before the first collective: every refusal names the parameter and the way out."""
+"""What DDP requires of a module, checked before the first collective: every error names the parameter and the fix."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = [
     "set_grad_dtype",
 ]
 
-#: Attribute of parameters that have a DDP: a second one would reduce their gradients twice. It is the parameter's id,
-#: as a copy through pickle has the same attributes.
+#: Attribute of parameters that have a DDP: a second DDP would reduce their gradients twice. Its value is the id of
+#: the parameter, because a copy through pickle has the same attributes.
 _WRAPPED = "_vescale_ddp"
 
-#: Where `vescale.dmodule` notes how a module runs.
+#: Attribute in which `vescale.dmodule` records how a module runs.
 _EXECUTION = "_vescale_execution"
 
 _LOCAL_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -36,10 +36,10 @@ _LOCAL_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 def check_module(
     module: nn.Module, trainable: dict[str, nn.Parameter], axes: DataAxes, *, moves_parameters: bool
 ) -> None:
-    """Refuse a module whose parameters cannot be reduced over the axes, or cannot be moved into flat buffers.
+    """Reject a module whose parameters cannot be reduced over the axes, or cannot be moved into flat buffers.
 
     Raises:
-        ValueError: Naming the parameter.
+        ValueError: With the name of the parameter.
     """
     if not trainable:
         raise ValueError(
@@ -83,7 +83,7 @@ def _check_placements(fqn: str, tensor: DTensor, axes: DataAxes) -> None:
 
 
 def check_shared_memory(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
-    """Raise ValueError if moving a parameter into a flat buffer would part it from a tensor in the same memory."""
+    """Raise ValueError if moving a parameter into a flat buffer would separate it from a tensor in the same memory."""
     moved = {_torch.local_tensor(p).data_ptr(): fqn for fqn, p in parameters.items() if _torch.local_tensor(p).numel()}
     moved.pop(0, None)  # no memory yet
     for fqn, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -96,16 +96,16 @@ def check_shared_memory(module: nn.Module, parameters: dict[str, nn.Parameter]) 
 
 
 def mark_wrapped(parameters: Iterable[nn.Parameter]) -> None:
-    """Note that the parameters have a DDP, for `check_module`."""
+    """Record that the parameters have a DDP, for `check_module`."""
     for param in parameters:
         setattr(param, _WRAPPED, id(param))
 
 
 def executions_of(module: nn.Module) -> list[Any]:
-    """Return what `vescale.dmodule` has noted of how a module, or parts of it, run.
+    """Return the records of `vescale.dmodule` on how a module, or parts of it, run.
 
-    Its attribute ``any_rank`` is a function that returns whether a flag is set on any of the ranks that must make the
-    same calls; None if there are no others.
+    The attribute ``any_rank`` of a record is a function that returns whether a flag is set on any of the ranks that
+    must make the same calls; None if there are no others.
     """
     found = (vars(part).get(_EXECUTION) for part in module.modules())
     return [execution for execution in found if execution is not None]
@@ -130,10 +130,10 @@ def refuse_local_statistics(module: nn.Module, axis: Axis) -> None:
 
 
 def check_grad_dtype(trainable: dict[str, nn.Parameter], rules: ReduceRules) -> None:
-    """Refuse gradients of another dtype than that in which gradients are to be kept.
+    """Reject existing gradients whose dtype differs from the one in which gradients will be kept.
 
     Raises:
-        ValueError: Naming the parameter.
+        ValueError: With the name of the parameter.
     """
     for fqn, param in trainable.items():
         dtype = rules.kept(param.dtype)

@@ -1,7 +1,7 @@
 """The settings of a ``DDP``, checked in one place before anything is done to the module.
 
-What depends on the module, too, is checked where it is used: shapes by `resolve_blocks`, devices by `check_offload`,
-dtypes of parameters by `check_param_dtype`, everything else about parameters by `check_module`.
+Checks that depend on the module are elsewhere: shapes in `resolve_blocks`, devices in `check_offload`, dtypes of
+parameters in `check_param_dtype`, everything else about parameters in `check_module`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """Keyword arguments of ``DDP``, of the same meanings.
+    """Keyword arguments of ``DDP``, with the same meanings.
 
     Raises:
-        ValueError: If a value is none that the argument takes, or needs another ZeRO stage.
+        ValueError: If a value is invalid, or needs another ZeRO stage.
         TypeError: If ``granularity`` is not a mapping from names and regular expressions.
     """
 
@@ -67,7 +67,7 @@ class Options:
         return ReduceRules(self.reduction, self.grad_dtype, self.reduce_dtype)
 
     def __str__(self) -> str:
-        """Return what must be the same on all ranks, as lines."""
+        """Return the settings that must be the same on all ranks, as lines."""
         lines = [f"zero={self.zero} find_unused_parameters={self.find_unused_parameters}", str(self.rules)]
         if self.zero == 3:
             lines.append(f"{self.reshard_after_forward} {self.prefetch} offload={self.offload}")

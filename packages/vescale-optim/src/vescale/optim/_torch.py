@@ -1,6 +1,6 @@
 """The only file of ``vescale.optim`` with private names of torch, and the only one that depends on torch versions.
 
-Everything here exists in torch 2.11 to 2.13 with the same meaning; what differs is bridged here and nowhere else.
+Everything here exists in torch 2.11 to 2.13 with the same meaning. Differences between versions are handled only here.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def wrap_like(local: Tensor, like: Tensor) -> Tensor:
     """Wrap ``local``, of any dtype, with mesh, placements, global shape and strides of ``like`` if it is a DTensor."""
     if not isinstance(like, DTensor):
         return local
-    # from_local would make a new view of `local`; the spec of `like` is, but for the dtype, exactly what is wanted.
+    # from_local would make a new view of `local`; except for the dtype, the spec of `like` is the correct one.
     spec = like._spec
     if local.dtype != like.dtype:
         spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
@@ -133,7 +133,7 @@ def backward_number() -> int:
 
 
 def backward_is_nested() -> bool:
-    """Tell, at the end of a backward pass, whether it ran inside a node of another one (reentrant checkpointing)."""
+    """Return, at the end of a backward pass, whether it ran inside a node of another one (reentrant checkpointing)."""
     return torch._C._current_autograd_node() is not None
 
 
@@ -161,7 +161,7 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def base_of(view: Tensor) -> Tensor | None:
-    """Return the tensor whose memory a view shares for autograd, None for a tensor that is no view."""
+    """Return the tensor whose memory a view shares for autograd; None for a tensor that is not a view."""
     return view._base
 
 
@@ -171,7 +171,7 @@ def version(tensor: Tensor) -> int:
 
 
 def count_change(tensors: Sequence[Tensor]) -> None:
-    """Count an in-place change of each tensor that torch has not seen: autograd refuses values saved before."""
+    """Count an in-place change of each tensor made outside of torch: autograd then rejects values saved before."""
     if tensors:
         torch.autograd.graph.increment_version(list(tensors))
 
@@ -179,7 +179,7 @@ def count_change(tensors: Sequence[Tensor]) -> None:
 def num_holders(tensor: Tensor) -> int:
     """Return how many tensors, views of each other or not, hold the memory of this one, itself included."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1  # the object that stands for the storage here
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # without the storage object of this function
 
 
 def in_transform() -> bool:
@@ -193,7 +193,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiler_wrapper(module: nn.Module) -> bool:
-    """Return whether a module is what ``torch.compile`` has returned for another."""
+    """Return whether a module is the result of ``torch.compile`` for another."""
     return isinstance(module, torch._dynamo.OptimizedModule)
 
 
@@ -203,7 +203,7 @@ def has_compiled_calls(module: nn.Module) -> bool:
 
 
 def on_compilation(callback: Callable[[], None]) -> None:
-    """Call ``callback`` before each compilation of ``torch.compile``, once for how many times it is given."""
+    """Call ``callback`` once before each compilation of ``torch.compile``, even if it is registered several times."""
     known = torch._dynamo.callback.callback_handler.start_callbacks
     if not any(getattr(each, "callback", None) is callback for each in known):
 
@@ -220,12 +220,12 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def plain_functions() -> contextlib.AbstractContextManager[None]:
-    """Treat tensors of subclasses as plain ones in functions of torch: their ``__torch_function__`` is not asked."""
+    """Treat tensors of subclasses as plain ones in functions of torch: ``__torch_function__`` is not called."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def no_function_modes() -> contextlib.AbstractContextManager[None]:
-    """Hide functions of torch from every ``TorchFunctionMode``, too, such as that by which a pipeline follows code."""
+    """Hide functions of torch from every ``TorchFunctionMode``, too, such as the one that traces a pipeline."""
     return torch._C.DisableTorchFunction()
 
 
@@ -235,7 +235,7 @@ def default_store() -> dist.Store:
 
 
 def without_dims(placement: Placement, num_dims: int) -> Placement:
-    """Return a placement of what is left when the first dims are taken away, which it does not cut any more."""
+    """Return the placement that remains without the first ``num_dims`` dims: ``Replicate`` if it cuts one of them."""
     if num_dims == 0 or not (placement.is_shard() or isinstance(placement, _StridedShard)):
         return placement
     if placement.dim < num_dims:
@@ -264,7 +264,7 @@ def foreach_norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtyp
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy every source into its target, in place, of whatever dtypes."""
+    """Copy every source into its target, in place, between any dtypes."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
@@ -297,7 +297,7 @@ def unscale_(tensors: Sequence[Tensor], found: Tensor, inverse_scale: Tensor) ->
 
 
 class UnmovableModule(nn.Module):
-    """A module whose parameters must stay where they are: ``to``, ``cuda``, ``half`` and so on raise RuntimeError."""
+    """A module whose parameters must not move: ``to``, ``cuda``, ``half`` and so on raise RuntimeError."""
 
     def _apply(self, fn: Callable, recurse: bool = True) -> UnmovableModule:  # noqa: ARG002 - torch's signature
         raise RuntimeError(

@@ -1,9 +1,9 @@
-"""From a module to buckets: what ``DDP`` does to a module before its first forward.
+"""From a module to buckets: how ``DDP`` prepares a module before its first forward.
 
 materialize     a deferred module gets its values; with ZeRO 3 each rank computes its part only
-check           refuse what cannot be reduced or moved, before the first collective
+check           reject parameters that cannot be reduced or moved, before the first collective
 cast            with ``param_dtype``: cast parameters, and keep their values from before
-plan            a place for each parameter: names and integers, the same on all ranks
+plan            a slot for each parameter: names and integers, the same on all ranks
 agree           compare settings, shapes and the plan over all ranks
 broadcast       coord 0 overwrites the parameters and buffers of the others
 move            parameters become views of flat buffers (ZeRO 1 to 3), and their shards are kept
@@ -45,7 +45,7 @@ class WrappedModule:
     Attributes:
         data_axes: The axes of data parallelism.
         names: Names of trainable parameters in registration order.
-        frozen: Parameters that take no gradients, by name.
+        frozen: Parameters without gradients, by name.
         originals: Values from before parameters were cast.
         sharded: The sharded parameters (ZeRO 3).
         buckets: In the order of backward.
@@ -108,7 +108,7 @@ class WrappedModule:
 
 
 def _materialize(module: nn.Module, axes: DataAxes, options: Options) -> dict[str, DTensor]:
-    """Give a deferred module its values; where ranks hold a part each, return the parts by name instead."""
+    """Materialize a deferred module; if each rank holds a part, return the parts by name instead."""
     if not is_deferred(module):
         return {}
     if options.zero == 3 and axes.shard.size > 1:

@@ -6,13 +6,13 @@ p-norm of all of them is the p-th root of a sum in which every element counts on
 
     class of parameters, by the axes over which they are sharded    {}     {tp}    {dp}    {tp, dp}
     local sum of |g|^p                                              s0     s1      s2      s3
-    added up on the ranks that are first along the other axes       tp,dp  dp      tp      -
+    added on the ranks that are first along the other axes          tp,dp  dp      tp      -
     one all-reduce of that number over all ranks: of tp, dp and norm_axes, whose ranks hold different parameters
 
-So there is one all-reduce of one number, whatever the number of parameters, classes and axes, and all ranks receive the
-same bits (`_norm/counting.py`, `_ranks/span.py`). For the infinity norm sum is max;
-exact norms take one all-reduce more (`_norm/exact.py`). Nothing waits for the host, unless ``error_if_nonfinite``.
-Replicas (tp of a gain, those of hybrid sharding) count once.
+So there is one all-reduce of one number, for any number of parameters, classes and axes, and all ranks receive the same
+bits (`_norm/counting.py`, `_ranks/span.py`). For the infinity norm, the maximum replaces the sum. Exact norms take one
+more all-reduce (`_norm/exact.py`). The host does not wait, except with ``error_if_nonfinite``. Replicas (of a gain over
+tp, of shards in hybrid sharding) count once.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def clip_grad_norm_(
     and the norm itself are taken in float64, sums of a tensor in float32 or, for float64, in float64.
 
     Every rank of the meshes of the parameters, of ``DDP`` and of ``norm_axes`` must call it, as often as the others,
-    also ranks that only hold replicas. It is one all-reduce over all of them where their meshes are slices of one mesh
-    (two for norms of order 1 and 2 with ``DDP(reduction="ordered")``); what is no slice of it takes one more per axis.
-    The first call with a mesh or ``norm_axes`` also compares what ranks know, and waits for it.
+    also ranks that only hold replicas. If their meshes are slices of one mesh, it is one all-reduce over all of them
+    (two for norms of order 1 and 2 with ``DDP(reduction="ordered")``). Each axis that is not a slice of that mesh takes
+    one more. The first call with a mesh or ``norm_axes`` also compares the axes of the ranks, and the host waits.
 
     Args:
         model_or_parameters: A ``DDP``, another module, or parameters. Parameters may be plain tensors or DTensors.
@@ -114,7 +114,7 @@ def _parameters(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> l
 def distribution_axes(
     parameters: Sequence[Tensor], model: DDP | None, norm_axes: Iterable[DeviceMesh] = ()
 ) -> list[Axis]:
-    """Return axes that join all ranks which hold other parts of these parameters or other parameters."""
+    """Return axes that join all ranks that hold other parts of these parameters, or other parameters."""
     classes = _classes(parameters, model)
     known = _known_axes(classes, model)
     return _counting(classes, known, _extra_axes(norm_axes, known)).axes
@@ -128,7 +128,7 @@ class _Class:
         parameters: The parameters.
         axes: Axes of more than one rank over which they are sharded.
         mesh: Their mesh if they are DTensors.
-        data: The axes of the ``DDP`` that has them, if that is known.
+        data: The axes of the ``DDP`` that owns them; None if unknown.
     """
 
     parameters: list[Tensor] = field(default_factory=list)
@@ -153,7 +153,7 @@ def _classes(parameters: Sequence[Tensor], model: DDP | None) -> list[_Class]:
 
 
 def _zero_axis(param: Tensor, model: DDP | None) -> Axis | None:
-    """Return the axis over which ZeRO shards the gradient, also where this rank has no gradient."""
+    """Return the axis over which ZeRO shards the gradient, even if this rank has no gradient."""
     if model is not None:
         return model.data_axes.shard if model.zero else None
     return param.grad.slot.bucket.axis if isinstance(param.grad, ShardedGradient) else None
@@ -167,7 +167,7 @@ def _shard_axes(param: Tensor) -> list[Axis]:
 
 
 def _data_axes(param: Tensor, model: DDP | None) -> DataAxes | None:
-    """Return the axes of the model, or of the one that has sharded the gradient."""
+    """Return the axes of the model's ``DDP``, or of the ``DDP`` that has sharded the gradient."""
     if model is not None:
         return model.data_axes
     return param.grad.slot.bucket.axes if isinstance(param.grad, ShardedGradient) else None
@@ -182,7 +182,7 @@ def _known_axes(classes: Sequence[_Class], model: DDP | None) -> dict[Ranks, Kno
             found += [KnownAxis.of(axis, model.mesh_axis) for axis in axes]
         elif len(meshes) == 1:
             found.append(KnownAxis.of(data.all, meshes[0]))
-        else:  # the mesh of which both are slices is not known here
+        else:  # the mesh of which both are slices is unavailable
             found += [
                 KnownAxis.of(axis, mesh) for axis, mesh in zip((data.replicate, data.shard), meshes, strict=False)
             ]
@@ -238,12 +238,12 @@ def _global_norm(
     zero = torch.zeros((), dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         return _largest(torch.stack([*sums, zero]), counting)
-    # Replicas outside the span have added up each for themselves, perhaps in an order of their own.
+    # Replicas outside the span have computed their sums separately, perhaps in another order.
     return counting.same(counting.sum(sums, zero=zero)) ** (1.0 / norm_type)
 
 
 def _largest(numbers: Tensor, counting: Counting) -> Tensor:
-    """Return the largest number of all ranks, or nan if there is one, of which no backend says what its maximum is."""
+    """Return the largest number of all ranks, or nan if there is one; backends do not define the maximum of nan."""
     nan = numbers.isnan()
     local = torch.stack([numbers.masked_fill(nan, 0.0).max(), nan.any().double()])
     largest, any_nan = counting.largest(local).unbind()
@@ -251,7 +251,7 @@ def _largest(numbers: Tensor, counting: Counting) -> Tensor:
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the local parts of the gradients that are there."""
+    """Return the local parts of the existing gradients."""
     found = []
     for param in parameters:
         grad = local_gradient(param)
@@ -261,7 +261,7 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _device(classes: Sequence[_Class], axes: Sequence[Axis]) -> torch.device:
-    """Return where to compute: where the axes reduce, also on a rank without parameters, or with them elsewhere."""
+    """Return the device of the axes' collectives, also on a rank without parameters, or with parameters elsewhere."""
     device = _torch.local_tensor(classes[0].parameters[0]).device if classes else torch.device("cpu")
     other = next((axis.device_type for axis in axes if axis.device_type != device.type), None)
     return device if other is None else torch.empty(0, device=other).device

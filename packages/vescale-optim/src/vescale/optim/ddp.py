@@ -1,7 +1,7 @@
 """Data parallelism with optional sharding of gradients, optimizer state (ZeRO 1, 2) and parameters (ZeRO 3).
 
 Each rank of a mesh axis holds the module and runs it on its part of the batch; gradients are averaged over the axis in
-flat buckets while backward runs. What is left after ``backward()``:
+flat buckets while backward runs. State after ``backward()``:
 
     zero   param.grad                    kept per rank between steps            collective of a bucket
     0      the averaged gradient         gradients                              all-reduce
@@ -10,8 +10,8 @@ flat buckets while backward runs. What is left after ``backward()``:
     3      a placeholder that raises     1/N of gradients and of parameters     reduce-scatter, gathers of parameters
 
 ``reduction="ordered"`` replaces these collectives: an all-to-all, a sum in the order of coords, and for ZeRO 0 an
-all-gather of the sums. An element's sum then has the same bits whatever the bucket size, overlap and stage are; the
-table of costs is in `_gradients/reduction.py`, the dtypes of gradients and of sums in `_gradients/rules.py`.
+all-gather of the sums. An element's sum then has the same bits for any bucket size, overlap and stage. The table of
+costs is in `_gradients/reduction.py`, the dtypes of gradients and of sums in `_gradients/rules.py`.
 
 With ZeRO 1 and 2 ``DistributedOptimizer`` updates this rank's part of the parameters, with 1/N of the optimizer state,
 and gathers them while the next forward runs (`_parameters/gathers.py`). With ZeRO 3 it updates the shard, and the next
@@ -56,9 +56,9 @@ class DDP(_torch.UnmovableModule):
     Parameters are plain tensors, or DTensors over other axes (tensor parallelism); they stay the same objects. At
     construction a deferred module is materialized, and parameters and buffers of coord 0 overwrite those of the other
     coords. Tied parameters are reduced once, frozen ones not at all. Gradients are reduced in any ``backward()`` that
-    reaches the parameters, also one that a pipeline engine runs without calling this wrapper. Partial
-    gradients are summed over the other axes once per step (`_gradients/partials.py`). Dropout draws, on each rank, its
-    slice of the mask that one device would draw for the global batch.
+    reaches the parameters, including one that a pipeline engine runs without calling this wrapper. Partial gradients
+    are summed over the other axes once per step (`_gradients/partials.py`). On each rank, dropout produces its slice of
+    the mask that one device would produce for the global batch.
 
     Attributes the wrapper does not have are looked up in the module; ``state_dict``, ``load_state_dict`` and
     ``named_parameters`` use the module's names. Copies of the module (``copy.deepcopy(model.module)``) are plain
@@ -72,14 +72,14 @@ class DDP(_torch.UnmovableModule):
             parts are in the order of ranks along the first axis, then along the second, and means of gradients are over
             all. With one rank nothing is communicated.
         zero: 0, 1, 2 or 3, see above. From 1 on parameters become views of flat buffers. With 3 each rank keeps 1/N of
-            them, and unshards them, unit by unit, where they are used; otherwise they have no values, and reading one
+            them, and unshards them, unit by unit, while they are used. Otherwise they have no values, and reading one
             is an error: see `unsharded` and `state_dict`. All ranks must run the same units in the same order.
         bucket_bytes: Size at which a gradient bucket is closed, in the dtype of its parameters.
         overlap: Reduce buckets while backward runs, and with ZeRO 1 and 2 gather parameters while the next forward
-            runs, each bucket awaited at its first use; or all at the end of backward, and of step. The result is the
-            same.
+            runs, with a wait for each bucket at its first use. If False, do all of it at the end of backward and of
+            step. The result is the same.
         reduction: Order in which the gradients of ranks are added. ``"backend"`` leaves it to the backend, where it may
-            depend on an element's place in its bucket. ``"ordered"`` adds in the order of coords, so that gradients,
+            depend on an element's position in its bucket. ``"ordered"`` adds in the order of coords, so that gradients,
             and with them parameters and state of element-wise optimizers, have the same bits for any ``bucket_bytes``,
             ``overlap``, ``zero`` and mesh of the same ranks. Both send, per rank of N and reduction, 2 (N-1)/N of the
             bytes of the gradients with ZeRO 0, and (N-1)/N with others (gloo has no reduce-scatter: ``"backend"`` sends
@@ -90,12 +90,12 @@ class DDP(_torch.UnmovableModule):
             default each parameter's own. A gradient is rounded to it once, as autograd delivers it.
         reduce_dtype: Dtype of gradients on the wire and of the sum over ranks; by default that in which they are kept.
             Local gradients are rounded to it, added in it, divided by the number of ranks in the wider of both dtypes,
-            and rounded to ``grad_dtype``. With one rank it means nothing.
+            and rounded to ``grad_dtype``. With one rank it has no effect.
         param_dtype: Dtype of the computation, typically ``torch.bfloat16``: parameters of more bits are cast to it, in
             place; buffers and inputs are not. ``DistributedOptimizer`` then keeps master weights in the original dtype,
-            which begin from the values before they were rounded; this wrapper holds those of this rank's parts until
-            then. Without it the module has the dtypes that it has.
-        find_unused_parameters: Find out, in each backward, which parameters no rank has used: they keep ``grad`` None,
+            which begin from the values before rounding; until then this wrapper holds the values of this rank's parts.
+            By default no dtype changes.
+        find_unused_parameters: Find, in each backward, the parameters that no rank has used: they keep ``grad`` None,
             as in one process. It takes one small all-reduce that the host waits for. If False, every trainable
             parameter must get a gradient on every rank in each synchronizing backward; a missing one is an error.
         units: With ``zero=3``: names of modules, or regular expressions for whole names, whose parameters are
@@ -107,29 +107,29 @@ class DDP(_torch.UnmovableModule):
         prefetch: With ``zero=3``: gather the next unit while one runs.
         granularity: Where parameters may be cut into shards (zero 1 to 3), by name or regular expression for whole
             names: ``"tensor"`` (nowhere), ``"rows"`` (between indices of dim 0), ``("dim0", n)`` (between groups of n
-            such), ``"expert"`` (the same as rows, of a stack of matrices) or a number of elements of a block. It speaks
-            of this rank's local tensor. By default parameters are cut anywhere. Shards stay equal in size, with
-            padding between parameters, so no shard is smaller than a block: buffers that this makes much larger than
-            what they hold are warned of.
+            such), ``"expert"`` (the same as rows, of a stack of matrices) or a number of elements of a block. Applies
+            to this rank's local tensor. By default parameters are cut anywhere. Shards stay equal in size, with
+            padding between parameters, so no shard is smaller than a block. A warning lists the buffers that this makes
+            much larger than their parameters.
         offload: With ``zero=3``: keep shards of parameters (frozen ones, too) and gradients, and so the optimizer's
             state and masters, in host memory, pinned if there is an accelerator; the optimizer steps there. A unit's
             shard is copied to the device before its gather, that of its gradient back after its reduction, both beside
             the computation. Also on an axis of one rank parameters are on the device only while they are used. The
             module is given on its device, or deferred. Tensors of state dicts and of `sharded_parameters` are in host
             memory: collectives of a backend for devices only need ``.to(device)`` first.
-        watch_draws: Look for random operators in every call of every module, which takes the host some microseconds per
+        watch_draws: Watch every call of every module for random operators, which takes the host some microseconds per
             operator. By default only in those modules whose own code draws in their first call (in training, and in
             evaluation), in torch's dropout modules, and in modules that hold a `torch.Generator`. A draw of another
-            module is an error when its call ends; of a draw from a generator that is held elsewhere nothing shows.
+            module is an error when its call ends. A draw from a generator that is held elsewhere is not detected.
 
     Attributes:
         module: The module.
         mesh_axis: The mesh.
-        data_axes: Its axes by what their ranks share: parts of the batch, shards, or replicas.
+        data_axes: Its axes, grouped by what their ranks share: parts of the batch, shards, or replicas.
         zero: The stage.
         reduction: The order of sums.
-        originals: Values from before ``param_dtype``, until the optimizer takes them.
-        spreads: How each parameter is spread over the ranks.
+        originals: Values before the cast to ``param_dtype``, until the optimizer takes them.
+        spreads: How each parameter is distributed over the ranks.
 
     Raises:
         ValueError: If ``mesh_axis`` is neither 1-D nor 2-D with ranks that ascend along its axes, ``zero`` or
@@ -209,7 +209,7 @@ class DDP(_torch.UnmovableModule):
         attach_local_batch(module, axes.meshes, watch_draws=watch_draws)
         if sharded is not None:
             settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
-            sharded.attach(synchronizes=lambda: self._reducer.synchronises, **settings)
+            sharded.attach(synchronizes=lambda: self._reducer.synchronizes, **settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on this rank's part of the batch."""
@@ -245,27 +245,27 @@ class DDP(_torch.UnmovableModule):
             ...         loss(model(batch)).backward()
             >>> loss(model(micro_batches[-1])).backward()  # doctest: +SKIP
         """
-        before = self._switch(synchronises=False)
+        before = self._switch(synchronizes=False)
         kept = None if self._sharded is None else self._sharded.keep(not reshard)
         try:
             yield
         finally:
-            self._switch(synchronises=before)
+            self._switch(synchronizes=before)
             if self._sharded is not None:
                 self._sharded.keep(kept)
 
-    def _switch(self, *, synchronises: bool) -> bool:
+    def _switch(self, *, synchronizes: bool) -> bool:
         if _torch.backward_number() != -1:
             raise RuntimeError("no_sync() was entered or left during backward(); put the whole backward() inside of it")
-        before, self._reducer.synchronises = self._reducer.synchronises, synchronises
+        before, self._reducer.synchronizes = self._reducer.synchronizes, synchronizes
         return before
 
     def global_mean_scale(self, count: int | float | torch.Tensor) -> float:
         """Return the factor by which to multiply a local *sum* of losses, for the loss to be the mean over the batch.
 
         Ranks may hold different numbers of terms, for example of tokens that are not masked. The mean over ranks of
-        local means would then weigh terms differently; the mean over ranks of ``local sum * scale`` is the sum of all
-        losses over the sum of all counts. Every rank calls it once per optimizer step, also one without terms, and the
+        local means would then weigh terms differently. The mean over ranks of ``local sum * scale`` is the sum of all
+        losses over the sum of all counts. Every rank, even one without terms, calls it once per optimizer step, and the
         host waits.
 
         Args:
@@ -286,8 +286,8 @@ class DDP(_torch.UnmovableModule):
     def unsharded(self) -> Iterator[None]:
         """Unshard all parameters (``zero=3``): to read, write or export them, or to call parts of the module.
 
-        All ranks enter and leave it. What is written to a parameter, alike on all ranks, is kept. It needs the memory
-        of all parameters, which views made inside keep. With other stages parameters are never sharded.
+        All ranks enter and leave it. A write to a parameter, equal on all ranks, is kept. It needs the memory of all
+        parameters; a view made inside keeps its memory. With other stages parameters are never sharded.
 
         Raises:
             RuntimeError: If it is entered during forward or backward.
@@ -300,14 +300,14 @@ class DDP(_torch.UnmovableModule):
             yield
 
     def slots(self) -> dict[str, FlatSlot]:
-        """Return each trainable parameter's place in the flat buffers, by name, in registration order."""
+        """Return each trainable parameter's slot in the flat buffers, by name, in registration order."""
         return dict(sorted(((s.fqn, s) for s in self._reducer.slots), key=lambda item: self._order[item[0]]))
 
     def gather_parameters(self, num_views: Mapping[int, int] | None = None) -> None:
-        """Start filling the parameters with what the optimizers of all ranks have made of their parts (ZeRO 1, 2).
+        """Start the all-gathers of the parts that the optimizers of all ranks have updated (ZeRO 1, 2).
 
-        A read or write of a parameter waits until it is filled; with ``overlap=False`` this method does. With
-        ZeRO 3 nothing is filled: full parameters are freed, and the next forward gathers them.
+        A read or write of a parameter waits for its all-gather; with ``overlap=False`` this method waits for all. With
+        ZeRO 3 full parameters are freed, and the next forward gathers them.
 
         Args:
             num_views: By index of a bucket: how many tensors the optimizer has over its parameters.
@@ -320,8 +320,8 @@ class DDP(_torch.UnmovableModule):
     def wait_for_parameters(self) -> None:
         """Wait until the parameters have the values of the last step (ZeRO 1, 2), and offloaded shards can be written.
 
-        Everything that reads them through torch waits by itself. Call it before a C++ extension that is no operator of
-        torch gets a parameter elsewhere than in the forward of the module that holds it.
+        Every read through torch waits without this call. Call it before a C++ extension that is not an operator of
+        torch reads a parameter outside the forward of the module that holds it.
 
         Raises:
             RuntimeError: If a gather has failed, naming it and the ranks that are gone.
@@ -335,7 +335,7 @@ class DDP(_torch.UnmovableModule):
         self._reducer.check_reduced()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, and forget a backward that ended with an exception."""
+        """Clear gradients, and discard the reduction of a backward that ended with an exception."""
         self._reducer.reset()
         if self._sharded is not None:
             self._sharded.backward_failed()
@@ -343,12 +343,12 @@ class DDP(_torch.UnmovableModule):
             super().zero_grad(set_to_none)
 
     def sharded_parameters(self) -> dict[str, DTensor]:
-        """Return what this rank owns of each parameter as a DTensor over the data-parallel axis, by name.
+        """Return this rank's part of each parameter as a DTensor over the data-parallel axis, by name.
 
         The placement is `vescale.dtensor.RaggedShard` where parameters, or with ZeRO 1 and 2 their optimizer state, are
-        sharded, else ``Replicate``; a tensor-parallel parameter is a DTensor over the axes of both. With ``zero=3`` one
-        without dims, which one rank owns, has the shape (1,) here. The tensors share
-        the memory that the optimizer updates: after writing to them, `gather_parameters`. `load_state_dict` takes them.
+        sharded, otherwise ``Replicate``; a tensor-parallel parameter is a DTensor over the axes of both. With
+        ``zero=3``, a parameter without dims, which one rank owns, has the shape (1,) here. The tensors share the memory
+        that the optimizer updates: after a write to them, call `gather_parameters`. `load_state_dict` takes them.
 
         Raises:
             NotImplementedError: See `StatePiece.to_dtensor`.

@@ -7,10 +7,10 @@ be given any part of a parameter. This one gives it the part of every parameter 
     step              clip by the global norm | torch optimizer on the pieces | ZeRO 1, 2: launch gathers of parameters
     next forward      waits for each bucket at its first use (`_parameters/gathers.py`)
     state_dict        by parameter name, every state as rectangles of the global tensor (`StatePiece`)
-    full_state_dict   whole tensors, as the torch optimizer of one process has them (`_state/full_state.py`)
+    full_state_dict   full tensors, as in the torch optimizer of one process (`_state/full_state.py`)
 
 The update of an element is the same arithmetic on every rank: with equal gradients, all ZeRO stages give the same
-bits. Muon, whose update of a matrix needs all of it, brings matrices together (`_muon/matrices.py`).
+bits. Muon, whose update needs full matrices, brings the parts of a matrix to one rank (`_muon/matrices.py`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ MASTER = "master_weight"
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Step a torch optimizer on what this rank owns of a model's parameters.
+    """Step a torch optimizer on this rank's part of a model's parameters.
 
     With a ``DDP`` of ZeRO 1, 2 or 3 it keeps 1/N of the state; with 1 and 2 it gathers parameters after the step. With
-    ``zero=0`` or a module that is not a ``DDP`` it updates whole local tensors. It works where a torch optimizer does:
+    ``zero=0`` or a module that is not a ``DDP`` it updates full local tensors. It works where a torch optimizer does:
     ``param_groups`` is live (learning-rate schedulers, changed hyperparameters) and holds the tensors that are updated,
-    which with ZeRO are flat parts of the model's parameters. ``torch.amp.GradScaler`` takes it as it takes others: all
-    ranks, over ``norm_axes``, too, find the same infinities and skip the same steps.
+    which with ZeRO are flat parts of the model's parameters. It works with ``torch.amp.GradScaler``: all ranks,
+    including those of ``norm_axes``, find the same infinities and skip the same steps.
 
     Args:
         optimizer_class_or_instance: Element-wise ``torch.optim`` class, or a user's own: AdamW, Adam, SGD, Adagrad,
@@ -62,13 +62,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             trainable parameter must be in exactly one. By default one group of all.
         clip_grad_norm: Clip by this global norm before each step. ``math.inf`` only measures it.
         norm_axes: 1-D meshes whose ranks hold different parameters, such as ``(mesh["pp"],)``, for that norm.
-        master_dtype: Keep and update parameters of fewer bits than this, typically ``torch.float32``, in this dtype, in
-            which the optimizer has its state, too. What is written into parameters between steps is taken over.
+        master_dtype: Keep and update parameters of fewer bits than this, typically ``torch.float32``, in this dtype,
+            which is also that of the optimizer's state. A write into parameters between steps updates the masters.
             Parameters that ``DDP(param_dtype=...)`` has cast have masters in their original dtype by default.
         state_dtype: Keep floating-point state that is as large as its parameter (moments, momentum) in this dtype of
             fewer bits, typically ``torch.bfloat16``, between steps; or a mapping from names of state to dtypes, such as
-            ``{"exp_avg": torch.bfloat16}``, others staying as they are. The optimizer computes as it does without, on
-            copies that are rounded afterwards. During a step classes of ``torch.optim`` need these for 32 MiB of what
+            ``{"exp_avg": torch.bfloat16}``, which leaves others unchanged. The optimizer computes the same on wide
+            copies, which are rounded afterwards. During a step classes of ``torch.optim`` need these for 32 MiB of what
             is updated on this rank at a time, or for one larger part of a parameter; other classes and Muon need them
             for all. State dicts hold this dtype, and loaded state of another is rounded. Rounded second moments cannot
             fall in bfloat16 if a step takes less than half their spacing (``beta2`` above 0.998 or so), and most are
@@ -81,7 +81,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: If the class is known not to be element-wise, if the model has no trainable parameter, or groups
             do not hold each trainable parameter once; as Muon's constructor; if an instance has hooks or a scheduler,
-            or arguments of its constructor that cannot be known; if ``state_dtype`` is not a floating-point dtype of
+            or arguments of its constructor that cannot be found; if ``state_dtype`` is not a floating-point dtype of
             16 bits or more, has no fewer bits than a parameter or its master, or names state that there is not.
         TypeError: If the class is not a subclass of ``torch.optim.Optimizer``, or hyperparameters are given with an
             instance, which has its own.
@@ -141,7 +141,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.defaults = self._base.defaults
         for group in self._base.param_groups:
             group["params"] = PieceList(group["params"], self._unscaler)
-        # One list and one dict for both: a change through either is seen by both.
+        # Both share one list and one dict, so a change through either is visible in both.
         self.param_groups = self._base.param_groups
         self.state = self._base.state
         if instance is not None and instance.state:
@@ -162,9 +162,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.load_full_state_dict(numbered_state(by_fqn, self._names_by_group(), self.param_groups))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip, update what this rank owns, and start gathering parameters. Every rank calls it.
+        """Clip, update this rank's part, and start the all-gathers of parameters. Every rank calls it.
 
-        With ZeRO 1 and 2 all-gathers stay in flight while the next forward runs; a read of a parameter waits for it.
+        With ZeRO 1 and 2 all-gathers stay in flight while the next forward runs; a read of a parameter waits for its
+        own.
 
         Args:
             closure: Clears gradients, computes the loss, runs backward and returns the loss.
@@ -214,7 +215,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return distribution_axes([piece.param for piece in self.pieces], model, self.norm_axes)
 
     def refresh_master_weights(self) -> None:
-        """Take over parameters that were written through ``.data`` since the last step; other writes are seen."""
+        """Copy parameters that were written through ``.data`` since the last step into the masters; other writes are
+        detected.
+        """
         self._masters.refresh()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -222,7 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.model.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: parts of parameters and their state were laid out at construction.
+        """Raise NotImplementedError: parts of parameters and their state were laid out at construction.
 
         Raises:
             NotImplementedError: Always, for users.
@@ -237,10 +240,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"state": {fqn: {name: value}}, "param_groups": [hyperparameters]}``.
 
-        State that is as large as the parameter is a `StatePiece`: a view of this rank's part that knows its place in
-        the global tensor. Numbers such as ``step`` are 0-dim tensors. State that the optimizer has not allocated yet
-        is there, too, with its initial value, so that a checkpoint can be loaded in place and given to
-        ``load_state_dict``. Keys are the same on all ranks that hold the model. Hyperparameters are JSON values.
+        State that is as large as the parameter is a `StatePiece`: a view of this rank's part, with its position in the
+        global tensor. Numbers such as ``step`` are 0-dim tensors. State that the optimizer has not allocated yet is
+        included with its initial value, so that a checkpoint can be loaded in place and given to ``load_state_dict``.
+        Keys are the same on all ranks that hold the model. Hyperparameters are JSON values.
 
         Note:
             For SGD with momentum and ``dampening``, a parameter without state differs from one with zero momentum; such
@@ -267,9 +270,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` returned, from this optimizer or one of the same model and layout.
+        """Load what ``state_dict`` returned, from this optimizer or one of the same model and layout.
 
-        Values may also be whole tensors of the parameters' global shapes. Values that are this optimizer's own state
+        Values may also be full tensors of the parameters' global shapes. Values that are this optimizer's own state
         are used as they are, without a copy.
 
         Raises:
@@ -299,8 +302,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict that the torch optimizer of one process would have, on every rank.
 
-        A plain optimizer of the same class and groups, over the trainable parameters of the whole model, can load it.
-        Every rank calls it. Master weights are whole tensors, too, by name under ``"master_weights"``. State is in
+        A plain optimizer of the same class and groups, over the trainable parameters of the full model, can load it.
+        Every rank calls it. Master weights are full tensors, too, by name under ``"master_weights"``. State is in
         ``state_dtype``, if there is one; torch widens what it loads.
         """
         state = {piece.fqn: self.state[piece.tensor] for piece in self.pieces if piece.tensor in self.state}
@@ -313,7 +316,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take state from what a torch optimizer of one process, or ``full_state_dict``, has returned.
+        """Load state that a torch optimizer of one process, or ``full_state_dict``, has returned.
 
         Each rank copies its part; no rank communicates. Parameters without state in it lose theirs.
 
@@ -373,7 +376,7 @@ def _check_names(came: Iterable[str], expected: set[str], what: str) -> None:
 
 
 def _expose(piece: Piece, name: str, value: Any) -> Any:
-    """Return a state entry as the state dict shows it: what is as large as the piece becomes a `StatePiece`."""
+    """Return the state dict's form of a state entry: a tensor as large as the piece becomes a `StatePiece`."""
     return StatePiece(piece, value) if is_elementwise(name, value, piece.tensor) else value
 
 
@@ -398,7 +401,7 @@ def _to_json(key: str, value: Any) -> Any:
 
 
 def _from_json(value: Any, *, like: Any) -> Any:
-    """Return a loaded hyperparameter in the form of the present one."""
+    """Return a loaded hyperparameter with the type of the current one."""
     if isinstance(like, Tensor):
         return like.fill_(value)
     return tuple(value) if isinstance(value, list) and isinstance(like, tuple) else value

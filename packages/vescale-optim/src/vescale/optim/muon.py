@@ -5,9 +5,9 @@
              (num_matrices, rows, cols), each by itself
     adamw    all others, and those listed in ``adamw``     as AdamW          as AdamW
 
-A matrix is updated as ``torch.optim.Muon`` would update it, with the same bits. What needs a whole matrix is left to
-`_muon/matrices.py`: in one process it is at hand; ``DistributedOptimizer`` brings it to one rank, of all data-parallel
-and tensor-parallel ones that have parts or copies of it, and the result back.
+A matrix is updated as ``torch.optim.Muon`` would update it, with the same bits. The iteration, which needs a full
+matrix, is in `_muon/matrices.py`. One process has the matrix; ``DistributedOptimizer`` brings it to one of the
+data-parallel and tensor-parallel ranks that have parts or copies of it, and brings the result back.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); for ``match_rms_adamw`` Liu et
 al., "Muon is Scalable for LLM Training" (2025).
@@ -33,12 +33,12 @@ __all__ = ["Muon"]
 class Muon(torch.optim.Optimizer):
     """Step matrices by Muon and all other parameters by AdamW.
 
-    ``param_groups`` has separate groups for both methods, with ``"method"`` among their hyperparameters; a group that
-    is given with parameters of both kinds is split in two. Alone it takes plain tensors; for ``DDP``, ZeRO, tensor or
+    ``param_groups`` has separate groups for both methods, with ``"method"`` among their hyperparameters. A group with
+    parameters of both kinds is split in two. Used directly, it takes plain tensors. For ``DDP``, ZeRO, tensor or
     expert parallelism give the class to ``DistributedOptimizer``.
 
     Args:
-        params: Parameters, ``named_parameters()``, or groups of them as dicts, which may also say ``"method"``.
+        params: Parameters, ``named_parameters()``, or groups of them as dicts, which may also have a ``"method"``.
         lr: Learning rate.
         weight_decay: Decoupled weight decay of matrices.
         momentum: Decay of the running mean of gradients.
@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
         eps: Smallest norm by which a matrix is divided.
         ns_steps: Number of iterations.
         adjust_lr_fn: ``"original"`` (also None) or ``"match_rms_adamw"``: how ``lr`` depends on a matrix's shape.
-        adamw: Which matrices belong to AdamW nevertheless: regexes that match whole names, as those of embeddings and
+        adamw: Matrices to step by AdamW: regexes for full names, such as those of embeddings and
             heads, or parameters. Regexes need named parameters. A ``Conv1d`` weight looks like a stack: list it here.
         adamw_lr: Learning rate of AdamW; None: ``lr``.
         adamw_betas: Coefficients of AdamW.
@@ -180,7 +180,7 @@ class Muon(torch.optim.Optimizer):
                 raise ValueError(f"adamw entry {what!r} fits no parameter; the nearest names are {near}")
 
     def _link(self) -> None:
-        """Let the AdamW inside work on this optimizer's groups and state."""
+        """Make the inner AdamW work on this optimizer's groups and state."""
         self._adamw.param_groups = [group for group in self.param_groups if group["method"] == "adamw"]
         self._adamw.state = self.state
 
@@ -211,7 +211,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _updates(self, groups: dict[Tensor, dict[str, Any]]) -> Iterator[Update]:
-        """Update momentum and yield what is to be orthogonalized; note the group of each tensor."""
+        """Update momentum and yield it for orthogonalization; record the group of each tensor."""
         for group in self.param_groups:
             if group["method"] != "muon":
                 continue

@@ -1,13 +1,13 @@
-"""Where parameters may be cut: what the user says of names, as numbers of elements.
+"""Where parameters may be cut: the user's rules for names, converted to numbers of elements.
 
-    "tensor"         not at all
+    "tensor"         nowhere
     "rows"           between indices of dim 0
     ("dim0", n)      between groups of n indices of dim 0, for example the rows of a quantization block
     "expert"         between indices of dim 0 of a stack of matrices (three dims)
     n                between blocks of n elements, in row-major order
 
-All of it speaks of a rank's local tensor: of a tensor-parallel parameter, its shard. An uneven shard is larger on some
-ranks, and an error must be the same on all. So a granularity is checked against the local shapes of all ranks
+All values apply to a rank's local tensor: for a tensor-parallel parameter, to its shard. An uneven shard is larger on
+some ranks, and an error must be the same on all. So a granularity is checked against the local shapes of all ranks
 (`local_shapes`), which every rank computes without communication.
 """
 
@@ -29,18 +29,18 @@ from .plan import Bucket, ParamInfo
 
 __all__ = ["check_granularity", "is_even", "local_shapes", "param_info", "resolve_blocks", "warn_of_padding"]
 
-#: Buffers that are more times larger than the parameters in them are worth a warning.
+#: A buffer larger than its parameters by more than this factor gets a warning.
 _WORTH_A_WARNING = 1.5
 
 _FORMS = '"tensor", "rows", "expert", ("dim0", number of indices) or a number of elements'
 
 
 def check_granularity(zero: int, granularity: object) -> None:
-    """Refuse what is no granularity at all, or has no meaning for the ZeRO stage.
+    """Reject an invalid granularity, or one that has no meaning for the ZeRO stage.
 
     Raises:
-        ValueError: Naming what is expected.
-        TypeError: If it is not a mapping, or a key neither a name nor a regular expression.
+        ValueError: With the expected values.
+        TypeError: If it is not a mapping, or a key is neither a name nor a regular expression.
     """
     if granularity is None:
         return
@@ -71,14 +71,14 @@ def resolve_blocks(module: nn.Module, granularity: Mapping[str | re.Pattern, Any
     It is the same on all ranks, also where tensor-parallel shards differ in size.
 
     Args:
-        module: The module, on which nothing but names and shapes is read.
+        module: The module; only names and shapes are read.
         granularity: As `check_granularity` accepts it. A key is a name, also a second one of a tied parameter, or a
-            regular expression for whole names. A name counts more than an expression. Names of parts that live on
-            other pipeline stages are known, and mean nothing here.
+            regular expression for full names. A name takes precedence over an expression. Names of parts on other
+            pipeline stages are accepted, and have no effect here.
 
     Raises:
-        ValueError: If a key matches no parameter, two keys say different things of one, or blocks do not fit a shape
-            that the parameter has on any rank: the same error on all.
+        ValueError: If a key matches no parameter, two keys have different values for one parameter, or blocks do not
+            fit a shape that the parameter has on any rank: the same error on all.
     """
     if not granularity:
         return {}
@@ -111,7 +111,7 @@ def _aliases(module: nn.Module) -> dict[str, str]:
 
 
 def _absent(module: nn.Module) -> list[str]:
-    """Return the names of what other pipeline stages have: the module that took its place lists them."""
+    """Return the names of parameters on other pipeline stages: the module in their place lists them."""
     return [
         ".".join(filter(None, (prefix, name)))
         for prefix, part in module.named_modules()
@@ -148,13 +148,13 @@ def _block(fqn: str, param: Tensor, value: Any) -> int:
         if math.prod(shape) % block:
             where = f"its shape {shape}" if shape == tuple(param.shape) else f"its shape {shape} on some rank"
             raise ValueError(f"granularity of {fqn!r}: {what} do not divide {where} of {math.prod(shape)} elements")
-    # All ranks cut at the same places. What has blocks of several sizes (rows that tensor parallelism cuts unevenly)
-    # has none in common, so it is not cut.
+    # All ranks cut at the same positions. Blocks of several sizes (rows that tensor parallelism cuts unevenly)
+    # have no common size, so such a parameter is not cut.
     return found.pop() if len(found) == 1 else max(1, *map(math.prod, shapes))
 
 
 def _elements(shape: tuple[int, ...], value: Any) -> tuple[int, str]:
-    """Return the elements of a block, and how to call blocks."""
+    """Return the elements of a block, and the name of blocks in messages."""
     if value == "tensor":
         return max(math.prod(shape), 1), "whole tensors"
     if isinstance(value, int):
@@ -168,7 +168,7 @@ def warn_of_padding(buckets: Iterable[Bucket], blocks: Mapping[str, int]) -> Non
 
     Args:
         buckets: All buckets.
-        blocks: What `resolve_blocks` has returned.
+        blocks: The result of `resolve_blocks`.
     """
     sizes = [(bucket, sum(slot.numel for slot in bucket.slots)) for bucket in buckets]
     large = [(b, held) for b, held in sizes if b.numel > _WORTH_A_WARNING * held and _has_blocks(b, blocks)]
@@ -185,7 +185,7 @@ def warn_of_padding(buckets: Iterable[Bucket], blocks: Mapping[str, int]) -> Non
 
 
 def param_info(fqn: str, param: Tensor, blocks: Mapping[str, int]) -> ParamInfo:
-    """Return what the plan of buckets needs to know of a parameter."""
+    """Return the input of the bucket plan for a parameter."""
     room = max(map(math.prod, local_shapes(param)))
     return ParamInfo(fqn, _torch.local_tensor(param).numel(), param.dtype, blocks.get(fqn, 1), room)
 
@@ -214,7 +214,7 @@ def local_shapes(tensor: Tensor) -> list[tuple[int, ...]]:
 
 
 def _cut(size: int, num_parts: int, num_ranks: int) -> set[int]:
-    """Return what ranks have of a dim of which each gets its chunk of every part; chunks are cut as by torch.chunk."""
+    """Return the sizes of a dim on all ranks, if each gets its chunk of every part; chunks are those of torch.chunk."""
     held = []
     for index in range(num_ranks):
         held.append(sum(_chunk(_chunk(size, num_parts, part), num_ranks, index) for part in range(num_parts)))

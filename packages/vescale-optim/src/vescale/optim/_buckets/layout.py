@@ -1,8 +1,8 @@
-"""Where tensors lie in one buffer that is cut into equal shards, so that no cut goes through a block.
+"""Positions of tensors in one buffer that is cut into equal shards, so that no cut goes through a block.
 
-A tensor may say that only some cuts are allowed: it is made of blocks (a row, a matrix, a quantization block, an
-expert) that must stay on one rank. A shard boundary inside of it must fall between two of its blocks; what does not fit
-is pushed on or placed elsewhere, so padding lies between tensors only:
+A tensor may consist of blocks (a row, a matrix, a quantization block, an expert) that must stay on one rank. A shard
+boundary inside of it must fall between two of its blocks. A tensor that does not fit is moved on or placed elsewhere,
+so padding lies between tensors only:
 
     tensors      A: 6, any cut     B: 6 in blocks of 3      C: 4 in one block
     shards of 7  | A A A A A A . | B B B B B B . | C C C C . . . |
@@ -23,8 +23,8 @@ cannot be cut and still fit, then with others, of which the last one goes on in 
 Guarantee: let A be the sum of sizes, each rounded up to ``align``; N the number of shards; g the largest step, a tensor
 that cannot be cut counting as a whole; u any common multiple of ``align`` (times ``num_pieces``) and of the steps of
 some tensors, and b the size of the largest other tensor with blocks. Then a shard has at most
-max((A + (N - 1) g) / N, b) elements, rounded up to u; none can be smaller than max(A / N, g). For each boundary pushes
-one tensor on, by less than its step. With steps that divide each other a shard has less than A / N + 2 g; without
+max((A + (N - 1) g) / N, b) elements, rounded up to u; none can be smaller than max(A / N, g). The reason: each boundary
+moves one tensor, by less than its step. With steps that divide each other a shard has less than A / N + 2 g; without
 blocks A / N rounded up to ``align``, the minimum.
 
 Everything here is integers: no tensors and no process group. The same input gives the same layout everywhere.
@@ -42,17 +42,17 @@ from dataclasses import dataclass
 
 __all__ = ["BlockedTensor", "Layout", "plan_layout"]
 
-#: Sizes just below the one that bisection has found that are tried, too.
-_NEIGHBOURS = 16
+#: Number of sizes just below the result of the bisection that are tried, too.
+_NEIGHBORS = 16
 
 #: A layout in the given order is kept if at most this part of a shard could be saved.
 _GOOD_ENOUGH = 1 / 128
 
-#: How many tensors are considered for the place across the end of a shard.
+#: Number of tensors that are considered for the position across the end of a shard.
 _CROSSING = 8
 
 Item = tuple[int, int]
-"""Of one tensor: its size, a multiple of ``align``, and its step, at most the size."""
+"""Size of a tensor, a multiple of ``align``, and its step, at most the size."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class BlockedTensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of tensors in a buffer.
+    """Positions of tensors in a buffer.
 
     Attributes:
         starts: First element of each tensor, in the order in which the tensors were given; not always increasing.
@@ -121,12 +121,12 @@ def plan_layout(tensors: Sequence[BlockedTensor], *, num_shards: int, align: int
 
 
 class _Problem:
-    """What both searches need to know.
+    """The input of both searches.
 
     Attributes:
         items: Sizes and steps.
-        blocked: Those that cannot be cut everywhere, each once.
-        shard_align: The size of a shard is a multiple of this, itself one of ``align``.
+        blocked: The distinct items that cannot be cut everywhere.
+        shard_align: The size of a shard is a multiple of this, itself a multiple of ``align``.
         total: Sum of sizes.
         lowest: No shard can be smaller.
         enough: Shards of at least this size hold everything, if steps allow it.
@@ -147,7 +147,7 @@ class _Problem:
         self.enough = max(-(-(self.total + (num_shards - 1) * (longest - align)) // num_shards), self.lowest)
 
     def slack(self, shard_numel: int) -> int:
-        """Return the elements of a buffer that may be padding."""
+        """Return the number of padding elements that a buffer may have."""
         return shard_numel * self.num_shards - self.total
 
     def units(self) -> list[int]:
@@ -194,7 +194,7 @@ def _smallest(problem: _Problem, low: int, high: int, unit: int) -> int:
             high = middle
         else:
             low = middle + 1
-    below = range(max(lowest, high - _NEIGHBOURS), high)
+    below = range(max(lowest, high - _NEIGHBORS), high)
     return next((size * unit for size in below if _fits(problem, size * unit)), high * unit)
 
 
@@ -243,7 +243,7 @@ def _first_position(item: Item, after: int, shard_numel: int) -> int | None:
 
 
 def _packed(problem: _Problem, best: int, starts: list[int]) -> tuple[int, list[int]]:
-    """Return a smaller shard size than ``best`` and the positions, in another order; or what there is."""
+    """Return a smaller shard size than ``best``, and positions in another order; or ``best`` and ``starts``."""
     spanning = (step for size, step in problem.blocked if size > problem.lowest and step < size)
     unit = math.lcm(problem.shard_align, *spanning)
     low, high = -(-problem.lowest // unit), -(-best // unit)
@@ -274,8 +274,8 @@ class _Shelf:
     """A buffer that is being filled.
 
     Attributes:
-        atoms: What cannot be cut, by increasing size: ``(size, step, number)``.
-        fillers: What can be cut, in the same form.
+        atoms: Tensors that cannot be cut, by increasing size: ``(size, step, number)``.
+        fillers: Tensors that can be cut, in the same form.
         position: Where the next tensor may begin.
         slack: Padding that is left.
     """
@@ -309,7 +309,7 @@ class _Shelf:
         self.position = start + size
 
     def put_whole(self, items: list[tuple[int, int, int]], gap: int) -> bool:
-        """Place the largest one that fits into what is left of the shard."""
+        """Place the largest tensor that fits into the rest of the shard."""
         index = bisect_right(items, (gap, math.inf)) - 1
         if index < 0:
             return False
@@ -318,7 +318,7 @@ class _Shelf:
         return True
 
     def put_across(self, gap: int) -> bool:
-        """Place the one across the end of the shard that leaves the least padding before it."""
+        """Place, across the end of the shard, the tensor that leaves the least padding before it."""
         first = bisect_right(self.fillers, (gap, math.inf))
         candidates = [
             (gap % step, index)

@@ -1,7 +1,7 @@
 """Plan of the flat gradient buckets: which parameter lies where, and which rank owns which part.
 
-Gradients are reduced in flat buffers, one collective each. Parameters enter in reverse registration order, which is
-roughly the order in which backward finishes them, so that the first bucket can leave while backward still runs. A
+Gradients are reduced in flat buffers, one collective each. Parameters are added in reverse registration order. This is
+roughly the order in which backward finishes them, so the first bucket can be launched while backward still runs. A
 bucket has one dtype and is closed before it would exceed ``bucket_bytes``; a larger parameter has a bucket of its own.
 
     bucket 0      | head.weight       |pad| norm.weight |pad| layers.1.weight          |   padding   |
@@ -12,13 +12,13 @@ owns the same number of elements, and a parameter may belong to several ranks. P
 the end only, and starts every parameter on a cache line: the views into the buffer are as fast as, and give the same
 bits as, tensors of their own.
 
-**Uneven shards.** Of a tensor-parallel parameter some ranks may have more than others. Its place has room for the
-largest local tensor, so that all ranks cut every parameter at the same places.
+**Uneven shards.** Local tensors of a tensor-parallel parameter may differ in size between ranks. Its slot has room for
+the largest local tensor, so that all ranks cut every parameter at the same positions.
 
 **Blocks.** A parameter may consist of blocks that no shard boundary may cut (`layout.py`). Its bucket is then filled
-until every shard has room for the largest of them, even beyond ``bucket_bytes``, for a shard cannot be smaller; the
-last bucket joins the one before if it would be padding for the most part; and parameters may lie in another order. A
-bucket without such parameters is as it always is.
+until every shard has room for the largest of them, even beyond ``bucket_bytes``, because a shard cannot be smaller. The
+last bucket joins the one before if it would be mostly padding. Parameters may lie in another order. Blocks have no
+effect on a bucket without such parameters.
 
 Everything here is integers: no tensors and no process group.
 """
@@ -34,20 +34,20 @@ from .layout import BlockedTensor, plan_layout
 
 __all__ = ["ALIGN_BYTES", "Bucket", "BucketPlan", "ParamInfo", "Part", "Slot", "plan_buckets"]
 
-#: A CPU cache line. It also covers the 16 bytes that GPU kernels and NCCL want for their fast paths.
+#: A CPU cache line. It also covers the 16 bytes that the fast paths of GPU kernels and NCCL need.
 ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What the plan needs to know of a parameter.
+    """The input of the plan for one parameter.
 
     Attributes:
         fqn: Its name.
         numel: Size of its local tensor.
-        dtype: Dtype of it.
-        block: Elements of it that must stay together, from its first on.
-        room: Size of the place for it, if that is larger: that of the largest local tensor on any rank.
+        dtype: Its dtype.
+        block: Number of elements that must stay together, counted from its first element.
+        room: Size of its slot, if that is larger: the size of the largest local tensor on any rank.
     """
 
     fqn: str
@@ -58,7 +58,7 @@ class ParamInfo:
 
     @property
     def size(self) -> int:
-        """Elements of its place."""
+        """Elements of its slot."""
         return max(self.numel, self.room)
 
 
@@ -73,7 +73,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements ``[start, stop)`` of a parameter's flat local tensor: what one coord owns of it, perhaps nothing."""
+    """Elements ``[start, stop)`` of a parameter's flat local tensor that one coord owns; may be empty."""
 
     fqn: str
     start: int
@@ -113,11 +113,11 @@ class Bucket:
         return coord * self.shard_numel, (coord + 1) * self.shard_numel
 
     def parts(self, coord: int) -> tuple[Part, ...]:
-        """Return what ``coord`` owns of each slot, empty parts included, in the order of ``slots``."""
+        """Return the part of each slot that ``coord`` owns, empty parts included, in the order of ``slots``."""
         return tuple(self.part(slot, coord) for slot in self.slots)
 
     def part(self, slot: Slot, coord: int) -> Part:
-        """Return what ``coord`` owns of one slot."""
+        """Return the part of one slot that ``coord`` owns."""
         first, last = self.shard(coord)
         start = min(max(first - slot.start, 0), slot.numel)
         return Part(slot.fqn, start, min(max(last - slot.start, start), slot.numel))
@@ -149,7 +149,7 @@ def plan_buckets(
     """Lay out parameters, given in registration order, in buckets.
 
     Args:
-        params: Each parameter once, also if it is tied.
+        params: Each parameter once, even if it is tied.
         num_shards: Size of the mesh axis over which buckets are sharded.
         bucket_bytes: Largest size of a bucket that holds more than one parameter, before shards are made equal; where
             parameters have blocks, a bucket may hold as many of the largest block as there are shards.
@@ -191,7 +191,7 @@ def plan_buckets(
 
 
 class _Open:
-    """A bucket that still takes parameters."""
+    """A bucket to which parameters can be added."""
 
     def __init__(self, dtype: torch.dtype, align: int, num_shards: int):
         self.dtype = dtype
@@ -213,7 +213,7 @@ class _Open:
         self.last_position = position
 
     def absorb(self, other: _Open) -> None:
-        """Take the parameters of a bucket that would be complete later."""
+        """Add the parameters of a bucket that would be complete later."""
         for param in other.params:
             self.add(param, other.last_position)
 
@@ -226,12 +226,12 @@ class _Open:
         layout = plan_layout(tensors, num_shards=self.num_shards, align=self.align, num_pieces=num_pieces)
         places = zip(self.params, layout.starts, strict=True)
         slots = [Slot(param.fqn, start, param.numel) for param, start in places]
-        slots.sort(key=lambda slot: (slot.start, slot.start + slot.numel))  # an empty one before what starts there, too
+        slots.sort(key=lambda slot: (slot.start, slot.start + slot.numel))  # an empty one first
         return Bucket(index, self.dtype, tuple(slots), self.num_shards, layout.shard_numel)
 
 
 def _uncut(param: ParamInfo) -> int:
-    """Return how many elements must stay together; 0 if that does not matter."""
+    """Return how many elements must stay together; 0 for a parameter that may be cut anywhere."""
     return param.block if param.block > 1 and param.size else 0
 
 

@@ -1,4 +1,4 @@
-"""Means over a global batch of which ranks hold different numbers of terms.
+"""Means over a global batch whose terms are distributed unevenly over the ranks.
 
 With sums ``s_r`` and counts ``n_r`` on N ranks, a global mean is ``sum(s) / sum(n)``. Data parallelism averages over
 ranks, so a rank's loss has to be ``s_r * N / sum(n)``:
@@ -47,7 +47,7 @@ def global_mean_scale(count: float | Tensor, axis: Axis) -> float:
 
 
 def _number(count: float | Tensor) -> float | None:
-    """Return a count as a number, or None if it is none."""
+    """Return a count as a number, or None if it is not a valid number."""
     if isinstance(count, Tensor):
         count = count.item() if count.numel() == 1 and not count.is_complex() else None
     return float(count) if isinstance(count, (int, float)) and not isinstance(count, bool) else None

@@ -1,27 +1,28 @@
-"""Run forward with this rank's batch window applied to random operators, at full speed where there are none.
+"""Run forward with this rank's batch window applied to random operators, at full speed in modules without them.
 
-Inside ``vescale.dtensor.random.local_batch`` dropout on a rank's local batch draws this rank's slice of the mask that
-one device would draw. The context must be active whenever the module draws: when the user calls ``DDP``, when a
-pipeline engine calls the module underneath, and when activation checkpointing runs a part of it again during backward,
-outside of any call of the user's. So it is entered by hooks of the module and of its submodules.
+Inside ``vescale.dtensor.random.local_batch`` dropout on a rank's local batch produces this rank's slice of the mask
+that one device would produce. The context must be active whenever the module runs a random operator: when the user
+calls ``DDP``, when a pipeline engine calls the module underneath, and when activation checkpointing recomputes a part
+of it during backward, outside of any call of the user's. So hooks of the module and of its submodules enter it.
 
-The context looks at every operator, which takes the host some microseconds each. So the first call of each module is
-watched as a whole, and whose own code drew is noted, for training and for evaluation. Later the context is entered in
-the calls of those modules only (own code means all that is not in a hooked submodule):
+The context checks every operator, which takes the host some microseconds each. So the first call of each module is
+watched completely, for training and for evaluation, and records which modules ran a random operator in their own code.
+Own code is all code outside of hooked submodules. In later calls only those modules enter the context:
 
     first call      watched | embed | block (attn drop mlp) | block (attn drop mlp) | head |       the dropouts drew
     later calls     watched |                   drop                        drop            |
     full speed              | embed | block (attn        mlp) | block (attn        mlp) | head |
 
-A module that draws later, while it is not watched, would draw as if there were no other ranks. The place of the random
-stream shows it (`extension.random_position`, a microsecond per call): that is an error, at the end of the call.
+A module that draws later, while it is not watched, would draw as if there were no other ranks. The position of the
+random stream shows this (`extension.random_position`, a microsecond per call). It is an error, raised at the end of the
+call.
 
-Watched in every call, whatever the first did: torch's dropout modules, whose rate may change; modules that hold a
-generator of their own, whose draws no position shows, or that draw from one in their first call; and whole modules that
-`vescale.dmodule` runs (it looks only where it needs to itself) or with parts compiled by ``part.compile()``.
+Some modules are watched in every call: torch's dropout modules, whose rate may change; modules that hold their own
+generator, whose draws do not change that position, or that draw from one in their first call; and full modules that
+`vescale.dmodule` runs (it checks only the modules that need it) or that have parts compiled by ``part.compile()``.
 
-No compiler runs while operators are watched. What ``torch.compile(part)`` returned is watched as one module, in its
-first call and if it draws, and runs as plain Python then; otherwise it is compiled in its second call.
+No compiler runs while operators are watched. The result of ``torch.compile(part)`` is watched as one module, in its
+first call and if it draws, and then runs as plain Python. Otherwise it is compiled in its second call.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from .._checks import executions_of
 
 __all__ = ["attach_local_batch"]
 
-#: Leaf modules that draw nothing and are not recomputed alone: hooks on them would only cost time.
+#: Leaf modules that never draw and are not recomputed alone: hooks on them would only cost time.
 _QUIET = (
     nn.Linear,
     nn.Embedding,
@@ -63,14 +64,14 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 class _Draws:
-    """Which modules draw in their own code, by what their first calls did.
+    """The modules that draw in their own code, recorded in their first calls.
 
     Args:
         root: The module given to DDP.
-        always: Whether all of them count as such.
+        always: Whether all modules count as such.
 
     Attributes:
-        wrappers: Of each module inside of what ``torch.compile`` returned: these; one that draws makes them draw.
+        wrappers: For each module inside the result of a ``torch.compile``, the wrapping modules; if it draws, they do.
     """
 
     def __init__(self, root: nn.Module, *, always: bool):
@@ -94,7 +95,7 @@ class _Draws:
         return self._always or self._of(module).get(module)
 
     def learn(self, module: nn.Module, *, draws: bool) -> None:
-        """Note it; who has drawn once draws."""
+        """Record whether a module has drawn; one recorded draw is kept."""
         for each in (module, *(self.wrappers.get(module, ()) if draws else ())):
             known = self._of(each)
             known[each] = known.get(each, False) or draws
@@ -110,18 +111,18 @@ class _Draws:
 class _LocalBatch(threading.local):
     """The state of one thread: the hooked modules that are running, and the context that is entered for one of them.
 
-    A copy of a module that has its hooks is no part of the DDP: the copied state does nothing.
+    A copy of a module that has its hooks is not part of the DDP: the copied state has no effect.
     """
 
     def __init__(self, meshes: Sequence[DeviceMesh], draws: _Draws | None, *, compiles: bool = False):
         self.meshes = meshes
         self.draws = draws
-        self.compiles = compiles  # whether to keep the compiler away, which would give up on what runs watched for good
+        self.compiles = compiles  # keep the compiler away: it would give up on watched code for good
         self.running: list[nn.Module] = []
         self.context = contextlib.ExitStack()
-        self.watched_from = 0  # how many ran when the context was entered, the module that draws included; 0: none is
-        self.learns = False  # whether that was because nothing is known of it yet
-        self.position: extension.Position | None = None  # of the random stream, when it was last known what had drawn
+        self.watched_from = 0  # modules running when the context was entered, itself included; 0: none
+        self.learns = False  # entered because nothing is recorded for the module yet
+        self.position: extension.Position | None = None  # of the random stream, at the last attribution of a draw
 
     def __reduce__(self) -> Any:
         return type(self), ((), None)
@@ -145,7 +146,7 @@ class _LocalBatch(threading.local):
             return
         if self.learns and self.watched_from:
             self._attribute(module)
-            if output is not None:  # else an exception may have ended the call before it drew
+            if output is not None:  # otherwise an exception may have ended the call before it drew
                 self.draws.learn(module, draws=False)
         while self.running.pop() is not module:
             pass
@@ -160,7 +161,7 @@ class _LocalBatch(threading.local):
         self.watched_from = len(self.running)
         self.learns = learns
         if self.compiles and not torch.compiler.is_compiling():
-            with contextlib.suppress(RuntimeError):  # inside of a compiled caller it cannot be said
+            with contextlib.suppress(RuntimeError):  # unavailable inside a compiled caller
                 self.context.enter_context(torch.compiler.set_stance("force_eager"))
         for mesh in self.meshes:
             self.context.enter_context(random.local_batch(mesh))
@@ -172,7 +173,7 @@ class _LocalBatch(threading.local):
         self.draws.learn(self.running[-1], draws=True)
 
     def _attribute(self, module: nn.Module) -> None:
-        """Note whether a module has drawn that has run since the stream's place was noted."""
+        """Record a draw of a module since the last position of the stream."""
         now = self._now()
         if now != self.position:
             self.draws.learn(module, draws=True)
@@ -194,16 +195,16 @@ class _LocalBatch(threading.local):
         return extension.random_position(self.meshes[0].device_type)
 
     def enter_compiled(self, module: nn.Module, args: tuple) -> None:
-        """Enter a module inside of what ``torch.compile`` returned: nothing, in a graph."""
+        """Enter a module inside the result of ``torch.compile``: a no-op in a graph."""
         if not torch.compiler.is_compiling():
             self.enter(module, args)
 
     def leave_compiled(self, module: nn.Module, args: tuple, output: object) -> None:
-        """Leave it."""
+        """Leave that module."""
         if not torch.compiler.is_compiling():
             self.leave(module, args, output)
 
-    # `vescale.dmodule` leaves these hooks out inside of compiled code: the hooks of the compiled module itself count
+    # `vescale.dmodule` omits these hooks inside of compiled code: the hooks of the compiled module itself count
     enter._vescale_in_graph = leave._vescale_in_graph = "absent"
 
 
@@ -212,8 +213,8 @@ def attach_local_batch(module: nn.Module, meshes: Sequence[DeviceMesh], *, watch
 
     Args:
         module: The module.
-        meshes: 1-D meshes over which the batch is divided: over the first, its parts over the second, and so on.
-        watch_draws: Whether to look for random operators in every call of every module.
+        meshes: 1-D meshes over which the batch is divided: over the first, then each part over the second, and so on.
+        watch_draws: Whether to watch every call of every module for random operators.
     """
     if not meshes:
         return

@@ -6,18 +6,18 @@
     values       | slot | slot | slot |pad|     ZeRO 1, 2: the parameters themselves are views of this buffer
 
 Note: state of a slot
-    ``param.grad`` decides whether a parameter has a gradient at all, so that every way of clearing it is understood:
-    None means that no buffer counts. Otherwise ``unreduced`` says that ``grads`` holds a local gradient, and
-    ``reduced`` that there is a reduced one: with ZeRO 1 and 2 in ``grad_shard``, with ZeRO 0 in ``grads`` and, once a
-    local gradient comes to lie there, in ``kept``. Both may be set: after a reduction a backward, or several under
-    ``no_sync``, brought more. The next reduction adds its mean to the reduced gradient, which is never reduced again:
-    so all stages add in the same order.
+    ``param.grad`` decides whether a parameter has a gradient, so every way of clearing it works: None means that no
+    buffer counts. Otherwise ``unreduced`` means that ``grads`` holds a local gradient, and ``reduced`` that there is a
+    reduced one. The reduced gradient lies in ``grad_shard`` (ZeRO 1, 2) or in ``grads`` (ZeRO 0). When a new local
+    gradient takes its place in ``grads``, it moves to ``kept``. Both flags are set after a reduction that is followed
+    by a backward, or by several under ``no_sync``. The next reduction adds its mean to the reduced gradient, which is
+    never reduced again. So all stages add in the same order.
 
-A local gradient may be a partial sum over other axes, see `_partials.py`; the slot's ``form`` knows. It is one until
-the end of the backward that reduces it.
+A local gradient may be partial over other axes (`partials.py`); the slot's ``form`` records these axes. It stays
+partial until the end of the backward that reduces it.
 
 With ZeRO 2 the storage of ``grads`` exists from the first gradient of a bucket to the end of its reduction. It is
-resized to nothing and back, which keeps the views valid.
+resized to zero bytes and back, which keeps the views valid.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FlatSlot:
         grad_part: Its flat part in ``grad_shard`` (ZeRO 1, 2).
         value_part: Its flat part in ``values`` (ZeRO 1, 2).
         placeholder: What ``param.grad`` is while the gradient is sharded (ZeRO 1, 2).
-        form: Over which other axes the local gradient of a DTensor is a partial sum; None for a plain parameter.
+        form: The other axes over which the local gradient of a DTensor is partial; None for a plain parameter.
     """
 
     grad_part: Tensor
@@ -69,7 +69,7 @@ class FlatSlot:
 
     @property
     def published(self) -> Tensor:
-        """What ``param.grad`` is between backward passes, if there is a gradient."""
+        """The value of ``param.grad`` between backward passes, if there is a gradient."""
         if self.placeholder is not None:
             return self.placeholder
         if self.form is not None and self.form.over:
@@ -78,7 +78,7 @@ class FlatSlot:
 
     @property
     def partial_dims(self) -> tuple[int, ...]:
-        """The mesh dims over which the local gradient that is there, if any, is a partial sum."""
+        """The mesh dims over which the local gradient, if any, is partial."""
         is_there = self.unreduced and self.param.grad is self.published
         return self.form.over if is_there else ()
 
@@ -88,11 +88,11 @@ class FlatSlot:
         return self.grad_part if self.bucket.sharded else self.local_view.view(-1)
 
     def receive(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
-        """Add a local gradient, full or partial, to what the bucket holds, and publish it.
+        """Add a local gradient, full or partial, to the bucket, and set ``param.grad``.
 
         Args:
             local: The local tensor; copied.
-            placements: Those of the gradient of a DTensor; empty for a plain parameter.
+            placements: Placements of the gradient of a DTensor; empty for a plain parameter.
         """
         check_strided(self.fqn, local)
         form, dims = self.form, self._dims_to_keep(placements)
@@ -114,13 +114,13 @@ class FlatSlot:
         return dims if dims is None or not dims or self.form.admits(dims) else None
 
     def _read_grad(self) -> None:
-        """Let the buffers count for a gradient only where ``param.grad`` says so."""
+        """Drop the buffered gradient unless ``param.grad`` is still the published one; take an assigned gradient."""
         grad = self.param.grad
         if grad is not None and grad is self.published:
             if not self.unreduced:
                 self.bucket.set_aside(self)
             return
-        self.unreduced = self.reduced = False  # cleared or assigned since: what the buffers hold does not count
+        self.unreduced = self.reduced = False  # cleared or assigned since: the buffers do not count
         if self.form is not None:
             self.form.over = ()
         if grad is not None:
@@ -128,7 +128,7 @@ class FlatSlot:
             self.publish()
 
     def _store(self, local: Tensor, dims: tuple[int, ...]) -> None:
-        """Let the bucket hold a local gradient, partial over ``dims``."""
+        """Copy a local gradient, partial over ``dims``, into the bucket."""
         self.bucket.allocate()
         self.local_view.copy_(local)
         self.unreduced = True
@@ -136,7 +136,7 @@ class FlatSlot:
             self.form.over = dims
 
     def _join(self, dims: tuple[int, ...]) -> bool:
-        """Let the bucket hold a partial sum over ``dims``, too; return whether this rank adds a gradient over them."""
+        """Make the bucket's gradient partial over ``dims``, too; return whether this rank adds a gradient over them."""
         form = self.form
         if not self.unreduced or form.over == dims:
             return True
@@ -147,11 +147,11 @@ class FlatSlot:
         return form.adds(dims, target)
 
     def publish(self) -> None:
-        """Set ``param.grad`` to what it is between backward passes."""
+        """Set ``param.grad`` to its value between backward passes."""
         self.param.grad = self.published
 
     def settle(self) -> None:
-        """Before a reduction: give ``grads`` a value also where this backward brought no gradient."""
+        """Before a reduction: set the slot in ``grads`` to zero if this backward brought no gradient."""
         self._read_grad()
         if not self.unreduced:
             self.local_view.zero_()
@@ -166,7 +166,7 @@ class FlatSlot:
             self.form.over = ()
 
     def check_reduced(self) -> None:
-        """Raise RuntimeError if the gradient is there and has not been reduced."""
+        """Raise RuntimeError if there is a gradient that has not been reduced."""
         if self.unreduced and self.param.grad is not None:
             raise RuntimeError(
                 f"the gradient of {self.fqn!r} is this rank's alone: it was accumulated inside no_sync() and never "
@@ -186,8 +186,8 @@ class FlatBucket:
 
     Attributes:
         may_wait: Whether a rank may wait for the bucket's reduction before the end of backward: not with ZeRO 3, see
-            `_reduce.py`.
-        agreement: What the ranks agree on before the first reduction.
+            `reducer.py`.
+        agreement: The agreement of the ranks on partial gradients, made before the first reduction.
     """
 
     def __init__(
@@ -251,12 +251,12 @@ class FlatBucket:
 
     @property
     def needs_room(self) -> bool:
-        """Whether a reduction in flight holds memory that its end gives back, or has to be brought to the replicas."""
+        """Whether the end of a reduction frees memory, or a second collective must follow."""
         more = self.sharded and self.axes.replicate.size > 1
         return self.frees_grads or self.ordered or more or self.wire_dtype != self.grads.dtype
 
     def set_aside(self, slot: FlatSlot) -> None:
-        """Make room in ``grads`` for a local gradient where a reduced one lies (ZeRO 0)."""
+        """Move a reduced gradient from ``grads`` to ``kept``, to make room for a local one (ZeRO 0)."""
         if self.sharded or not slot.reduced:
             return
         if self._kept is None:
@@ -283,10 +283,10 @@ class FlatBucket:
                 slot.form.conform(slot.local_view)
 
     def store(self, mean: Tensor) -> None:
-        """Put the mean, of this coord's shard or (ZeRO 0) of all, in its place, or add it to the reduced gradient."""
+        """Store the mean, of this coord's shard or (ZeRO 0) of the bucket, or add it to the reduced gradient."""
         target = self.grad_shard if self.sharded else self.grads
         if not self.accumulates:
-            target.copy_(mean)  # nothing to do, and nothing done, where it is the same memory
+            target.copy_(mean)  # a no-op for the same memory
         else:
             for slot in self.slots:
                 self._add(slot, mean)
@@ -308,6 +308,6 @@ class FlatBucket:
             torch.add(self._place(self._kept, slot), fresh, out=place)
 
     def gather_values(self) -> Pending | None:
-        """Start filling ``values`` with what every coord's optimizer has made of its shard."""
+        """Start the all-gather of the updated shards into ``values``."""
         shard = self.values[self.start : self.stop]
         return self.axis.all_gather(self.values, shard, what=f"the parameters of {self.label}")

@@ -1,28 +1,27 @@
-"""Local gradients that are partial sums over other mesh axes: kept as they come, and summed once per step.
+"""Partial gradients over other mesh axes: kept in the buckets as they arrive, and summed once per step.
 
-A replicated parameter on sharded activations gets, on each tensor-parallel rank, a summand of its gradient. Reducing it
-as it comes costs one small collective per parameter and micro-batch. But sums over different axes commute: the summands
-lie in the flat buffers like any local gradient, are averaged over the data-parallel ranks with everything else, and
-then those parts of them that this rank keeps are summed over their own axes, all together:
+On each tensor-parallel rank, a replicated parameter used on sharded activations gets a partial gradient. Summing each
+one on arrival costs a small collective per parameter and micro-batch. But sums over different axes commute. So partial
+gradients lie in the flat buffers like any local gradient and are averaged over the data-parallel ranks with all others.
+Afterwards the parts that this rank keeps are summed over the other axes, all together:
 
-    backward     summand of norm.weight, gradient of up.weight, ...       -->  flat bucket
-    buckets      mean over dp                                             -->  this rank's part of the mean
-    at the end   the parts of all summands --> one buffer, one collective per axis and dtype --> written back
-    then         ``param.grad`` says that it is the gradient
+    backward     partial gradient of norm.weight, gradient of up.weight, ...       -->  flat bucket
+    buckets      mean over dp                                                      -->  this rank's part of the mean
+    at the end   parts of all partial gradients --> one buffer, one collective per axis and dtype --> written back
+    then         ``param.grad`` is the full gradient
 
-Under ``no_sync`` nothing is sent at all, and with ZeRO 0 ``param.grad`` is a DTensor whose placements say that it is a
-partial sum.
+Under ``no_sync`` nothing is sent. With ZeRO 0 ``param.grad`` is then a DTensor with ``Partial`` placements.
 
 Note: what the ranks agree on
-    Data-parallel ranks may take different paths through the model, but what they average must be of one kind. So they
-    agree, when a bucket is reduced for the first time, over which axes each of its gradients is a partial sum: over all
-    over which that of any rank is. A gradient that is whole along such an axis is added by the rank at its coord 0
-    alone. Whatever comes later over other axes is summed at once; with ``find_unused_parameters`` ranks learn of it at
-    the end of that backward. Ranks along those other axes run the same program, as with every tensor-parallel operator.
+    Data-parallel ranks may take different paths through the model, but the gradients that they average must be partial
+    over the same axes. So at the first reduction of a bucket the ranks agree on these axes for each gradient: the union
+    over all ranks. A rank whose gradient is full along such an axis adds it at coord 0 only. A later gradient that is
+    partial over other axes is summed at once. With ``find_unused_parameters`` the ranks add its axes at the end of that
+    backward. Ranks along those other axes run the same program, as for every tensor-parallel operator.
 
 Note: order of additions
-    ``"ordered"`` adds in the order of coords here, too. So the bits of a gradient do not depend on the layout: not on
-    the place of an element in the buffer, on bucket sizes or on what is sharded.
+    ``"ordered"`` adds in the order of coords here, too. So the bits of a gradient depend neither on the position of an
+    element in the buffer, nor on bucket sizes, nor on what is sharded.
 """
 
 from __future__ import annotations
@@ -42,26 +41,26 @@ from .reduction import ScatteredSum
 
 __all__ = ["Agreement", "Form", "sum_partials"]
 
-#: Bytes of all ranks' summands up to which an ordered sum gathers them: one collective instead of two.
+#: Largest size, in bytes over all ranks, at which an ordered sum gathers partial gradients: one collective, not two.
 GATHERED_BYTES = 1 << 22
 
 
 class PartialBucket(Protocol):
-    """The properties of a bucket that decide how its partial gradients are summed."""
+    """The properties of a bucket that determine how its partial gradients are summed."""
 
     wire_dtype: torch.dtype
     ordered: bool
 
 
 class PartialSlot(Protocol):
-    """A parameter's slot in a bucket, as far as partial gradients concern it; see `bucket.FlatSlot`."""
+    """The slot protocol for partial gradients; see `bucket.FlatSlot`."""
 
     bucket: PartialBucket
     form: Form | None
 
     @property
     def partial_dims(self) -> tuple[int, ...]:
-        """The mesh dims over which the local gradient is a partial sum."""
+        """The mesh dims over which the local gradient is partial."""
 
     @property
     def kept_part(self) -> Tensor:
@@ -69,16 +68,16 @@ class PartialSlot(Protocol):
 
 
 class Form:
-    """What the local gradient of a DTensor parameter is to its gradient: a partial sum over some mesh dims, or none.
+    """The mesh dims over which the local gradient of a DTensor parameter is partial; none for a full gradient.
 
     Args:
         param: The parameter.
 
     Attributes:
-        dims: The mesh dims over which its gradient may be a partial sum.
-        over: Those over which what the buffers hold is one.
-        agreed: Those over which every rank's is, at a reduction; None until the ranks have agreed.
-        wishes: Those over which a gradient was one that had to be summed at once.
+        dims: The mesh dims over which its gradient may be partial.
+        over: The dims over which the gradient in the buffers is partial.
+        agreed: The dims over which the gradient of every rank is partial at a reduction; None before the agreement.
+        wishes: The dims of gradients that had to be summed at once.
     """
 
     def __init__(self, param: DTensor):
@@ -91,9 +90,9 @@ class Form:
         self._views: dict[tuple[int, ...], DTensor] = {}
 
     def dims_of(self, placements: Sequence[Placement]) -> tuple[int, ...] | None:
-        """Return the mesh dims over which a gradient is a partial sum; None if it differs in other ways, too."""
+        """Return the mesh dims over which a gradient is partial; None if its placements differ in other ways, too."""
         known, dims = self._last
-        if placements is not known:  # most often it is the very same tuple
+        if placements is not known:  # usually the same tuple object
             self._last = placements, self._find(placements)
             dims = self._last[1]
         return dims
@@ -109,7 +108,9 @@ class Form:
         return tuple(dims)
 
     def admits(self, dims: Iterable[int]) -> bool:
-        """Tell whether a gradient that is a partial sum over ``dims`` can be kept as it is; note it if not."""
+        """Return whether a gradient that is partial over ``dims`` can be kept as it is; record the dims in `wishes` if
+        not.
+        """
         if self.agreed is None:
             return True
         others = set(dims) - set(self.agreed)
@@ -117,20 +118,22 @@ class Form:
         return not others
 
     def adds(self, dims: Iterable[int], target: Iterable[int]) -> bool:
-        """Tell whether this rank adds a partial sum over ``dims`` to one over more; else the rank at coord 0 does."""
+        """Return whether this rank adds a gradient partial over ``dims`` to one partial over more; otherwise coord 0
+        adds it.
+        """
         return all(self.mesh.get_local_rank(dim) == 0 for dim in set(target) - set(dims))
 
     def union(self, dims: Iterable[int]) -> tuple[int, ...]:
-        """Return the dims over which the sum of what the buffers hold and of a partial sum over ``dims`` is one."""
+        """Return the dims over which the gradient in the buffers is partial after one over ``dims`` is added."""
         return tuple(sorted({*self.over, *dims}))
 
     @property
     def is_silent(self) -> bool:
-        """Whether another rank adds what is there of the whole gradient already."""
+        """Return whether another rank already adds the full gradient that lies in the buffers."""
         return bool(self.agreed) and not self.adds((), self.agreed)
 
     def view(self, local: Tensor, param: DTensor) -> DTensor:
-        """Return what the buffers hold, as the partial sum that it is."""
+        """Return the gradient in the buffers as the partial gradient that it is."""
         if self.over not in self._views:
             placements = [Partial() if dim in self.over else p for dim, p in enumerate(self.placements)]
             shape, stride = param.shape, param.stride()
@@ -140,36 +143,36 @@ class Form:
         return self._views[self.over]
 
     def conform(self, local: Tensor) -> None:
-        """Make of what the buffers hold a partial sum over what has been agreed on."""
+        """Make the gradient in the buffers partial over the agreed dims."""
         if self.agreed and self.over != self.agreed:
             if not self.adds(self.over, self.agreed):
                 local.zero_()
             self.over = self.agreed
 
-    # The mask of dims says all this in one number, for a reduction that takes the maximum.
+    # The mask of dims encodes all this in one number, for a reduction that takes the maximum.
 
     def mark(self) -> int:
-        """Return a number for the wishes, and forget them."""
+        """Return the wishes as a number, and clear them."""
         mask = sum(1 << dim for dim in self.wishes)
         self.wishes.clear()
         return mask
 
     def learn(self, mask: int) -> None:
-        """Fulfil the wishes of a rank, from the next gradient on."""
+        """Grant the wishes of a rank, from the next gradient on."""
         if mask and self.agreed is not None:
             self.agreed = tuple(sorted({*self.agreed, *(dim for dim in self.dims if mask >> dim & 1)}))
 
     @cached_property
     def axes(self) -> dict[int, Axis]:
-        """The axes by dim."""
+        """The mesh axes by dim."""
         return {dim: Axis.of_dim(self.mesh, dim) for dim in self.dims}
 
 
 class Agreement:
-    """What the ranks agree on, once: over what each gradient of a bucket is a partial sum.
+    """The one-time agreement of the ranks on the axes over which each gradient of a bucket is partial.
 
     Args:
-        slots: Those of the bucket.
+        slots: The slots of the bucket.
         axis: All data-parallel ranks.
     """
 
@@ -181,14 +184,14 @@ class Agreement:
         self._is_made = not self._slots
 
     def comes_within(self, seconds: float) -> bool:
-        """Ask the ranks, unless that has been done, and wait for their answers no longer than that."""
+        """Start the agreement unless it is made; wait at most ``seconds``; return whether `finish` returns at once."""
         if self._is_made:
             return True
         self._ask()
         return self._pending is None or self._pending.ends_within(seconds)
 
     def finish(self) -> None:
-        """Make the agreement, unless that has been done; the host waits."""
+        """Make the agreement unless it exists; the host waits."""
         if self._is_made:
             return
         self._ask()
@@ -208,7 +211,7 @@ class Agreement:
 
 
 def sum_partials(slots: Sequence[PartialSlot]) -> None:
-    """Sum what this rank keeps of averaged partial sums over their axes, in place.
+    """Sum this rank's parts of averaged partial gradients over their axes, in place.
 
     Args:
         slots: In an order that is the same on all ranks of those axes.
@@ -228,12 +231,12 @@ def sum_partials(slots: Sequence[PartialSlot]) -> None:
 
 
 class _FlatSum:
-    """The sum over the ranks of an axis of some flat tensors, under way.
+    """A sum of flat tensors over the ranks of an axis, in flight.
 
     Args:
         axis: Its ranks hold tensors of the same sizes.
-        parts: Replaced by their sums in the end.
-        dtype: Of the sum.
+        parts: Overwritten with their sums at the end.
+        dtype: Dtype of the sum.
         ordered: Add in the order of coords.
     """
 
@@ -258,7 +261,7 @@ class _FlatSum:
             self._sum = ScatteredSum(axis, self.flat, order=range(axis.size), what=self.WHAT)
 
     def finish(self) -> None:
-        """Wait, and put the sums in their places."""
+        """Wait, and write the sums into the parts."""
         if self._sum is not None:
             own = self.flat.view(self.axis.size, -1)[self.axis.coord]
             own.copy_(self._sum.result())

@@ -1,13 +1,13 @@
-"""Where a parameter's gradient is: one rule for the optimizer, for clipping and for loud misuse.
+"""Where a parameter's gradient is: one rule for the optimizer, for clipping and for errors on misuse.
 
 Note: what ``param.grad`` holds after backward
     None                no gradient since the last ``zero_grad``, on any rank
     a tensor, DTensor   the gradient (its local part)
-    ShardedGradient     ZeRO 1 to 3: it is distributed over the data-parallel axis, and this rank holds a flat part
+    ShardedGradient     ZeRO 1 to 3: the gradient is sharded over the data-parallel axis; this rank holds a flat part
 
-A ``ShardedGradient`` has the metadata of a gradient and no values. Whoever reads it (a plain ``torch.optim`` optimizer,
-``torch.nn.utils.clip_grad_norm_``, a user's ``param.grad.norm()``) gets an error that says what to use instead. Zeroing
-it, as ``zero_grad(set_to_none=False)`` does, zeroes the part.
+A ``ShardedGradient`` has the metadata of a gradient and no values. A read, for example by a plain ``torch.optim``
+optimizer, ``torch.nn.utils.clip_grad_norm_`` or ``param.grad.norm()``, raises an error that names the function to use
+instead. Clearing it, as ``zero_grad(set_to_none=False)`` does, sets the part to zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ShardedGradient", "align_gradients", "aligned", "check_strided", "lo
 
 
 class GradientSlot(Protocol):
-    """A parameter's slot in a bucket, as far as its placeholder shows it; see `bucket.FlatSlot`."""
+    """The slot protocol of a placeholder; see `bucket.FlatSlot`."""
 
     fqn: str
     param: Tensor
@@ -37,11 +37,11 @@ class GradientSlot(Protocol):
         """Make the sharded gradient zero."""
 
     def check_reduced(self) -> None:
-        """Raise RuntimeError if the gradient is there and has not been reduced."""
+        """Raise RuntimeError if there is a gradient that has not been reduced."""
 
 
 class ShardedGradient(torch.Tensor):
-    """Stand-in for a gradient that is distributed over the ranks of the data-parallel axis."""
+    """Placeholder for a gradient that is sharded over the ranks of the data-parallel axis."""
 
     slot: GradientSlot
 
@@ -77,10 +77,10 @@ def _flatten(args: object) -> list[object]:
 
 
 def local_gradient(param: Tensor) -> Tensor | None:
-    """Return this rank's part of the gradient: a tensor that shares its storage, or None where there is none.
+    """Return this rank's part of the gradient: a tensor that shares its storage, or None without a gradient.
 
-    For a sharded gradient it is the flat part, perhaps empty; otherwise it has the shape of the parameter's local
-    tensor.
+    A sharded gradient gives the flat part, which may be empty. Any other gradient has the shape of the parameter's
+    local tensor.
 
     Raises:
         RuntimeError: If the gradient has not been reduced since it was accumulated under ``no_sync``.
@@ -103,8 +103,8 @@ def check_strided(fqn: str, grad: Tensor) -> None:
 def aligned(fqn: str, param: Tensor, grad: Tensor) -> Tensor:
     """Return ``grad`` with the placements of its parameter: a collective over the parameter's mesh if they differ.
 
-    Operators of DTensor leave a gradient as they computed it: a pending sum (Partial) for a replicated parameter, a
-    replica for a sharded one. The parameter's own placements are the ones in which it can be reduced and applied.
+    DTensor operators leave a gradient in the placements in which they computed it: ``Partial`` for a replicated
+    parameter, ``Replicate`` for a sharded one. It can only be reduced and applied in the parameter's own placements.
 
     Raises:
         TypeError: For a sparse gradient, or a plain gradient of a DTensor.

@@ -1,34 +1,36 @@
-"""When gradients are reduced: a bucket leaves as soon as its last gradient is there, while backward goes on.
+"""When gradients are reduced: each bucket is launched as soon as it is complete, while backward continues.
 
-The reducer is the gradient receiver of every trainable parameter (`vescale.dtensor.extension`). It adds a gradient to
-its bucket and, if that completes the bucket, launches the bucket's collective. At the end of the backward pass it
-launches the rest and waits for all, before ``backward()`` returns.
+The reducer is the gradient receiver of every trainable parameter (`vescale.dtensor.extension`). It adds each gradient
+to its bucket. If that completes the bucket, it launches the bucket's collective. At the end of the backward pass it
+launches the remaining buckets and waits for all, before ``backward()`` returns.
 
 Note: what keeps collectives matched between ranks
-    Buckets are launched strictly in the order of the plan, whichever completes first, and each exactly once per
-    synchronising backward. A parameter that got no gradient on this rank (a branch not taken, an expert without tokens)
-    contributes zeros. So ranks may take different paths through the model; each must run the backward, though.
+    Buckets are launched strictly in the order of the plan, in whatever order they complete, and each exactly once per
+    synchronizing backward. A parameter without a gradient on this rank (a branch not taken, an expert without tokens)
+    contributes zeros. So ranks may take different paths through the model, but each must run the backward.
 
 Note: what must not wait
-    With ZeRO 3 a rank that waits for a bucket, before the end of its backward, may wait for ever: another rank launches
-    that bucket only at its end, because it has not used a parameter of it, and before that it gathers units, in which
-    the first has to take part. So there a wait has a limit, and after one that has reached it, only what has ended is
-    finished. Second collectives (hybrid sharding) are then launched when their first has been seen to end: in the order
-    of buckets, in a process group of their own.
+    With ZeRO 3, a rank that waits for a bucket before the end of its backward may wait forever. Another rank that has
+    not used a parameter of the bucket launches it only at the end of its own backward. Before that it gathers units,
+    and the first rank must take part in those gathers. So with ZeRO 3 such a wait has a limit. After one wait has
+    reached it, only collectives that have already ended are finished. Second collectives (hybrid sharding) are launched
+    when their first has ended, in the order of buckets, in a process group of their own.
 
 Note: unused on every rank
     One process leaves ``param.grad`` None, and an optimizer then skips the parameter: no weight decay, no momentum. To
-    do the same, ranks must know whether any of them had a gradient: one more all-reduce, of one integer per parameter,
-    at the end. With ``find_unused_parameters=False`` it is left out, and a missing gradient is an error.
+    do the same, the ranks must agree on whether any of them had a gradient. This takes one more all-reduce, of one
+    integer per parameter, at the end. With ``find_unused_parameters=False`` it is left out, and a missing gradient is
+    an error.
 
 Note: several gradients of one parameter
     A bucket is complete when every parameter has its gradient. A DTensor parameter may get several in one backward: one
     from static mode of `vescale.dmodule`, which computes with a local parameter, and one from code that reads the
-    DTensor itself. Such a parameter never counts as complete, so its bucket, and those after it, leave at the end.
+    DTensor itself. Such a parameter never counts as complete. So its bucket, and those after it, are launched at the
+    end.
 
 Note: nested backward
-    Reentrant activation checkpointing runs a backward inside a node of another. Its end is not the end: if buckets are
-    still incomplete there, the outer pass goes on with them.
+    Reentrant activation checkpointing runs a backward inside a node of another. If buckets are incomplete when the
+    inner backward ends, the outer one completes them.
 """
 
 from __future__ import annotations
@@ -52,27 +54,27 @@ from .reduction import Reduction
 
 __all__ = ["Reducer"]
 
-#: Buckets whose memory may wait for a collective while backward fills the next.
+#: Buckets whose memory may wait for a collective while backward fills the next one.
 MAX_IN_FLIGHT = 2
 
-#: Seconds that a rank waits for a bucket during backward where it must not wait for ever.
+#: Limit, in seconds, of a wait for a bucket during backward where waiting without a limit could deadlock.
 PATIENCE = 1.0
 
 
 class _Round:
-    """Progress of one synchronising backward."""
+    """Progress of one synchronizing backward."""
 
     def __init__(self, buckets: Sequence[FlatBucket]):
         self.backwards: set[int] = set()
         self.missing = [len(bucket.slots) for bucket in buckets]
         self.arrived: set[FlatSlot] = set()  # parameters whose gradients are complete
         self.next_bucket = 0
-        self.in_flight: deque[Reduction] = deque()  # in the order of their launch
-        self.gathering: deque[Reduction] = deque()  # those whose second collective is on its way; older than in_flight
+        self.in_flight: deque[Reduction] = deque()  # in launch order
+        self.gathering: deque[Reduction] = deque()  # second collective in flight; older than in_flight
 
     def finish(self) -> None:
-        """Wait for everything that has been launched."""
-        for reduction in self.in_flight:  # all, before the first is awaited: their gathers overlap
+        """Wait for all collectives that have been launched."""
+        for reduction in self.in_flight:  # all of them before the first wait, so that their gathers overlap
             reduction.proceed()
         for reduction in [*self.gathering, *self.in_flight]:
             reduction.finish()
@@ -81,7 +83,7 @@ class _Round:
 
 
 class Reducer:
-    """Reduces the gradients of ``buckets`` over ``axis`` in every backward that runs while ``synchronises`` is set.
+    """Reduce the gradients of ``buckets`` over ``axis`` in every backward that runs while ``synchronizes`` is set.
 
     Args:
         buckets: In the order of their collectives.
@@ -105,7 +107,7 @@ class Reducer:
         self.axis = axis
         self.overlap = overlap
         self.find_unused = find_unused
-        self.synchronises = True
+        self.synchronizes = True
         self._patience = PATIENCE
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._distributed = [slot for slot in self.slots if slot.form is not None and slot.form.dims]
@@ -114,7 +116,7 @@ class Reducer:
             attach_gradient_receiver(slot.param, _SlotReceiver(self, slot))
 
     def receive(self, slot: FlatSlot, local: Tensor, placements: tuple[Placement, ...]) -> None:
-        """Take a gradient while backward runs."""
+        """Add a gradient to its bucket during backward."""
         self._join_round(slot)
         slot.receive(local, placements)
         if self._round is None or gets_several_gradients(slot.param):
@@ -125,7 +127,7 @@ class Reducer:
             self._launch_complete()
 
     def _join_round(self, slot: FlatSlot) -> None:
-        if not self.synchronises and self._round is None:
+        if not self.synchronizes and self._round is None:
             return
         self._round = self._round or _Round(self.buckets)
         if slot in self._round.arrived:
@@ -153,7 +155,7 @@ class Reducer:
         bucket = self.buckets[now.next_bucket]
         now.next_bucket += 1
         now.in_flight.append(bucket.reduce())
-        # If it may wait, which bucket goes on when depends on the number of launches only: the same on all ranks.
+        # With may_wait, which bucket proceeds when depends on the number of launches only: the same on all ranks.
         while bucket.needs_room and len(now.in_flight) > MAX_IN_FLIGHT and self._goes_on(bucket, now.in_flight[0]):
             oldest = now.in_flight.popleft()
             oldest.proceed()
@@ -164,7 +166,7 @@ class Reducer:
                 now.gathering.popleft().finish()
 
     def _goes_on(self, bucket: FlatBucket, awaited: Reduction | Agreement) -> bool:
-        """Tell whether to go a step further, after what has to be awaited, before the end of backward."""
+        """Return whether to continue with ``awaited`` before the end of backward."""
         if bucket.may_wait or awaited.comes_within(self._patience):
             return True
         self._patience = 0.0
@@ -194,7 +196,7 @@ class Reducer:
         self._check_complete()
 
     def _check_complete(self) -> None:
-        """Raise what must not pass silently, after the collectives, so that no other rank waits."""
+        """Raise errors of this backward, after its collectives, so that no other rank waits."""
         thawed = [fqn for fqn, param in self.frozen.items() if param.requires_grad]
         if thawed:
             raise RuntimeError(
@@ -209,7 +211,7 @@ class Reducer:
             )
 
     def check_reduced(self) -> None:
-        """Raise RuntimeError if gradients are there that have not been reduced."""
+        """Raise RuntimeError if there are gradients that have not been reduced."""
         if self._round is not None:
             raise RuntimeError(
                 "the reduction of gradients has not finished: backward() ended with an exception, or reentrant "
@@ -220,7 +222,7 @@ class Reducer:
                 slot.check_reduced()
 
     def reset(self) -> None:
-        """Forget an unfinished reduction, waiting for what is on its way."""
+        """Discard an unfinished reduction after waiting for its collectives in flight."""
         if self._round is not None:
             self._round.finish()
             self._round = None
@@ -233,12 +235,12 @@ class _SlotReceiver(NamedTuple):
     slot: FlatSlot
 
     def receive(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
-        """Hand a gradient to the reducer."""
+        """Pass a gradient to the reducer."""
         self.reducer.receive(self.slot, local, placements)
 
 
 def _use(slot: FlatSlot) -> int:
-    """Return 0 for a parameter that this rank has not used, else 1 and more: see `Form.mark`."""
+    """Return 0 for a parameter that this rank has not used, otherwise 1 or more: see `Form.mark`."""
     if slot.param.grad is None:
         return 0
     return 1 if slot.form is None else 1 + slot.form.mark()

@@ -1,24 +1,25 @@
-"""The reduction of one buffer over the data-parallel ranks, from its launch to the mean in its place.
+"""The reduction of one buffer over the data-parallel ranks, from its launch to the stored mean.
 
-With N = S R ranks, of which S hold the shards of the buffer and R each of them (`_axes.py`; ZeRO 0: S = 1; one axis and
-ZeRO 1 to 3: R = 1), the buffer is the bucket's, and the result this rank's shard of 1/S:
+Let N = S R ranks: S ranks hold the shards of the buffer, and each shard has R replicas (`_ranks/data_axes.py`). ZeRO 0
+has S = 1; one axis with ZeRO 1 to 3 has R = 1. The input is the bucket's buffer, the result is this rank's shard of
+1/S:
 
     rules      first, from the launch       then, from `proceed` on         bytes sent per rank
     backend    reduce-scatter over S        all-reduce over R               (S-1)/S + 2 (R-1)/N;  gloo: 2 (S-1)/S + ...
     ordered    all-to-all over N, sum       all-gather over R               (N-1)/N + (R-1)/N
 
 A collective over one rank is left out; an all-reduce that comes first is launched at once. So ZeRO 0 sends 2 (N-1)/N,
-and ZeRO 1 to 3 on one axis (N-1)/N, by either rule. Bytes are in units of the bucket, in the dtype of the wire; a wire
-of another dtype than the gradients is one more buffer while it is in flight. The first collective needs one more by
-``"ordered"``; by ``"backend"`` 1/S. At most three buckets are in flight where that takes memory or where a second
-collective is to follow (ZeRO 3: where communication keeps up).
+and ZeRO 1 to 3 on one axis (N-1)/N, with either rule. Bytes are in units of the bucket, in ``wire_dtype``. A wire dtype
+other than that of the gradients takes one more buffer while the collective is in flight. The first collective takes one
+more buffer with ``"ordered"``, and 1/S of one with ``"backend"``. At most three buckets are in flight where that takes
+memory or where a second collective follows (ZeRO 3: where communication keeps up).
 
-In the ordered sum the replicas of a shard cut it into pieces, and every rank gets all addends of its own
+In the ordered sum the replicas of a shard cut it into pieces, and every rank receives all addends of its own piece:
 
     received    | from rank 0 | from rank 1 | from rank 2 |        piece = (0 + 1) + 2, element by element
 
-so that an element's sum does not depend on where in a buffer, and in which buffer, it lies, nor on what is sharded. A
-backend's ring adds in an order that does, and in hybrid sharding it adds the sums of rows.
+So the sum of an element depends neither on its position in a buffer, nor on the bucket, nor on what is sharded. The
+order of a backend's ring depends on the position, and hybrid sharding adds the sums of rows.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ __all__ = ["Reduction", "ScatteredSum"]
 
 
 class ReducibleBucket(Protocol):
-    """A bucket as its reduction uses it; see `bucket.FlatBucket`.
+    """The bucket protocol of a reduction; see `bucket.FlatBucket`.
 
     Attributes:
-        label: Names the bucket in errors.
+        label: Name of the bucket in errors.
         axes: The data-parallel axes.
         ordered: Whether ranks are added in the order of the batch.
-        wire_dtype: In which gradients travel and are added.
+        wire_dtype: Dtype in which gradients are sent and added.
         grads: The local gradients, flat.
         grad_shard: This rank's shard of the reduced gradients (ZeRO 1 to 3).
         accumulates: Whether the mean is added to a reduced gradient.
@@ -60,19 +61,19 @@ class ReducibleBucket(Protocol):
     def accumulates(self) -> bool: ...
 
     def store(self, mean: Tensor) -> None:
-        """Put the mean in its place, or add it to the reduced gradient."""
+        """Store the mean, or add it to the reduced gradient."""
 
 
 class ScatteredSum:
-    """A sum over ranks of which every coord gets its part.
+    """A sum over ranks that gives every coord its part.
 
     Args:
-        axis: Of more than one rank.
-        wire: Every coord's part, one after the other. Nobody else may write to it until `result` returns; what it holds
-            then is not defined.
-        order: Coords in the order in which to add; None leaves it to the backend.
+        axis: An axis of more than one rank.
+        wire: Every coord's part, one after the other. No other code may write to it until `result` returns; its values
+            are undefined afterwards.
+        order: Coords in the order in which to add; None leaves the order to the backend.
         what: Name in errors.
-        out: Where the backend may put the sum; by default a new tensor.
+        out: Where the backend may write the sum; by default a new tensor.
     """
 
     def __init__(self, axis: Axis, wire: Tensor, *, order: Sequence[int] | None, what: str, out: Tensor | None = None):
@@ -86,11 +87,11 @@ class ScatteredSum:
             self._pending = axis.reduce_scatter(self._out, wire, what=what)
 
     def comes_within(self, seconds: float) -> bool:
-        """Wait no longer than that, and tell whether `result` will not wait."""
+        """Wait at most ``seconds`` and return whether `result` returns at once."""
         return self._pending is None or self._pending.ends_within(seconds)
 
     def result(self) -> Tensor:
-        """Wait for, and return, this coord's part of the sum."""
+        """Wait for this coord's part of the sum and return it."""
         if self._pending is not None:
             self._pending.wait()
         if self._order is None:
@@ -103,13 +104,13 @@ class ScatteredSum:
 
 
 class Reduction:
-    """The reduction of a bucket's gradients on its way; ``finish`` leaves the mean in its place.
+    """The reduction of a bucket's gradients in flight; ``finish`` stores the mean.
 
-    It is begun by constructing it. ``proceed`` and ``finish`` may launch a collective and wait for one: every rank must
-    call them at the same place in its sequence of collectives over that axis.
+    The constructor launches it. ``proceed`` and ``finish`` may launch a collective and wait for one, so every rank must
+    call them at the same position in its sequence of collectives over that axis.
 
     Attributes:
-        is_spreading: Whether its second collective has been launched, which brings the sum to the replicas.
+        is_spreading: Whether the second collective, which brings the sum to the replicas, has been launched.
     """
 
     def __init__(self, bucket: ReducibleBucket):
@@ -133,13 +134,13 @@ class Reduction:
             self._pending = axes.replicate.all_reduce(wire, what=bucket.label)
 
     def comes_within(self, seconds: float) -> bool:
-        """Wait no longer than that, and tell whether what is on its way now has come."""
+        """Wait at most ``seconds`` and return whether the collective in flight has ended."""
         if self._sum is not None:
             return self._sum.comes_within(seconds)
         return self._pending is None or self._pending.ends_within(seconds)
 
     def proceed(self) -> None:
-        """Free what buffers can be freed before the end: take the first sum, and launch what has to follow."""
+        """Free buffers before the end where possible: take the first sum, and launch the collective that follows."""
         if self._sum is None or self.bucket.axes.replicate.size == 1:
             return
         axes, label = self.bucket.axes, self.bucket.label

@@ -1,11 +1,11 @@
-"""In which dtype gradients are kept and added, and in which order ranks are added.
+"""The dtypes in which gradients are kept and added, and the order in which ranks are added.
 
     local gradients          --add over backwards-->   kept in grad_dtype
     kept     --round to reduce_dtype-->   on the wire   --add over ranks-->   sum in reduce_dtype
     sum      --divide by the ranks, in the wider of the two dtypes-->   mean, rounded to grad_dtype
 
-Every arrow is element-wise, and the addition over ranks has an order: the backend's, which may differ between elements
-of a buffer, or (``"ordered"``) that of coords: ((g0 + g1) + g2) + g3, for every element.
+Every arrow is element-wise. The addition over ranks has an order: with ``"backend"`` that of the backend, which may
+differ between elements of a buffer; with ``"ordered"`` that of coords, ((g0 + g1) + g2) + g3, for every element.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class ReduceRules:
         return self.grad_dtype or param_dtype
 
     def wire(self, param_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which they travel and are added."""
+        """Return the dtype in which gradients are sent and added."""
         return self.reduce_dtype or self.kept(param_dtype)
 
 
 def average_(total: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-    """Return the mean in ``dtype`` of what ``total`` is the sum of; ``total`` is overwritten, or returned itself.
+    """Return the mean in ``dtype``, given the sum ``total``, which is overwritten or returned itself.
 
     All means of gradients are taken here, so that an element has the same bits wherever and in whichever buffer its
     mean is taken. After the sum: one rounding, and exact for a power of two.

@@ -1,13 +1,14 @@
 """Where the elements of a parameter's matrices are, on every rank that has some: integers only.
 
-A parameter is a matrix (rows, cols) or a stack of them. To a matrix a mesh axis does one of four things:
+A parameter is a matrix (rows, cols) or a stack of matrices. A mesh axis does one of four things to a matrix:
 
     cuts it      sharded rows or columns, in strips or not           a rank has a **cell**: rectangles of the matrix
     parts it     ragged shards; ZeRO, with its buffer's shards       a rank has a range of the flat cell
     copies it    replicated; replicas of hybrid sharding; ZeRO 0     its ranks have the same
-    passes by    shards of the stack, matrices whole on one rank     its ranks have different matrices
+    passes by    shards of the stack, full matrices on one rank      its ranks have different matrices
 
-The axes of the first three are the **home** of the matrix: all ranks that need its update, any of which can compute it.
+The axes of the first three kinds are the **home** of the matrix: all ranks that need its update, any of which can
+compute it.
 
     matrix (4, 4), columns cut over tp,        tp 0       tp 1
     flat cells of 8 parted over dp:            a a . .    . . c c       dp 0: elements [0, 5) of the cell
@@ -40,7 +41,7 @@ Slices = tuple[slice, slice]
 
 @dataclass(frozen=True)
 class Cell:
-    """Rectangles of a matrix that together are a smaller one.
+    """Rectangles of a matrix that together form a smaller one.
 
     Attributes:
         shape: Its rows and columns.
@@ -86,7 +87,7 @@ class Part:
     shard_numel: int
 
     def of(self, coord: int) -> tuple[int, int]:
-        """Return the range of the flat local tensor that a coord has, if that were of infinite size both ways."""
+        """Return the range of the flat local tensor that a coord has, not clipped to the tensor's size."""
         first = coord * self.shard_numel - self.start
         return first, first + self.shard_numel
 
@@ -98,13 +99,13 @@ class MatrixLayout:
     Attributes:
         fqn: Name of the parameter.
         shape: Rows and columns of a matrix.
-        count: How many of its matrices are on this rank, and on those of their home.
+        count: Number of its matrices on this rank, which is the number on each rank of their home.
         mesh_shape: Sizes of the axes of the parameter's mesh; none for a plain tensor.
-        mesh_axes: Ranks of these axes.
-        placements: What each of them does to a matrix: ``Replicate`` if it copies it or passes by.
-        cutting: Those of them that cut or part matrices.
-        copying: All axes that copy them.
-        part: How ZeRO parts them; None if it does not.
+        mesh_axes: The ranks of each of these axes.
+        placements: The effect of each axis on a matrix: ``Replicate`` if it copies the matrix or passes by.
+        cutting: The axes that cut or part matrices.
+        copying: All axes that copy matrices.
+        part: How ZeRO parts the local tensor; None if it does not.
         is_alone: Whether the parameter is one matrix and no stack.
     """
 
@@ -127,11 +128,11 @@ class MatrixLayout:
 
     @property
     def is_copied(self) -> bool:
-        """Whether every rank of the home has matrices whole."""
+        """Whether every rank of the home has full matrices."""
         return self.part is None and not self.cutting
 
     def cell(self, coords: Coords) -> Cell:
-        """Return the cell at some coordinates; the same object for the same cell."""
+        """Return the cell at the given coordinates; the same object for the same cell."""
         cuts = [Replicate() if isinstance(each, RaggedShard) else each for each in self.placements]
         axes = zip(self.mesh_axes, cuts, strict=True)
         place = tuple(0 if placement.is_replicate() else coords[axis] for axis, placement in axes)
@@ -140,7 +141,7 @@ class MatrixLayout:
         return self._cells[place]
 
     def held(self, index: int, coords: Coords) -> tuple[int, int]:
-        """Return the range ``[start, stop)`` of the flat cell of matrix ``index`` that is at some coordinates."""
+        """Return the range ``[start, stop)`` of the flat cell of matrix ``index`` at the given coordinates."""
         first, last = self._in_local(coords)
         if self.part is None:
             return first, last
@@ -150,7 +151,7 @@ class MatrixLayout:
         return start, max(min(stop, last), start)
 
     def position(self, index: int, coords: Coords) -> tuple[int, int]:
-        """Return where that range is in the flat local tensor."""
+        """Return the position of the range `held` in the flat local tensor."""
         first, last = self._in_local(coords)
         begin = index * (last - first) - first
         start, stop = self.held(index, coords)
@@ -173,7 +174,7 @@ class MatrixLayout:
 
 @dataclass(frozen=True)
 class _Seat:
-    """A rank, as far as `local_views` asks a mesh for it: any rank, not only this one."""
+    """The mesh protocol of `local_views`, for any rank and not only this one."""
 
     shape: tuple[int, ...]
     coordinate: tuple[int, ...]
@@ -241,7 +242,7 @@ def layout_of(fqn: str, param: Tensor, copying: Sequence[Axis] = (), part: Part 
 
 
 def _axis_in_order(mesh: DeviceMesh, dim: int) -> Axis:
-    """Return a mesh axis whose group has the ranks in the order in which the mesh has them; that of torch need not."""
+    """Return a mesh axis whose group keeps the rank order of the mesh; torch's own group may not."""
     axis, place = Axis.of_dim(mesh, dim), mesh.get_coordinate()
     line = mesh.mesh[tuple(slice(None) if d == dim else c for d, c in enumerate(place))].tolist()
     if tuple(line) == axis.ranks:
@@ -250,7 +251,7 @@ def _axis_in_order(mesh: DeviceMesh, dim: int) -> Axis:
 
 
 def _passes_by(fqn: str, placement: Placement, param: DTensor) -> bool:
-    """Return whether an axis only says which matrices a rank has."""
+    """Return whether an axis only distributes the matrices of a stack and cuts none of them."""
     if isinstance(placement, RaggedShard):
         if param.ndim == 2:
             return sum(units > 0 for units in placement.local_units) == 1

@@ -1,17 +1,17 @@
-"""Where matrices are orthogonalized: here, or on their owners among the ranks.
+"""Where matrices are orthogonalized: on this rank, or on their owners among the ranks.
 
-Muon updates momentum element by element, wherever the elements are, but its iteration needs whole matrices:
+Muon updates momentum element by element, wherever the elements are, but its iteration needs full matrices:
 
-    momentum    on pieces, flat parts of tensors (ZeRO 1-3), shards (tensor parallelism), or whole tensors
+    momentum    on pieces, flat parts of tensors (ZeRO 1-3), shards (tensor parallelism), or full tensors
     bring       its parts to the owner of each matrix, one of the ranks that have      all-to-all, unless all have it
                 parts or copies of it: data-parallel and tensor-parallel ones
     iterate     Newton-Schulz, in bfloat16
-    return      what each of these ranks has of the matrix           all-to-all; broadcasts, if all have everything
+    return      to each of these ranks its part of the result        all-to-all; broadcasts, if all have everything
 
-Values are cast to bfloat16, with which the iteration begins, before they travel. Every matrix is iterated once, as a
-whole, in the memory layout of one process: so the result has the bits of one process. Owners are balanced by cost over
-all of these ranks, tensor-parallel ones and replicas of shards, too (`plan.py`): no rank repeats what another
-does, but for a single matrix that all have anyway.
+Values are cast to bfloat16, the dtype of the iteration, before they are sent. Every matrix is iterated once, as a full
+matrix, in the memory layout of one process. So the result has the bits of one process. Owners are balanced by cost over
+all of these ranks, including tensor-parallel ranks and replicas of shards (`plan.py`). No rank repeats the work of
+another, except for a single matrix that all of them hold in full.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Matrices", "PieceMatrices", "Update", "WholeMatrices"]
 
 @dataclass(frozen=True)
 class Update:
-    """What is to be orthogonalized: the momentum of a tensor.
+    """The momentum of a tensor, to be orthogonalized.
 
     Attributes:
         tensor: The tensor that the optimizer updates.
@@ -49,23 +49,25 @@ class Update:
 
 
 class Matrices(Protocol):
-    """Knows the shapes of matrices and orthogonalizes them."""
+    """The shapes of matrices, and their orthogonalization."""
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the shape of the whole parameter that ``tensor`` is, or is a part of."""
+        """Return the shape of the full parameter that ``tensor`` is, or is a part of."""
 
     def parameter_of(self, tensor: Tensor) -> Tensor:
         """Return that parameter, the user's object."""
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Take all tensors that may be orthogonalized, with or without a gradient in a step."""
+        """Plan for all tensors that may be orthogonalized, with or without a gradient in a step."""
 
     def orthogonalize(self, updates: Iterable[Update]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each update's tensor and result, a bfloat16 tensor of the same shape, in order."""
 
 
 class WholeMatrices:
-    """Tensors are whole matrices (rows, cols), or stacks of them (num_matrices, rows, cols), of this process alone."""
+    """Matrices of tensors that are full matrices (rows, cols), or stacks of them (num_matrices, rows, cols), of this
+    process.
+    """
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
         """Return its own shape."""
@@ -79,7 +81,7 @@ class WholeMatrices:
         """Do nothing."""
 
     def orthogonalize(self, updates: Iterable[Update]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield results one by one; the next update is taken when the last has been used."""
+        """Yield results one by one; the next update is taken after the caller has used the last result."""
         for update in updates:
             yield update.tensor, _each_matrix(update.value, update.iteration)
 
@@ -91,11 +93,11 @@ def _each_matrix(value: Tensor, iteration: NewtonSchulz) -> Tensor:
 
 
 class PieceMatrices:
-    """Tensors are the pieces of a model's parameters on this rank.
+    """Matrices of tensors that are the pieces of a model's parameters on this rank.
 
     Args:
         pieces: All pieces.
-        model: The model they were cut from.
+        model: The model from which they were cut.
     """
 
     def __init__(self, pieces: Iterable[Piece], model: object):
@@ -119,17 +121,17 @@ class PieceMatrices:
         """Choose the owners of all matrices in these pieces.
 
         Raises:
-            NotImplementedError: If a placement cuts matrices in a way that has no support.
+            NotImplementedError: If a placement cuts matrices in an unsupported way.
         """
         self._pieces = [self._by_tensor[tensor] for tensor in tensors]
         self._numbers = {tensor: number for number, tensor in enumerate(tensors)}
         self._jobs, self._sharings = share_matrices(_layouts(self._pieces, self._model))
 
     def orthogonalize(self, updates: Iterable[Update]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield results. All ranks that share matrices call it, with updates of the same ones, perhaps none.
+        """Yield results. All ranks that share matrices call it with updates of the same matrices, or none.
 
         Raises:
-            ValueError: In the first call, if ranks disagree on who shares what.
+            ValueError: In the first call, if ranks have different plans.
         """
         self._agree()
         step = MatrixStep(self._pieces)

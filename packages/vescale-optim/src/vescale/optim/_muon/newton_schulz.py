@@ -5,7 +5,7 @@ acts on the singular values only: U p(S) V^T. Iterating a p that drives values f
 The coefficients of Muon are steep at zero, so that five iterations bring all but the smallest values into 0.7 to 1.2.
 
 The operations, their order and the number format (bfloat16) are those of ``torch.optim.Muon``: the same matrix in the
-same memory layout gives the same bits. Unlike there the input is never changed.
+same memory layout gives the same bits. Unlike in ``torch.optim.Muon``, the input is never changed.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
 """
@@ -64,8 +64,8 @@ def adjusted_lr(lr: float | Tensor, adjustment: str | None, rows: int, cols: int
         lr: Learning rate of the group.
         adjustment: ``"original"``, or None: times ``sqrt(max(1, rows / cols))``. ``"match_rms_adamw"``: times
             ``0.2 * sqrt(max(rows, cols))``.
-        rows: Rows of the whole matrix.
-        cols: Columns of the whole matrix.
+        rows: Rows of the full matrix.
+        cols: Columns of the full matrix.
     """
     if adjustment == "match_rms_adamw":
         return lr * (0.2 * math.sqrt(max(rows, cols)))

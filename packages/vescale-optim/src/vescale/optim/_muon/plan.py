@@ -1,20 +1,21 @@
-"""Who orthogonalizes which matrix, and what travels for it: integers only, the same on all ranks without asking.
+"""Which rank orthogonalizes which matrix, and what is sent for it: integers only, equal on all ranks without
+communication.
 
-The ranks of a matrix's home (`layout.py`) have parts or copies of it; one of them is its **owner**. Parts go to
-the owner, and what the home's other ranks have of the result comes back:
+The ranks of a matrix's home (`layout.py`) have parts or copies of it; one of them is its **owner**. Parts are sent to
+the owner, and the home's other ranks get their parts of the result back:
 
     tp 0, dp 0   A A B B        owner of A        A: parts from the ranks with the owner's coords on axes that copy
     tp 0, dp 1   A A B B        owner of B           results to all
     tp 1, dp 0   A A B B
     tp 1, dp 1   A A B B
 
-Homes that lie within another share its collectives (a **sharing**): a step has two per sharing, however many matrices
-there are. Owners are balanced by cost, home by home, the large ones first; a smaller one goes on from what its ranks
-have to do for larger ones, which they all know. So what a rank decides depends only on what the ranks concerned know,
-too: a stack of experts may be longer elsewhere. Owners are chosen once, for all parameters: which of these have
-gradients in a step changes what travels, not who owns.
+Homes that lie within another share its collectives (a **sharing**): a step has two collectives per sharing, for any
+number of matrices. Owners are balanced by cost, home by home, the large ones first. A smaller home starts from the
+loads that its ranks have from larger ones, which all of its ranks can compute. So the plan of a rank depends only on
+inputs that all ranks concerned have; a stack of experts, for example, may be longer on other ranks. Owners are chosen
+once, for all parameters. The set of gradients in a step changes what is sent, not which rank owns.
 
-A single matrix that every rank of its home has anyway is repeated: an owner would save no time.
+A single matrix that every rank of its home holds in full is iterated on each: an owner would save no time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["Job", "Routes", "Sharing", "Span", "assign_owners", "matrix_cost", "
 
 Home = frozenset[Ranks]
 
-#: Routes that are kept, one for each set of parameters that had gradients in a step.
+#: Number of routes that are kept, one for each set of parameters that had gradients in a step.
 _MAX_ROUTES = 16
 
 
@@ -41,9 +42,9 @@ class Job:
 
     Attributes:
         tensor: Number of the parameter.
-        index: Its position in the stack of matrices that is here; 0 for a matrix alone.
+        index: Its position in this rank's stack of matrices; 0 for a single matrix.
         layout: Where its elements are.
-        owner: Place of its owner; -1 if this rank does it for itself.
+        owner: Place of its owner; -1 if this rank computes it for itself.
     """
 
     tensor: int
@@ -59,8 +60,8 @@ class Span:
     Attributes:
         job: The matrix.
         cell: The cell.
-        start: See above.
-        stop: See above.
+        start: First element.
+        stop: Past the last element.
     """
 
     job: Job
@@ -75,21 +76,22 @@ class Span:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole matrix."""
+        """Whether it is the full matrix."""
         rows, cols = self.job.layout.shape
         return self.numel == rows * cols
 
 
 @dataclass(frozen=True)
 class Routes:
-    """What this rank sends and gets in a step, by place, in an order that both sides know; itself it sends nothing.
+    """What this rank sends and receives in a step, by place, in an order that both sides compute; nothing goes to
+    itself.
 
     Attributes:
         sent: Its parts, to owners.
-        held: Parts of the matrices that it owns, from their holders; from itself, too.
+        held: Parts of the matrices that it owns, from their holders, including itself.
         owned: The matrices that it owns.
         returned: Parts of their results, to holders.
-        awaited: Results of its parts, from owners; from itself, too.
+        awaited: Results of its parts, from owners, including itself.
     """
 
     sent: list[list[Span]]
@@ -109,12 +111,12 @@ class Sharing:
     Attributes:
         grid: The ranks.
         brings: Whether any matrix must be brought to its owner.
-        is_copied: Whether every rank has all matrices whole.
+        is_copied: Whether every rank has all matrices in full.
     """
 
     def __init__(self, axes: Sequence[Axis], layouts: dict[int, MatrixLayout]):
         self.grid = Grid(axes)
-        # Of all parameters, also those of which this rank has no matrix: all ranks must make the same calls.
+        # All parameters count, also those without a matrix on this rank: all ranks must make the same calls.
         self.brings = not all(layout.is_copied for layout in layouts.values())
         self.is_copied = not self.brings and all(_home(layout) == set(self.grid.axes) for layout in layouts.values())
         self._jobs = self._assign(layouts)
@@ -136,12 +138,12 @@ class Sharing:
         return sorted(jobs, key=lambda job: (job.tensor, job.index))
 
     def describe(self) -> str:
-        """Return what all ranks must agree on, as lines."""
+        """Return the description that all ranks must agree on, as lines."""
         shared = {job.layout.fqn: job for job in self._jobs if _home(job.layout) == set(self.grid.axes)}
         return "\n".join(str(job.layout) for job in shared.values())
 
     def routes(self, used: frozenset[int]) -> Routes:
-        """Return what travels if the parameters with these numbers have gradients."""
+        """Return the routes of a step in which the parameters with these numbers have gradients."""
         if used not in self._routes:
             if len(self._routes) >= _MAX_ROUTES:  # a model that uses other parameters in every step
                 self._routes.clear()
@@ -172,7 +174,7 @@ class Sharing:
         return Span(job, job.layout.cell(coords), *job.layout.held(job.index, coords))
 
     def _brings(self, job: Job, place: int) -> bool:
-        """Return whether the part at a place goes to the owner: of copies, that which is nearest does."""
+        """Return whether the part at a place is sent to the owner; of several copies, the nearest one is."""
         holder, owner = self.grid.coords[place], self.grid.coords[job.owner]
         return all(holder[axis.ranks] == owner[axis.ranks] for axis in job.layout.copying)
 
@@ -196,9 +198,9 @@ def share_matrices(layouts: Sequence[MatrixLayout]) -> tuple[list[Job], list[Sha
 
 
 def _is_repeated(layout: MatrixLayout, num_parameters: int) -> bool:
-    """Return whether a matrix is the only one of its home, and whole on all of its ranks.
+    """Return whether a matrix is the only one of its home, and full on all of its ranks.
 
-    A stack counts as several matrices: how many of them a rank has, others may not know.
+    A stack counts as several matrices, because other ranks may not have their number.
     """
     return num_parameters == 1 and layout.is_alone and layout.is_copied
 
@@ -214,14 +216,14 @@ def matrix_cost(rows: int, cols: int) -> int:
 
 
 def assign_owners(costs: Sequence[int], num_owners: int, loads: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Balance jobs: the most expensive first, each to the owner with the least to do; ties to the lowest number.
+    """Balance jobs: the most expensive first, each to the owner with the smallest load; ties to the lowest number.
 
     The largest sum is at most 4/3 - 1/(3 num_owners) times the best possible, if all loads are 0.
 
     Args:
-        costs: What each job costs.
+        costs: Cost of each job.
         num_owners: Number of owners.
-        loads: What each of them has to do already.
+        loads: Cost that each owner already has.
 
     Source: Graham, "Bounds on multiprocessing timing anomalies" (1969).
 
@@ -234,7 +236,7 @@ def assign_owners(costs: Sequence[int], num_owners: int, loads: Sequence[int] | 
     """
     if num_owners < 1 or any(cost < 0 for cost in costs):
         raise ValueError(f"num_owners must be positive and costs not negative, got {num_owners} and {list(costs)}")
-    # Operations, then number of jobs: for jobs that cost nothing.
+    # Operations, then number of jobs, which balances jobs of cost zero.
     heap = [(load, 0, owner) for owner, load in enumerate(loads or [0] * num_owners)]
     heapq.heapify(heap)
     owners = [0] * len(costs)

@@ -1,7 +1,7 @@
-"""The matrices of one step: read where they lie, brought, iterated, returned and written, as planned.
+"""The matrices of one step: parts are read, sent, iterated, returned and written, as planned.
 
-What a rank has of a matrix is a view of its momentum and of the result: of the stack's local tensor, or with ZeRO of a
-flat piece of it. Nothing is decided here (`plan.py`), and nothing is sent by other means (`_ranks/axis.py`).
+A rank's part of a matrix is a view of its momentum and of the result: of the stack's local tensor, or with ZeRO of a
+flat piece of it. All decisions are in `plan.py`, all communication in `_ranks/axis.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["MatrixStep"]
 
 
 class MatrixStep:
-    """Momentum in, results out.
+    """The matrices of one step: momentum in, results out.
 
     Args:
         pieces: The pieces of all parameters with matrices.
 
     Attributes:
-        results: By number of the parameter, as large as its momentum, in the order in which that was added.
+        results: By number of the parameter, as large as its momentum, in the order in which the momentum was added.
     """
 
     def __init__(self, pieces: Sequence[Piece]):
@@ -37,12 +37,12 @@ class MatrixStep:
         self.results: dict[int, Tensor] = {}
 
     def add(self, number: int, value: Tensor, iteration: NewtonSchulz) -> None:
-        """Take the bfloat16 momentum of a parameter."""
+        """Add the bfloat16 momentum of a parameter."""
         self._values[number], self._iterations[number] = value, iteration
         self.results[number] = torch.empty_like(value)
 
     def alone(self, jobs: Iterable[Job]) -> None:
-        """Orthogonalize matrices that are here, for this rank."""
+        """Orthogonalize matrices that are full on this rank, for this rank."""
         for job in jobs:
             if job.tensor in self._values:
                 result = self._iterate(job, self._view(job, {}, self._values).view(job.layout.shape))
@@ -60,16 +60,16 @@ class MatrixStep:
             self._return(sharing, routes, done)
 
     def _iterate(self, job: Job, matrix: Tensor) -> Tensor:
-        """Orthogonalize a matrix on the device that computes, which may be another than that of the momentum."""
+        """Orthogonalize a matrix on the device that computes, which may differ from that of the momentum."""
         device = _torch.local_tensor(self._pieces[job.tensor].param).device
         return self._iterations[job.tensor](matrix.to(device)).to(matrix.device)
 
     def _like(self) -> Tensor:
-        """Return a tensor of the dtype and on the device of what travels, also if this rank has nothing to send."""
+        """Return an empty tensor with the dtype and device of what is sent, also if this rank sends nothing."""
         return torch.empty(0, dtype=torch.bfloat16, device=self._pieces[0].tensor.device)
 
     def _view(self, job: Job, coords: Coords, tensors: dict[int, Tensor]) -> Tensor:
-        """Return the view of what this rank, at ``coords``, has of a matrix: flat, or in the shape that it has here."""
+        """Return the view of the part of a matrix that this rank, at ``coords``, has: flat, or in its local shape."""
         tensor = tensors[job.tensor]
         if tensor.ndim == 3:
             return tensor[job.index]
@@ -83,7 +83,7 @@ class MatrixStep:
         return sharing.grid.axis.exchange_uneven(outgoing, num_received, self._like(), what="matrices")
 
     def _bring(self, sharing: Sharing, routes: Routes) -> dict[Job, list[tuple[Span, Tensor]]]:
-        """Send the parts that are here to their owners; return those of the matrices that this rank owns."""
+        """Send this rank's parts to their owners; return the parts of the matrices that this rank owns."""
         here = sharing.grid.place
         coords = sharing.grid.coords[here]
         arrived: list[Tensor] = []
@@ -101,7 +101,7 @@ class MatrixStep:
         return parts
 
     def _return(self, sharing: Sharing, routes: Routes, done: dict[Job, Tensor]) -> None:
-        """Send what the holders have of the results of this rank's matrices; write what comes from other owners."""
+        """Send the results of this rank's matrices to their holders; write the results from other owners."""
         here = sharing.grid.place
         flats: dict[tuple[Job, int], Tensor] = {}  # of each cell, once
 
@@ -118,7 +118,7 @@ class MatrixStep:
             self._write(sharing, spans, values)
 
     def _tell(self, sharing: Sharing, routes: Routes, done: dict[Job, Tensor]) -> None:
-        """Tell every rank the results of this rank's matrices; write those of all."""
+        """Broadcast the results of this rank's matrices to every rank; write the results of all."""
         mine = torch.cat([self._like(), *(result.reshape(-1) for result in done.values())])
         every = sharing.grid.axis.gather_uneven(mine, _numels(routes.awaited), what="matrices")
         for spans, flat in zip(routes.awaited, every, strict=True):
@@ -132,7 +132,7 @@ class MatrixStep:
 
 
 def _assemble(job: Job, parts: Sequence[tuple[Span, Tensor]], like: Tensor) -> Tensor:
-    """Return a matrix from all parts of it: one that is the whole matrix already as it lies in memory."""
+    """Return a matrix from all of its parts; a part that is the full matrix is returned without a copy."""
     if len(parts) == 1 and parts[0][0].is_whole:
         return parts[0][1].view(job.layout.shape)
     cells: dict[int, list[tuple[Span, Tensor]]] = {}

@@ -1,7 +1,7 @@
 """Sums and maxima over all ranks in which every element counts once, by one collective.
 
-Parameters are sorted into classes by the axes over which they are sharded. A rank has a number for each class; along
-the other axes of the span there are replicas of it, of which the first one counts:
+Parameters are sorted into classes by the axes over which they are sharded. A rank has a number for each class. Along
+the other axes of the span this number has replicas, of which only the first counts:
 
     span {dp 2, tp 2}           rank (0, 0)    (0, 1)     (1, 0)     (1, 1)
     class {}                           s
@@ -10,9 +10,9 @@ the other axes of the span there are replicas of it, of which the first one coun
     class {dp, tp}                     s         s          s          s
                                 all-reduce of each rank's sum of its numbers
 
-Nothing is divided by a number of replicas, so replicated integers and powers of two keep their bits, and all ranks
-receive the same bits, also where backends add in another order from group to group. An axis outside the span is reduced
-before it, for the classes that it distributes; one of ``norm_axes`` outside the span, after it.
+There is no division by a number of replicas, so replicated integers and powers of two keep their bits. All ranks
+receive the same bits, also where backends add in a different order in each group. An axis outside the span is reduced
+before it, for the classes that it shards; one of ``norm_axes`` outside the span is reduced after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Counting", "Share"]
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank does for a class.
+    """This rank's contribution to a class.
 
     Attributes:
         counts: Whether its number counts in the sum over the span.
@@ -44,19 +44,19 @@ class Share:
 
     @property
     def is_needed(self) -> bool:
-        """Whether this rank has to know its number of the class."""
+        """Whether this rank must compute its number of the class."""
         return self.counts or bool(self.before)
 
 
 @dataclass(frozen=True)
 class Counting:
-    """How numbers of classes are added over ranks. By default there is this rank alone.
+    """How numbers of classes are added over ranks. By default over this rank only.
 
     Attributes:
-        shares: One per class.
-        span: Ranks that add up at once.
+        shares: One share per class.
+        span: Ranks that one collective adds.
         after: Axes, outside the span, whose ranks have other parameters.
-        replicas: Axes, outside the span, whose ranks add up each for themselves what is the same.
+        replicas: Axes, outside the span, whose ranks compute the same sum separately.
     """
 
     shares: Sequence[Share]
@@ -72,13 +72,13 @@ class Counting:
         norm_axes: Sequence[KnownAxis],
         replicas: Iterable[Axis],
     ) -> Counting:
-        """Plan the reduction. All ranks of the axes call it alike; the first time they compare what they know.
+        """Plan the reduction. All ranks of the axes call it alike; in the first call they compare their axes.
 
         Args:
             classes: For each class, the axes of more than one rank over which it is sharded.
             known: Axes of the meshes of the parameters, also those along which they are replicated.
             norm_axes: Axes whose ranks have other parameters.
-            replicas: Axes whose ranks have the same as this one, and must receive the same bits.
+            replicas: Axes whose ranks have the same parameters as this one, and must receive the same bits.
         """
         span = span_of(known, norm_axes, is_sharded=any(classes))
         inside = [span.dims_of(each) for each in norm_axes]
@@ -103,7 +103,7 @@ class Counting:
         """Return the sum over classes and ranks.
 
         Args:
-            numbers: One tensor per class, of one shape; a class that is not needed may have anything.
+            numbers: One tensor per class, of one shape; the values of a class that is not needed are ignored.
             zero: The sum of no classes.
         """
         numbers = list(numbers)
@@ -125,7 +125,7 @@ class Counting:
         return number
 
     def same(self, number: Tensor) -> Tensor:
-        """Return the same bits on all replicas of what they have added up for themselves."""
+        """Return the same bits of a separately computed sum on all replicas."""
         for axis in self.replicas:
             number = _reduce(number, dist.ReduceOp.MAX, axis)
         return number

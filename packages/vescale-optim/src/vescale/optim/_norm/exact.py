@@ -2,15 +2,15 @@
 
 Addition of floating-point numbers depends on the order, addition of integers does not. So every |g|^p is scaled by a
 power of two, the same on all ranks, to less than 1, and cut into two integers; integers are added over elements,
-tensors and ranks; only the total becomes a floating-point number again:
+tensors and ranks. Only the total is converted back to a floating-point number:
 
     |g / 2^e|^p  =  0.hhhhhhhhhhhhhhhh llllllllllllllll ...      2^e > the largest |g| of all ranks: one all-reduce, MAX
                        31 bits          31 bits, rounded
     sums over elements and ranks:  [h >> 31, h & mask, l >> 31, l & mask]         one all-reduce, SUM, of integers
 
-It takes two collectives (`counting.py`): nothing can be rounded before the largest element of all ranks is known.
+It takes two collectives (`counting.py`), because the scale depends on the largest element of all ranks.
 
-An element contributes with an error of at most 2^-63 of the largest one, so a sum of n elements is off by less than
+The error of an element is at most 2^-63 of the largest one, so the error of a sum of n elements is less than
 n * 2^-63 of itself.
 """
 
@@ -29,7 +29,7 @@ __all__ = ["EXACT_NORMS", "exact_norm"]
 #: Norm types whose power of an element is the same in every implementation: |g| and g * g.
 EXACT_NORMS = (1.0, 2.0)
 
-#: Bits of an integer: of a chunk's elements, the sum of as many as memory allows fits into 64.
+#: Bits of an integer: the sum over any chunk that fits into memory fits into 64 bits.
 _BITS = 31
 
 #: Elements that are widened to float64 at a time.
@@ -37,10 +37,10 @@ _CHUNK = 2**22
 
 
 def exact_norm(parts: Sequence[Sequence[Tensor]], norm_type: float, counting: Counting, device: torch.device) -> Tensor:
-    """Return the norm of all elements of all ranks, a 0-dim float64 tensor; the host waits for nothing.
+    """Return the norm of all elements of all ranks, a 0-dim float64 tensor; the host does not wait.
 
     Args:
-        parts: Local tensors of each class; only those of needed classes are looked at.
+        parts: Local tensors of each class; only those of needed classes are read.
         norm_type: One of `EXACT_NORMS`.
         counting: How the classes are added over ranks.
         device: Where to compute.
@@ -65,7 +65,7 @@ def _largest(grads: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _words(grads: Sequence[Tensor], norm_type: float, scale: Tensor, device: torch.device) -> Tensor:
-    """Return the sum of the powers of the elements, scaled, as four integers of which the first is the whole part."""
+    """Return the scaled sum of the powers of the elements, as four integers; the first is the integer part."""
     total = torch.zeros(4, dtype=torch.int64, device=device)
     for chunk in _chunks(grads, device):
         powers = chunk.mul_(scale)
@@ -98,7 +98,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _as_float(words: Tensor) -> Tensor:
-    """Return the number that the four sums of integers stand for; it depends on nothing but that number."""
+    """Return the number that the four integer sums represent; equal numbers give equal bits."""
     whole, first, second, third = words.unbind()
     middle = first + second + (third >> _BITS)
     whole = whole + (middle >> _BITS)

@@ -1,1 +1,1 @@
-"""Groups of ranks: mesh axes, their collectives, and what happens when a rank is lost."""
+"""Groups of ranks: mesh axes, their collectives, and errors that name lost ranks."""

@@ -1,7 +1,7 @@
-"""The collectives of one mesh axis: no-ops where the axis has one rank, and named where they fail.
+"""The collectives of one mesh axis: no-ops on an axis of one rank, with errors that name the collective.
 
-All ranks of the axis make every call here in the same order; the caller is responsible for that. ``what`` says, in
-errors, what a collective was for ("bucket 3"); a rank that is gone is named on all the others (`failures.py`).
+All ranks of the axis must make every call here in the same order; the caller is responsible for that. ``what`` names
+the purpose of a collective in errors ("bucket 3"). If a rank is gone, the errors of all others name it (`failures.py`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from . import failures as _failures
 
 __all__ = ["Axis", "Pending"]
 
-#: Seconds between two looks at a collective that is waited for within limits.
+#: Seconds between two checks of a collective during a wait with a limit.
 _NAP = 0.0002
 
-#: Bytes of a shard from which gloo gathers by broadcasts, one per rank. Its all-gather fills a buffer of its own first.
+#: Bytes of a shard from which gloo gathers by broadcasts, one per rank: its all-gather copies through a buffer.
 IN_PLACE_BYTES = 2**16
 
 
@@ -37,15 +37,15 @@ IN_PLACE_BYTES = 2**16
 class Axis:
     """A mesh axis: its size, this rank's coord, and the collectives that the package needs.
 
-    Asynchronous calls return a `Pending` to wait for, or None where there is nothing to wait for.
+    Asynchronous calls return a `Pending` to wait for, or None without a collective.
 
     Attributes:
         name: Its name in errors.
         size: Number of ranks.
-        coord: This rank's coord, which is its place in the group, too.
-        group: Its process group; an axis of this rank alone may have none.
+        coord: This rank's coord, which is also its rank in the group.
+        group: Its process group; an axis of this rank only may have none.
         device_type: Device type of the mesh.
-        listening: The ranks that are told of failures, if more ranks than those of the axis wait for each other.
+        listening: The ranks that share failures, if more ranks than those of the axis wait for each other.
     """
 
     name: str
@@ -74,17 +74,17 @@ class Axis:
         return cls(name, mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim), mesh.device_type)
 
     def of_this_rank(self) -> Axis:
-        """Return an axis that has only this rank of it, and no process group."""
+        """Return an axis of this rank only, without a process group."""
         return Axis(self.name, 1, 0, None, self.device_type)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks of the axis: its identity, whatever mesh it was sliced from."""
+        """The global ranks of the axis, which identify it independently of the mesh."""
         return (dist.get_rank(),) if self.group is None else tuple(dist.get_process_group_ranks(self.group))
 
     @cached_property
     def failures(self) -> _failures.Failures:
-        """The store in which the ranks of the axis note failures."""
+        """The store in which the ranks of the axis record failures."""
         return _failures.Failures(self.listening or self.ranks, self.ranks[self.coord])
 
     def __repr__(self) -> str:
@@ -103,7 +103,7 @@ class Axis:
             return None
         if self.device_type != "cpu":
             return self._start("reduce-scatter", what, _torch.reduce_scatter, shard, buffer)
-        # gloo's is an all-reduce of a copy, too, and its work cannot be waited for by turns
+        # gloo implements it as an all-reduce of a copy, too, and its work has no wait with a time-out
         pending = self._start("reduce-scatter", what, dist.all_reduce, buffer)
         pending.at_end = lambda: shard.copy_(buffer.view(self.size, -1)[self.coord].view(shard.shape))
         return pending
@@ -124,7 +124,7 @@ class Axis:
         return _Works([dist.broadcast(part, group_src=coord, **settings) for coord, part in enumerate(parts)])
 
     def exchange(self, received: Tensor, buffer: Tensor, *, what: str = "") -> Pending | None:
-        """Start an all-to-all: part i of ``received`` is what coord i has as this coord's part of ``buffer``."""
+        """Start an all-to-all: part i of ``received`` is this coord's part of coord i's ``buffer``."""
         if self.size == 1:
             received.copy_(buffer)
             return None
@@ -164,18 +164,18 @@ class Axis:
         return every
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is not on the devices of the axis but in host memory: copies are sent then."""
+        """Return whether a tensor is in host memory and not on the devices of the axis, so that copies are sent."""
         return tensor.device.type != self.device_type
 
     def _start(self, kind: str, what: str, collective: Callable, *tensors: Tensor, **kwargs: object) -> Pending:
         name = f"the {kind}{what and ' of '}{what} over axis {self.name!r}"
-        home, brings = tensors[0], None  # where every collective leaves its result
+        home, brings = tensors[0], None  # every collective writes its result here
         if self.is_elsewhere(home):
             tensors = tuple(tensor.to(self.device_type, copy=True) for tensor in tensors)
             brings = functools.partial(home.copy_, tensors[0])
         try:
             work = collective(*tensors, group=self.group, async_op=True, **kwargs)
-        except dist.DistError as error:  # the backend's; what is wrong with the arguments is not a failed rank
+        except dist.DistError as error:  # an error of the backend; wrong arguments raise other errors
             raise RuntimeError(self.failures.describe(name, _first_line(error))) from error
         return Pending(work, name, self, brings)
 
@@ -210,7 +210,7 @@ class Axis:
         Args:
             text: The description.
             what: What it describes, in the singular.
-            fix: The way out, at the end of the error.
+            fix: The fix, at the end of the error.
 
         Raises:
             ValueError: On every rank, with the first line that differs.
@@ -233,7 +233,7 @@ class Axis:
 
 
 class _Works:
-    """Several collectives as one; the limit of a wait is that for each of them."""
+    """Several collectives as one; the time-out of a wait applies to each of them."""
 
     def __init__(self, works: Sequence[dist.Work]):
         self.works = works
@@ -250,18 +250,18 @@ class Pending:
     """A collective in flight. Its failure names it, this rank, and the ranks that are gone.
 
     Attributes:
-        at_end: What `wait` does, once, when the collective has ended well.
+        at_end: Called by `wait`, once, when the collective has succeeded.
     """
 
     def __init__(self, work: dist.Work | _Works, name: str, axis: Axis, brings: Callable[[], object] | None = None):
         self._work = work
         self._name = name
         self._axis = axis
-        self._brings = brings  # the result, to where it is to be
+        self._brings = brings  # copies the result to its destination
         self.at_end: Callable[[], object] | None = None
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait at most ``seconds``; return whether it has ended or failed, so that `wait` returns at once."""
+        """Wait at most ``seconds``; return whether the collective has ended or failed."""
         end = time.monotonic() + seconds
         while not self._work.is_completed():
             if time.monotonic() >= end:
@@ -300,8 +300,8 @@ class Pending:
                 self._work.wait(_failures.POLL)
                 return False
             except RuntimeError:
-                # The time-out of this wait and a failure of the work look alike. A work that has failed raises at
-                # once: now, or in the next turn.
+                # The time-out of this wait and a failure of the work raise the same error. A work that has failed
+                # raises at once: now, or in the next iteration.
                 if time.monotonic() - began < 0.9 * _failures.POLL.total_seconds():
                     raise
             if self._axis.failures.seen():

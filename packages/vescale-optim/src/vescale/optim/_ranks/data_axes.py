@@ -1,7 +1,7 @@
-"""The ranks of data parallelism, by what they share: parts of a batch, shards, or replicas of a shard.
+"""The data-parallel ranks, grouped by what they share: parts of a batch, shards, or replicas of a shard.
 
-A mesh of two axes shards over the second and replicates over the first (hybrid sharding). Every rank has a part of the
-batch of its own; ranks are numbered row by row:
+A mesh of two axes shards over the second and replicates over the first (hybrid sharding). Every rank has its own part
+of the batch; ranks are numbered row by row:
 
                     shard: coord 0   coord 1   coord 2
     replicate: coord 0      rank 0    rank 1    rank 2       gathers of parameters, sums of gradients: along a row
@@ -13,8 +13,8 @@ batch of its own; ranks are numbered row by row:
     2-D     0       both axes    this rank      both axes
     2-D     1-3     both axes    second axis    first axis
 
-So ``all`` is always ``shard`` times ``replicate``, and no other file asks which of the four it is. Often the rows are
-nodes: then what is sent most stays within a node.
+So ``all`` is always ``shard`` times ``replicate``, and no other file distinguishes the four cases. With one row per
+node, most of the communication stays within a node.
 
 Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023), section 3.2.2.
 """
@@ -39,9 +39,9 @@ class DataAxes:
 
     Attributes:
         all: All ranks that have a part of the batch, in the order of these parts.
-        shard: Over which gradients, state and parameters are sharded.
+        shard: The axis over which gradients, state and parameters are sharded.
         replicate: The ranks that hold the same shard as this one.
-        pieces: All ranks in another order: shard by shard, the replicas of each beside each other.
+        pieces: All ranks in another order: shard by shard, with the replicas of a shard next to each other.
         meshes: 1-D meshes of the axes of more than one rank that were given, the outer one first.
     """
 
@@ -57,11 +57,11 @@ class DataAxes:
 
         Args:
             mesh: 1-D, or 2-D: replicas over the first axis, shards over the second.
-            sharded: Whether anything is sharded at all (ZeRO 1 to 3).
-            ordered: Whether ``pieces`` is needed, which may be one more process group.
+            sharded: Whether anything is sharded (ZeRO 1 to 3).
+            ordered: Whether ``pieces`` is needed, which may take one more process group.
 
         Raises:
-            ValueError: If it is no such mesh, or if the ranks of a 2-D one do not ascend along each axis.
+            ValueError: If ``mesh`` is neither 1-D nor 2-D, or if the ranks of a 2-D mesh do not ascend along each axis.
         """
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
             inner = both = Axis.of_dim(mesh, 0)

@@ -1,16 +1,16 @@
-"""Name what failed when a collective cannot end: which collective, on which rank, and which ranks are gone.
+"""Errors for a collective that cannot end: which collective, on which rank, and which ranks are gone.
 
-A backend says that a connection was closed, not whose. So the rank that sees a failure first writes it to the store of
-the process group, next to which every process has a connection of its own, and the others answer there:
+A backend reports that a connection was closed, but not to which rank. So the rank that sees a failure first writes it
+to the store of the process group, to which every process has a separate connection, and the others answer there:
 
     rank 0                          rank 1                           rank 2
     waits for bucket 1              waits for bucket 1               ends
-    (its neighbour is alive)        connection closed: "failed"
+    (its neighbor is alive)         connection closed: "failed"
     sees "failed" in the store      waits for answers
     answers                         has rank 0's, and none of 2
     error: no answer from rank 2    error: no answer from rank 2
 
-While a rank waits for a collective on the CPU it looks into the store every `POLL`; one that ends earlier never does. A
+While a rank waits for a collective on the CPU, it checks the store every `POLL`; a wait that ends earlier never does. A
 rank that is neither in such a wait nor gone (it computes) answers at its next wait, or is named after `PATIENCE` as one
 that gave no answer: the message says both.
 """
@@ -27,13 +27,13 @@ from .. import _torch
 
 __all__ = ["PATIENCE", "POLL", "Failures"]
 
-#: How long a rank waits for a collective before it looks whether another rank has seen a failure.
+#: How long a rank waits for a collective before it checks whether another rank has seen a failure.
 POLL = timedelta(seconds=1)
 
-#: Seconds that ranks get to answer once one of them has seen a failure.
+#: Seconds for the ranks to answer after one of them has seen a failure.
 PATIENCE = 10.0
 
-#: What a store raises when its host is gone.
+#: Errors of a store whose host is gone.
 _STORE_ERRORS = (RuntimeError, OSError)
 
 
@@ -56,10 +56,10 @@ class Failures:
         try:
             return self._store.check(["failed"])
         except _STORE_ERRORS:
-            return True  # the host of the store is gone: `describe` will say so
+            return True  # the host of the store is gone: `describe` reports it
 
     def describe(self, what: str, cause: str) -> str:
-        """Note that ``what`` failed here, collect the notes of the others, and return the message of the error."""
+        """Record that ``what`` failed on this rank, collect the records of the others, and return the error message."""
         head = f"{what} failed on rank {self.rank}"
         try:
             answers = self._exchange(f"{what}: {cause}" if cause else f"was waiting in {what}")

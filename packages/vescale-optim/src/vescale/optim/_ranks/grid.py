@@ -4,7 +4,7 @@
     places   dp 0:  0 1 2       the ranks of dp 0
              dp 1:  3 4 5
 
-The axes need not be slices of one mesh: ranks ask each other who they are, once, and compare what they have heard.
+The axes need not be slices of one mesh: the ranks exchange their axes once, and compare the results.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from .axis import Axis
 __all__ = ["Coords", "Grid", "Ranks"]
 
 Ranks = tuple[int, ...]
-"""The global ranks of an axis, which is how axes are told apart."""
+"""The global ranks of an axis, which identify it."""
 
 Coords = Mapping[Ranks, int]
 """Coordinates of a rank by axis."""
 
 
 class Grid:
-    """All ranks that differ from this one on some axes only.
+    """All ranks that differ from this one on the given axes only.
 
     Args:
-        axes: The axes, of two ranks or more each, no two of which have two ranks in common; at least one.
+        axes: The axes, at least one, of two ranks or more each. No two of them have two ranks in common.
 
     Attributes:
         axes: The axes by their ranks.
         coords: Coordinates of every place.
-        place: That of this rank.
+        place: This rank's place.
     """
 
     def __init__(self, axes: Sequence[Axis]):
@@ -63,10 +63,11 @@ class Grid:
 
     @cached_property
     def axis(self) -> Axis:
-        """All ranks as one axis. When first asked for, all ranks ask: they communicate, and may make a process group.
+        """All ranks as one axis. The first access communicates, so all ranks make it together; it may make a process
+        group.
 
         Raises:
-            ValueError: On all ranks, if the axes of some cross elsewhere than those of others.
+            ValueError: On all ranks, if the axes of some ranks intersect differently from those of others.
         """
         axes = list(self.axes.values())
         if len(axes) == 1:
@@ -82,7 +83,7 @@ class Grid:
         return Axis(name, len(members), self.place, group_of_ranks(members, keep_order=True), axes[0].device_type)
 
     def _check(self, members: list[int], name: str) -> None:
-        """Raise on all ranks unless all have the same members, and find their own axes in them."""
+        """Raise on all ranks unless all have the same members, and each finds its own axes in them."""
         axes = self.axes.values()
         is_grid = all(tuple(members[place] for place in self.places([axis])) == axis.ranks for axis in axes)
         digest = int.from_bytes(hashlib.sha256(str(members).encode()).digest()[:7], "big")

@@ -1,18 +1,18 @@
-"""The ranks over which a norm is taken, as one group: what several mesh axes would reduce in turn is reduced at once.
+"""The ranks over which a norm is taken, as one group: one collective in place of one per mesh axis.
 
 Axes that are slices of one mesh span a part of it, whose ranks differ along some of its dims only:
 
     mesh (pp, dp, tp)        parameters over tp, DDP over dp         span {dp, tp}        the ranks of this stage
                              and norm_axes=[mesh["pp"]]              span {pp, dp, tp}    all ranks
 
-All ranks of a span must know it alike. Those that share parameters have the same meshes; so without ``norm_axes`` each
-rank has it, and only the first time it is compared. Pipeline stages may have other meshes, and at other times (a
-stage of plain tensors, parameters frozen later): there they agree on what any of them has when the same ``norm_axes``
-are first given, and it stays so. An axis outside the span (of a separate mesh, or one that came later) is reduced by
-itself, see `_norm/counting.py`.
+All ranks of a span must compute the same one. Ranks that share parameters have the same meshes. So without
+``norm_axes`` each rank can compute the span, and the ranks compare it only the first time. Pipeline stages may have
+other meshes, and at other times (a stage of plain tensors, parameters frozen later). They agree on the union of their
+axes when the same ``norm_axes`` are first given, and keep it. An axis outside the span (of a separate mesh, or one that
+came later) is reduced by itself, see `_norm/counting.py`.
 
-An axis of another mesh of the same ranks belongs to the span if its ranks are a part of the first mesh, too, along the
-same dims on every rank: for example experts spread over a mesh of their own that unites dp and tp.
+An axis of another mesh of the same ranks belongs to the span if its ranks are also a part of the first mesh, along the
+same dims on every rank. An example is a separate mesh of experts that unites dp and tp.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ __all__ = ["KnownAxis", "Ranks", "Span", "span_of"]
 Ranks = tuple[int, ...]
 Dims = frozenset[int]
 
-#: What ranks have agreed on, for the life of the default process group. Process-wide, because `clip_grad_norm_` is a
-#: function and may get parameters without a DDP: no object outlives its calls.
+#: The spans that ranks have agreed on, for the life of the default process group. Process-wide, because
+#: `clip_grad_norm_` is a function and may get parameters without a DDP: no object outlives its calls.
 _spans: dict[tuple[object, ...], Span] = {}
 
 _WHAT = "the set of mesh axes of the parameters given to clip_grad_norm_"
@@ -46,7 +46,7 @@ _WHAT = "the set of mesh axes of the parameters given to clip_grad_norm_"
 
 @dataclass(frozen=True)
 class KnownAxis:
-    """An axis and the whole mesh of which it is a slice, which says where the axis lies on other ranks."""
+    """An axis and the full mesh of which it is a slice, which gives the position of the axis on other ranks."""
 
     axis: Axis
     home: DeviceMesh
@@ -62,7 +62,7 @@ class Span:
     """Ranks that differ from this one along some dims of a mesh.
 
     Attributes:
-        mesh: The mesh, if there is any rank but this one.
+        mesh: The mesh; None if there is only this rank.
         dims: The dims.
         axis: The ranks as one axis.
     """
@@ -72,7 +72,7 @@ class Span:
     axis: Axis | None = None
 
     def dims_of(self, known: KnownAxis | None) -> Dims | None:
-        """Return the dims along which an axis lies, None if it is not part of the span."""
+        """Return the dims along which an axis lies; None if it is not part of the span."""
         if self.mesh is None or known is None:
             return None
         dims = _dims(self.mesh, known.home, known.axis.ranks)
@@ -87,15 +87,15 @@ class Span:
 def span_of(known: Mapping[Ranks, KnownAxis], norm_axes: Sequence[KnownAxis], *, is_sharded: bool) -> Span:
     """Return the ranks of all ``known`` axes and of ``norm_axes``, as far as they lie in one mesh.
 
-    The first time, ranks compare what they know, which the host waits for.
+    In the first call the ranks compare their axes, and the host waits.
 
     Args:
         known: Axes of the meshes of this rank's parameters.
-        norm_axes: Axes whose ranks have other parameters, and perhaps know other axes.
-        is_sharded: Whether any parameter is distributed; else ``norm_axes`` alone make a reduction necessary.
+        norm_axes: Axes whose ranks have other parameters, and perhaps other axes.
+        is_sharded: Whether any parameter is distributed; otherwise only ``norm_axes`` require a reduction.
 
     Raises:
-        ValueError: If ranks that share parameters know different axes.
+        ValueError: If ranks that share parameters have different axes.
     """
     if norm_axes:
         mesh = norm_axes[0].home
@@ -124,7 +124,7 @@ def _union(axes: Iterable[KnownAxis], mesh: DeviceMesh) -> Dims:
 
 
 def _any_of(dims: Dims, mesh: DeviceMesh, norm_axes: Sequence[KnownAxis]) -> Dims:
-    """Return the dims that any rank of ``norm_axes`` has."""
+    """Return the union of the dims of all ranks of ``norm_axes``."""
     flags = torch.tensor([dim in dims for dim in range(mesh.ndim)], dtype=torch.int32, device=mesh.device_type)
     for each in norm_axes:
         pending = each.axis.all_reduce(flags, dist.ReduceOp.MAX, what=_WHAT)
@@ -134,7 +134,7 @@ def _any_of(dims: Dims, mesh: DeviceMesh, norm_axes: Sequence[KnownAxis]) -> Dim
 
 
 def _agreed(mesh: DeviceMesh, dims: Dims, axes: Sequence[Axis]) -> Span:
-    """Return the span along ``dims`` once all of its ranks are known to have come here with the same."""
+    """Return the span along ``dims`` after checking that all of its ranks have the same."""
     text = f"mesh {mesh.mesh_dim_names or ''} of shape {tuple(mesh.shape)}, axes {_name(mesh, dims)}"
     for dim in sorted(dims):
         Axis.of_dim(mesh, dim).check_same(text, what=_WHAT)
@@ -164,14 +164,14 @@ def _dims(mesh: DeviceMesh, home: DeviceMesh, ranks: Ranks) -> Dims | None:
     """Return the dims of ``mesh`` along which an axis of ``home`` lies, the same on every rank; None if there are none.
 
     Args:
-        mesh: A whole mesh.
-        home: A whole mesh, the same or another one.
-        ranks: This rank's part of the axis: what differs along some dims of ``home``.
+        mesh: A full mesh.
+        home: A full mesh, the same or another one.
+        ranks: This rank's part of the axis: the ranks that differ along some dims of ``home``.
     """
     if len(ranks) == 1:
         return frozenset()
     if set(home.mesh.flatten().tolist()) != set(mesh.mesh.flatten().tolist()):
-        return None  # where the axis lies on other ranks cannot be computed here
+        return None  # the position of the axis on other ranks cannot be computed here
     own = _alike(home, torch.tensor([ranks]))
     if own is None:
         return None
@@ -181,7 +181,9 @@ def _dims(mesh: DeviceMesh, home: DeviceMesh, ranks: Ranks) -> Dims | None:
 
 
 def _alike(mesh: DeviceMesh, every: Tensor) -> Dims | None:
-    """Return the dims along which each of several lists of ranks (lists, ranks) is all of ``mesh``; None without."""
+    """Return the dims along which each of several lists of ranks (lists, ranks) is all of ``mesh``; None if there are
+    none.
+    """
     table = torch.zeros(int(mesh.mesh.max()) + 1, mesh.ndim, dtype=torch.int64)
     table[mesh.mesh.flatten().long()] = torch.cartesian_prod(*map(torch.arange, mesh.shape)).view(-1, mesh.ndim)
     coords = table[every.long()]

@@ -1,1 +1,1 @@
-"""Optimizer state: in pieces, in other dtypes, and as one process has it."""
+"""Optimizer state: in pieces, in other dtypes, and in the form of one process."""

@@ -1,15 +1,15 @@
 """Construction of a distributed optimizer: from a model, a class or an instance, and groups to an optimizer of pieces.
 
     take_apart        an optimizer instance -> its class, constructor arguments, groups and state
-    check_class       refuse classes whose update of an element needs other elements
-    cut_pieces        one `Piece` per trainable parameter: what this rank updates
+    check_class       reject classes whose update of an element needs other elements
+    cut_pieces        one `Piece` per trainable parameter: the elements that this rank updates
     group_pieces      the user's groups of parameters -> groups of pieces
     build_optimizer   the torch optimizer of the pieces
 
-An instance is rebuilt instead of changed, because the tensors that ranks update are not its parameters, and a
-constructor may do things with its tensors. The arguments of the constructor come from ``defaults`` or from attributes
-of the same names. An argument that is in neither is an error, and so is everything that would be lost: hooks and
-learning-rate schedulers.
+An instance is rebuilt and not changed, because the tensors that ranks update are not its parameters, and a
+constructor may use its tensors. The arguments of the constructor come from ``defaults`` or from attributes of the same
+names. An argument found in neither is an error. Hooks and learning-rate schedulers would be lost, so they are errors,
+too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def build_optimizer(
     kwargs: dict[str, Any],
     model: nn.Module,
 ) -> tuple[torch.optim.Optimizer, Callable[[list[dict]], torch.optim.Optimizer]]:
-    """Return the optimizer of the pieces, and what makes another one with the same settings."""
+    """Return the optimizer of the pieces, and a function that makes another one with the same settings."""
     if optimizer_class not in (torch.optim.Muon, Muon):
         make = functools.partial(optimizer_class, **kwargs)
         return make([{**h, "params": [piece.tensor for piece in pieces]} for h, pieces in groups]), make
@@ -86,7 +86,7 @@ def build_optimizer(
 
 
 def _refuse_convolutions(optimizer: Muon, pieces: Sequence[Piece], model: nn.Module) -> None:
-    """Raise ValueError if Muon would take a convolution for a stack of matrices."""
+    """Raise ValueError if Muon would treat the weight of a convolution as a stack of matrices."""
     by_matrix = {t for group in optimizer.param_groups if group["method"] == "muon" for t in group["params"]}
     weights = {p for module in model.modules() if isinstance(module, _CONVOLUTIONS) for p in module.parameters(False)}
     found = [piece.fqn for piece in pieces if piece.tensor in by_matrix and piece.param in weights]
@@ -134,12 +134,12 @@ def _duplicates(names: list[str]) -> list[str]:
 
 
 def cut_pieces(model: nn.Module, *, master_dtype: torch.dtype | None = None, detached: bool = False) -> list[Piece]:
-    """Return one piece per trainable parameter of a module, or what this rank owns of those of a ``DDP``.
+    """Return one piece per trainable parameter of a module; for a ``DDP``, this rank's part of each.
 
     Args:
         model: The module.
         master_dtype: Dtype of the copies of parameters of fewer bits; None: no copies.
-        detached: Never let a piece's tensor be the parameter itself.
+        detached: Never use the parameter itself as a piece's tensor.
 
     Raises:
         ValueError: If a ``DDP`` is hidden inside the module, or its parameters are no longer those that it wrapped.
@@ -192,11 +192,11 @@ def _is_narrow(param: Tensor, master_dtype: torch.dtype | None) -> bool:
 
 @dataclass(frozen=True)
 class Instance:
-    """What an optimizer was made of.
+    """The class, arguments, groups and state of an optimizer.
 
     Attributes:
         optimizer_class: Its class.
-        arguments: Of its constructor, besides parameters.
+        arguments: The arguments of its constructor, without the parameters.
         param_groups: Its groups: hyperparameters and ``"params"``.
         state: Its state by parameter.
     """
@@ -208,16 +208,16 @@ class Instance:
 
 
 def take_apart(optimizer: torch.optim.Optimizer) -> Instance:
-    """Return what ``optimizer`` was made of.
+    """Return the class, arguments, groups and state of ``optimizer``.
 
     Raises:
-        ValueError: If an argument of its constructor cannot be known, or if it has hooks or a scheduler.
+        ValueError: If an argument of its constructor cannot be found, or if it has hooks or a scheduler.
     """
     kind = type(optimizer)
     hooks = _torch.optimizer_hooks(optimizer)
     if hooks:
         raise ValueError(f"this {kind.__name__} has hooks ({hooks}); register them with the DistributedOptimizer")
-    if "step" in vars(optimizer):  # torch's schedulers put their own there
+    if "step" in vars(optimizer):  # torch's schedulers replace it on the instance
         raise ValueError(
             f"this {kind.__name__} has a learning-rate scheduler (or another step()), which would go on changing it; "
             "make the scheduler of the DistributedOptimizer"
@@ -230,7 +230,7 @@ def _arguments(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     kind, known = type(optimizer), dict(optimizer.defaults)
     arguments, unknown = {}, []
     _, *parameters = inspect.signature(kind).parameters.values()
-    if isinstance(optimizer, Muon):  # what it does with AdamW is in its groups
+    if isinstance(optimizer, Muon):  # its groups hold the settings of AdamW
         return {p.name: known[p.name] for p in parameters if p.name in known}
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:

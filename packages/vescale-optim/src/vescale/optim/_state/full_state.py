@@ -1,7 +1,7 @@
-"""Optimizer state as one process has it: whole tensors, numbered by group as ``torch.optim`` does.
+"""Optimizer state in the form of one process: full tensors, numbered by group as ``torch.optim`` does.
 
-pieces of this rank --all-gather per bucket (ZeRO)--> local tensors --all-gather (DTensor)--> whole tensors
-whole tensors       --each rank takes its rectangles-->                                      pieces of this rank
+pieces of this rank --all-gather per bucket (ZeRO)--> local tensors --all-gather (DTensor)--> full tensors
+full tensors        --each rank takes its rectangles-->                                      pieces of this rank
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .template import is_scalar
 
 __all__ = ["NOT_SAVED", "gather_whole", "named_state", "numbered_state"]
 
-#: Keys of a group that are no hyperparameters.
+#: Keys of a group that are not hyperparameters.
 NOT_SAVED = ("params", "param_names")
 
 
@@ -50,7 +50,7 @@ def gather_whole(state: Mapping[str, Mapping[str, Any]], pieces: Sequence[Piece]
 
 
 def _gather_pieces(flat: dict[tuple[str, str], Tensor], pieces: Sequence[Piece], model: DDP) -> dict:
-    """Return each entry for the whole local tensor of its parameter: an all-gather per bucket, name and dtype."""
+    """Return each entry for the full local tensor of its parameter: an all-gather per bucket, name and dtype."""
     slots = model.slots()
     buckets = {slot.bucket.plan.index: slot.bucket for slot in slots.values()}
     by_fqn = {piece.fqn: piece for piece in pieces}
@@ -85,7 +85,7 @@ def _gather_bucket(bucket: FlatBucket, chosen: dict[str, Tensor], by_fqn: dict[s
 def _gather_shards(local: Tensor, param: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return local.clone()
-    there = local.contiguous().to(_torch.local_tensor(param).device)  # from host memory to where ranks can exchange it
+    there = local.contiguous().to(_torch.local_tensor(param).device)  # to the device, for the collective
     return _torch.wrap_like(there, param).full_tensor().to(local.device, copy=True)
 
 
@@ -113,8 +113,8 @@ def named_state(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]], e
     """Return the entries of a ``torch.optim`` state dict by name.
 
     Args:
-        state_dict: A state dict. Its groups may have ``"param_names"``; otherwise parameters are in the order of
-            ``names``, and may, with one group, include the frozen ones in their places.
+        state_dict: A state dict. Its groups may have ``"param_names"``. Otherwise parameters are in the order of
+            ``names``; with one group they may include the frozen ones in their positions.
         names: Names of the trainable parameters of each group, in order.
         every: Names of all parameters, with the frozen ones, in order.
 

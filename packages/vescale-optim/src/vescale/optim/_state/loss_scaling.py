@@ -1,13 +1,14 @@
 """Loss scaling by ``torch.amp.GradScaler``: every rank finds the same infinities, and skips the same steps.
 
-The scaler reads ``param.grad`` of the tensors in the optimizer's groups. Those of a `DistributedOptimizer` are parts
-whose gradients are elsewhere, and each rank sees only its own. So the list of a group gives its tensors, whenever it is
-iterated, stand-ins for their gradients, and the one operator that the scaler runs on these does for all of them:
+The scaler reads ``param.grad`` of the tensors in the optimizer's groups. A `DistributedOptimizer` has parts of
+parameters in its groups, the gradients are in the buckets, and each rank has only its own. So each iteration over the
+list of a group sets stand-ins for the gradients of its tensors. The one operator that the scaler runs on these
+stand-ins unscales all gradients:
 
     unscale          multiply this rank's parts by 1 / scale; found = 1 if any is not finite
     agree            all-reduce (max) of found, one number, over all ranks that hold other parts
 
-Afterwards everything is torch's: ``scaler.step`` skips if infinities were found, ``scaler.update`` adjusts the scale.
+The rest is torch's: ``scaler.step`` skips if infinities were found, ``scaler.update`` adjusts the scale.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ __all__ = ["PieceList", "Unscaler"]
 
 
 class Unscaler:
-    """Unscales the gradients of pieces, on all ranks alike.
+    """Unscale the gradients of pieces, alike on all ranks.
 
     Args:
         pieces: All pieces of the optimizer.
-        axes: Axes whose ranks hold other parts or other parameters; called when they are needed.
+        axes: Function that returns the axes whose ranks hold other parts or other parameters.
     """
 
     def __init__(self, pieces: Sequence[Piece], axes: Callable[[], Sequence[Axis]]):
@@ -44,7 +45,7 @@ class Unscaler:
         self._devices = {param.device for param, piece in pairs if param.device.type != piece.tensor.device.type}
 
     def attach(self) -> None:
-        """Give every piece that has a gradient its stand-in."""
+        """Set a stand-in on every piece that has a gradient."""
         self._done = False
         for tensor, grad in self._grads.items():
             tensor.grad = None if grad.piece.param.grad is None else grad
@@ -56,9 +57,9 @@ class Unscaler:
         Raises:
             ValueError: For gradients in float16, whose small values would be lost.
         """
-        if self._done:  # called for each dtype, and all are done together
+        if self._done:  # called for each dtype; the first call does all
             return
-        for device in self._devices:  # offload: the scaler sends its numbers to the host, and does not wait for them
+        for device in self._devices:  # offload: the scaler copies its numbers to the host without a wait
             torch.get_device_module(device).current_stream(device).synchronize()
         grads: dict[torch.dtype, list[Tensor]] = {}
         for piece in self.pieces:
@@ -81,7 +82,7 @@ class Unscaler:
 
 
 class _Scaled(torch.Tensor):
-    """Stand-in for the gradient of a piece: the operator of the scaler goes to the `Unscaler`, others to the values."""
+    """Stand-in for the gradient of a piece: the scaler's operator runs in the `Unscaler`, others on the values."""
 
     piece: Piece
     unscaler: Unscaler
@@ -114,7 +115,7 @@ def _values(args: Any) -> Any:
 
 
 class PieceList(list):
-    """The tensors of a group. An iteration between steps gives them gradients first."""
+    """The tensors of a group. An iteration between steps first sets the gradients."""
 
     def __init__(self, tensors: Sequence[Tensor], unscaler: Unscaler):
         super().__init__(tensors)

@@ -1,14 +1,14 @@
 """Master weights: parameters of few bits, kept and updated in a wider dtype by the optimizer.
 
 An update is often smaller than half the spacing of bfloat16 numbers, and would be lost. So the optimizer updates a wide
-copy of what this rank owns, and the parameter is that copy, rounded:
+copy of this rank's part, and the parameter is the rounded copy:
 
     gradient --wide--> optimizer --> master (float32) --round--> value (bfloat16) --gather--> parameters
 
-A write into the parameters between steps (``load_state_dict``, an initialization) counts: before a step the master
-takes the value wherever the value is no longer the rounded master. The versions that torch counts of each tensor show
-when to compare. A write through ``.data`` leaves no trace there: call ``refresh``. The same holds for
-masters that begin from values that were never rounded (`_parameters/precast.py`).
+A write into the parameters between steps (``load_state_dict``, an initialization) counts. Before a step, the master
+takes each value that differs from the rounded master. The version counters of the tensors show whether a comparison is
+necessary. A write through ``.data`` does not change these counters: call ``refresh``. The same holds for masters that
+begin from values that were never rounded (`_parameters/precast.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["MasterWeights"]
 
 
 class MasterWeights:
-    """The wide copies of those pieces that have one.
+    """The wide copies of the pieces that have one.
 
     Args:
         pieces: All pieces of a model.
-        original: Gives the values that a piece's parameter had before it was rounded, or None.
+        original: Function that returns the values of a piece's parameter before rounding, or None.
     """
 
     def __init__(self, pieces: Iterable[Piece], original: Callable[[nn.Parameter], Tensor | None] = lambda _: None):
@@ -53,13 +53,13 @@ class MasterWeights:
         return [(_torch.version(param), _torch.version(value)) for param, value in shared]
 
     def follow(self) -> None:
-        """Before a step: take over values that have been written since the last one."""
+        """Before a step: copy values that have been written since the last one into the masters."""
         if self._versions() != self._seen:
             self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over every value that is not the rounded master."""
+        """Copy every value that is not the rounded master into the master."""
         for piece in self.pieces:
             master, value = piece.tensor, piece.value
             master.copy_(torch.where(master.to(value.dtype) == value, master, value.to(master.dtype)))
@@ -71,5 +71,5 @@ class MasterWeights:
             _torch.foreach_copy_([piece.value for piece in self.pieces], [piece.tensor for piece in self.pieces])
 
     def remember(self) -> None:
-        """After a step and its gather: note the state of the values."""
+        """After a step and its gather: record the versions of the values."""
         self._seen = self._versions()

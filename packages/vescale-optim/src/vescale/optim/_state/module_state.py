@@ -1,11 +1,11 @@
-"""A module's parameters from outside, without gathering them: state dicts and DTensors of what each rank owns.
+"""State dicts and DTensors of a module's parameters without a gather: the part that each rank owns.
 
     state_of_pieces      ZeRO 3: the module's state dict, with a `StatePiece` for each sharded parameter
     load_pieces          the way back: pieces or full tensors into this rank's shards
     full_values          ZeRO 0 to 2: a state dict with DTensors over the data-parallel axis, as a plain module loads it
     sharded_parameters   every parameter as a DTensor over the data-parallel axis
 
-A `StatePiece` is a live view of this rank's part, with the boxes of the global tensor that it holds; checkpoints store
+A `StatePiece` is a live view of this rank's part, with the boxes of the global tensor that it holds. Checkpoints store
 and reshard these boxes. Names, buffers and extra state are those of the module's own ``state_dict``.
 """
 
@@ -26,10 +26,10 @@ from .spread import Spread
 __all__ = ["full_values", "load_pieces", "sharded_parameters", "state_of_pieces"]
 
 Parts = dict[nn.Parameter, tuple[tuple[int, int], Tensor]]
-"""By parameter: the range of its flat local tensor that this rank keeps, and that part."""
+"""By parameter: the range of its flat local tensor that this rank keeps, and the tensor of that range."""
 
 Spreads = dict[nn.Parameter, Spread]
-"""By parameter: how the ranks share it."""
+"""By parameter: how it is distributed over the ranks."""
 
 
 def state_of_pieces(module: nn.Module, parts: Parts, spreads: Spreads, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -79,19 +79,19 @@ def _piece(fqn: str, param: nn.Parameter, parts: Parts, spreads: Spreads) -> Sta
 
 def _load(piece: StatePiece, value: object) -> None:
     if isinstance(value, StatePiece) and value.tensor.data_ptr() == piece.tensor.data_ptr():
-        return  # our own, filled in place
+        return  # this rank's own piece, filled in place
     piece.load(value)
 
 
 def full_values(
     state_dict: Mapping[str, object], params: Mapping[str, Tensor], spreads: Mapping[Tensor, Spread]
 ) -> dict[str, object]:
-    """Return a state dict in which DTensors over the data-parallel mesh are what a plain module loads; ranks gather.
+    """Return a state dict in which full tensors replace DTensors over the data-parallel mesh; ranks gather.
 
     Args:
         state_dict: Names and values.
         params: The module's parameters, by all of their names.
-        spreads: What `spreads_of` has returned.
+        spreads: The result of `spreads_of`.
     """
     values = dict(state_dict)
     for name, value in state_dict.items():
@@ -120,13 +120,13 @@ def sharded_parameters(
     *,
     whole: bool,
 ) -> dict[str, DTensor]:
-    """Return what this rank owns of each parameter as a DTensor, by name.
+    """Return this rank's part of each parameter as a DTensor, by name.
 
     Args:
         params: All parameters, by name.
-        parts: Their flat parts; others are whole on every rank.
-        spreads: What `spreads_of` has returned.
-        whole: The parameters themselves are whole on every rank, too: one without dims is shown so.
+        parts: Their flat parts; parameters without one are full on every rank.
+        spreads: The result of `spreads_of`.
+        whole: Whether the parameters themselves are full on every rank, too: one without dims keeps its shape.
     """
     found = {}
     for fqn, param in params.items():

@@ -1,10 +1,11 @@
-"""What an optimizer updates on this rank, and how its state looks from outside.
+"""What an optimizer updates on this rank, and the outside view of its state.
 
-A **piece** is a flat range of a parameter's local tensor: all of it, or with ZeRO 1 and 2 the part that this rank owns,
-which may be empty. The torch optimizer gets one tensor per parameter of its group, on every rank: so hyperparameters
+A **piece** is a flat range of a parameter's local tensor: all of it, or with ZeRO 1 to 3 the part that this rank owns,
+which may be empty. The torch optimizer gets one tensor per parameter of its group, on every rank. So hyperparameters
 and step counts are the same everywhere, and state exists only for the elements that are owned.
 
-Outside, state is indexed like the parameter: a `StatePiece` says which rectangles of the global tensor it holds.
+In state dicts, state is indexed like the parameter: a `StatePiece` lists the rectangles of the global tensor that it
+holds.
 
     local tensor (3, 4), a row shard      0 . . .          boxes (at row 3 of the global tensor):
     at row 3, elements [5, 10)            . 5 6 7            (4, 1) + (1, 3)
@@ -38,11 +39,11 @@ class Piece:
     Attributes:
         fqn: Name of the parameter.
         param: The parameter.
-        tensor: What the torch optimizer updates: the parameter, its local tensor, a flat view of a part of it, or a
-            copy of that in a wider dtype (`masters.py`).
-        value: If ``tensor`` is such a copy, the memory that gets its rounded values.
-        spread: How the data-parallel ranks share the parameter, if there are such.
-        loaded: The ``param.grad`` for which ``tensor.grad`` is the right part, if that stays so between steps.
+        tensor: The tensor that the torch optimizer updates: the parameter, its local tensor, a flat view of a part of
+            it, or a copy of that in a wider dtype (`masters.py`).
+        value: The memory that gets the rounded values of ``tensor``, if that is such a copy.
+        spread: How the parameter is distributed over the data-parallel ranks, if there are such.
+        loaded: The ``param.grad`` whose part ``tensor.grad`` is, if that stays valid between steps.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Piece:
         """Return this rank's part of the gradient, in the dtype in which it is kept.
 
         Raises:
-            RuntimeError: If it has not been reduced, or belongs to a ``DDP`` that the optimizer does not know.
+            RuntimeError: If it has not been reduced, or belongs to a ``DDP`` other than that of the optimizer.
         """
         grad = local_gradient(self.param)
         if grad is not None and grad.shape != self.tensor.shape:
@@ -88,7 +89,7 @@ class Piece:
         self.loaded = self.param.grad if in_bucket else None
 
     def drop_gradient(self) -> None:
-        """Forget it, if that frees memory; a part of a bucket stays, for the next step to find."""
+        """Drop ``tensor.grad``, if that frees memory; a part of a bucket stays for the next step."""
         if self.loaded is None and self.tensor is not self.param:
             self.tensor.grad = None
 
@@ -100,7 +101,7 @@ class StatePiece:
     """A piece of optimizer state, as rectangles of a tensor of the parameter's global shape.
 
     Attributes:
-        piece: The piece of the parameter that it belongs to.
+        piece: The piece of the parameter to which it belongs.
         tensor: The state itself: as many elements as the piece.
     """
 
@@ -113,9 +114,9 @@ class StatePiece:
         return tuple(self.piece.param.shape)
 
     def __boxes__(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Return ``(offsets in the global tensor, view of the state)`` for each rectangle; perhaps none."""
+        """Return ``(offsets in the global tensor, view of the state)`` for each rectangle; may be empty."""
         shape, held = _torch.local_tensor(self.piece.param).shape, _rectangles(self.piece.param)
-        if self.tensor.shape == shape and self.tensor.numel():  # whole, in whatever memory format
+        if self.tensor.shape == shape and self.tensor.numel():  # the full local tensor, in any memory format
             return [(there, self.tensor[_slices(here, sizes)]) for there, here, sizes in held]
         flat, position, boxes = self.tensor.view(-1), 0, []
         for start, sizes in flat_range_boxes(shape, self.piece.start, self.piece.stop):
@@ -128,16 +129,15 @@ class StatePiece:
     def to_dtensor(self) -> DTensor:
         """Return the state as a DTensor of the global shape over the data-parallel axis, in the same memory.
 
-        State of a parameter without dims has the shape (1,) there where one rank owns it.
-
-        Its placement there is `vescale.dtensor.RaggedShard`, or ``Replicate`` where ranks hold all of it (ZeRO 0); a
-        tensor-parallel parameter's state is over the axes of both. So ``full_tensor()`` and ``redistribute`` work, and
-        checkpoints store and reshard it. What is written into it is in the state.
+        Its placement there is `vescale.dtensor.RaggedShard`, or ``Replicate`` where ranks hold all of it (ZeRO 0).
+        State of a tensor-parallel parameter is a DTensor over the axes of both. State of a parameter without dims has
+        the shape (1,) where one rank owns it. ``full_tensor()`` and ``redistribute`` work, and checkpoints store and
+        reshard it. A write into the DTensor changes the state.
 
         Raises:
-            ValueError: If the model is no ``DDP``: this tensor is all there is on any data-parallel rank.
-            NotImplementedError: If no placement says what ranks hold: of a parameter with tensor-parallel shards of
-                unequal size. The rectangles (``__boxes__``) do.
+            ValueError: If the model is not a ``DDP``: this tensor is then all of the state on any data-parallel rank.
+            NotImplementedError: If no placement describes the ranks' parts: for tensor-parallel shards of unequal size.
+                The rectangles (``__boxes__``) do.
 
         Example:
             >>> state = optimizer.state_dict()["state"]                               # doctest: +SKIP
@@ -152,10 +152,10 @@ class StatePiece:
         return self.piece.spread.to_dtensor(self.tensor, self.piece.param)
 
     def load(self, value: object) -> None:
-        """Copy in place from another value with the same boxes, or from a whole tensor of the global shape.
+        """Copy in place from another value with the same boxes, or from a full tensor of the global shape.
 
-        A whole tensor may be a DTensor, over the mesh of `to_dtensor` in any placements (all ranks call it alike, and
-        exchange what is needed), or placed like the parameter.
+        A full tensor may be a DTensor. It has the parameter's mesh and placements, or it is over the mesh of
+        `to_dtensor` in any placements; then all ranks call this method alike and exchange data.
 
         Raises:
             ValueError: If shapes or boxes do not match, or a DTensor is distributed otherwise.
@@ -205,14 +205,14 @@ def _has_layout_of(value: DTensor, param: Tensor) -> bool:
 
 
 def _rectangles(param: Tensor) -> list[Rectangle]:
-    """Return the rectangles of the global tensor that a parameter's local tensor is made of."""
+    """Return the rectangles of the global tensor that make up a parameter's local tensor."""
     local = _torch.local_tensor(param)
     nowhere = (0,) * local.ndim
     if not isinstance(param, DTensor):
         return [(nowhere, nowhere, tuple(local.shape))]
     if not _torch.has_strided_shard(param):
         return [(_torch.shard_offsets(param), nowhere, tuple(local.shape))]
-    index = torch.empty(local.shape, device="meta")  # contiguous, so that a view's offset is its place
+    index = torch.empty(local.shape, device="meta")  # contiguous, so that a view's offset is its position
     views = local_views(index, param.shape, param.device_mesh, param.placements)
     return [(there, _unravel(view.storage_offset(), index.stride()), sizes) for (there, sizes), view in views]
 
@@ -228,7 +228,7 @@ def _unravel(position: int, stride: Iterable[int]) -> tuple[int, ...]:
 def _overlaps(
     start: tuple[int, ...], sizes: tuple[int, ...], held: Iterable[Rectangle]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Yield what rectangles share with a box of the local tensor: global offsets, and where it is in the box."""
+    """Yield intersections of rectangles with a box of the local tensor: global offsets, positions in the box."""
     for there, here, lengths in held:
         first = [max(a, b) for a, b in zip(start, here, strict=True)]
         last = [min(a + n, b + m) for a, n, b, m in zip(start, sizes, here, lengths, strict=True)]

@@ -1,16 +1,16 @@
 """Parts of parameters, and of their state, as DTensors over the data-parallel axis.
 
-What ranks own of a parameter are consecutive ranges of its flat local tensor, perhaps empty. That is a placement of
-`vescale.dtensor`: ``RaggedShard`` of all dims, with as many units per rank as it owns,
+The ranks' parts of a parameter are consecutive ranges of its flat local tensor, some of which may be empty. This is a
+placement of `vescale.dtensor`: ``RaggedShard`` of all dims, with as many units per rank as it owns,
 
     weight (4, 3), cut at 0 | 5 | 5 | 12        RaggedShard((0, 1), (5, 0, 7))
     weight (4, 3), cut at 0 | 6 | 12 | 12       RaggedShard((0, 1), (1, 1, 0))      in units as large as possible
 
-so the DTensor's local tensor is the memory that the rank owns anyway: nothing is copied. Over replicas (hybrid
-sharding, ZeRO 0) it is replicated. A tensor-parallel parameter becomes a DTensor over the axes of both, on which a
-ragged placement cuts what the others leave: all tensor-parallel ranks cut at the same places. A parameter without
-dims, which one rank owns, is shown with the shape (1,), since only dims can be cut. Only for a parameter
-whose own tensor-parallel shards differ in size the rectangles of a `StatePiece` are the only description.
+So the DTensor's local tensor is the memory that the rank owns, without a copy. Over replicas (hybrid sharding, ZeRO 0)
+it is replicated. A tensor-parallel parameter becomes a DTensor over the axes of both. There the ragged placement cuts
+the local tensor that the other axes leave: all tensor-parallel ranks cut at the same positions. A parameter without
+dims that one rank owns has the shape (1,), because only dims can be cut. If a parameter's tensor-parallel shards differ
+in size, only the rectangles of a `StatePiece` describe its parts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Spread", "spreads_of"]
 
 @dataclass(frozen=True)
 class Spread:
-    """How the flat local tensor of a parameter is spread over the data-parallel ranks.
+    """How the flat local tensor of a parameter is distributed over the data-parallel ranks.
 
     Attributes:
         fqn: Name of the parameter.
@@ -93,12 +93,12 @@ class Spread:
         return joined, tuple(by_name.get(name, Replicate()) for name in joined.mesh_dim_names)
 
     def to_dtensor(self, part: Tensor, param: Tensor) -> DTensor:
-        """Return what this rank has of a tensor of the parameter's shape as a DTensor, over the same memory.
+        """Return this rank's part of a tensor of the parameter's shape as a DTensor, over the same memory.
 
         A tensor without dims has the shape (1,) there if one rank owns it.
 
         Args:
-            part: This rank's part, flat or, if every rank has all, of the local tensor's shape.
+            part: This rank's part: flat, or of the local tensor's shape if every rank has all.
             param: The parameter; its values are not read.
         """
         mesh, placements = self.layout(param)
@@ -109,7 +109,7 @@ class Spread:
         elif part.ndim != param.ndim:
             part = part.view(_torch.local_tensor(param).shape)
         part = part.detach()
-        # from_local would move what is in host memory to the device, which would be another tensor.
+        # from_local would copy a tensor in host memory to the device.
         here = part if part.device.type == mesh.device_type else part.to("meta")
         found = DTensor.from_local(here, mesh, placements, run_check=False, shape=shape, stride=stride)
         return found if here is part else _torch.wrap_like(part, found)
@@ -126,7 +126,7 @@ class Spread:
         if value.device_mesh != mesh:
             return None
         if _torch.local_tensor(value).device.type != mesh.device_type:
-            value = value.to(mesh.device_type)  # from host memory, to where ranks can exchange it
+            value = value.to(mesh.device_type)  # from host memory to the device, for the collective
         if value.ndim == 0 and any(isinstance(placement, RaggedShard) for placement in placements):
             value = value.reshape(1)
         return _torch.local_tensor(value.redistribute(placements=placements))
@@ -139,12 +139,12 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 def spreads_of(
     mesh: DeviceMesh, params: Mapping[str, nn.Parameter], buckets: Iterable[Bucket]
 ) -> dict[nn.Parameter, Spread]:
-    """Return how each parameter is spread.
+    """Return how each parameter is distributed over the data-parallel ranks.
 
     Args:
         mesh: The data-parallel mesh.
         params: All parameters, by name.
-        buckets: Where they lie; those without a place are whole on every rank.
+        buckets: The buckets with their slots; parameters without a slot are full on every rank.
     """
     places = {slot.fqn: (bucket, slot) for bucket in buckets for slot in bucket.slots}
     return {param: Spread(fqn, mesh, places.get(fqn)) for fqn, param in params.items()}

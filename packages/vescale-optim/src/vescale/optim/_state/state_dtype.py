@@ -5,10 +5,10 @@ steps they are kept rounded, and the torch optimizer, unchanged, works on wide t
 
     kept (bfloat16) --widen--> state (float32) --torch optimizer--> state --round to nearest--> kept, in place
 
-To widen everything at once would need the memory that rounding saves. A torch optimizer steps a list of parameters one
-by one, or as if it did: so it gets the parameters of a group in parts of `PART_BYTES`, each with its state widened just
-before and rounded just after. What others do per step is unknown (count it, see all parameters): they step once, with
-all state widened. Either way the hooks of the optimizer run once.
+Wide copies of all state at once would need the memory that rounding saves. A torch optimizer steps each parameter
+independently. So it gets the parameters of a group in parts of `PART_BYTES`; the state of each part is widened just
+before its step and rounded just after. Other classes may count steps or read all parameters in a step, so they step
+once, with all state widened. Either way the hooks of the optimizer run once.
 
 Guarantee: the bits are those of a program that, around every step, rounds and widens the state of a torch optimizer.
 """
@@ -28,19 +28,19 @@ from .template import is_elementwise
 
 __all__ = ["KeptState", "check_state_dtype"]
 
-#: Parameters whose state is wide at a time, unless a single one is larger.
+#: Bytes of parameters whose state is wide at a time, unless a single parameter is larger.
 PART_BYTES = 32 * 2**20
 
 
 class KeptState:
     """The state of an optimizer of pieces, kept in fewer bits between its steps.
 
-    State of parameters of a single element stays as it is: it cannot be told from a count of steps.
+    State of parameters of a single element is unchanged: it cannot be distinguished from a step count.
 
     Args:
         optimizer: The optimizer.
-        pieces: What it updates.
-        dtypes: The dtype of all state as large as its piece, or by name of the state; others stay as they are.
+        pieces: The pieces that it updates.
+        dtypes: The dtype of all state as large as its piece, or dtypes by name of the state; others are unchanged.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class KeptState:
 
     @contextlib.contextmanager
     def _widened(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Have the state of ``tensors`` in the dtypes in which the optimizer made it."""
+        """Keep the state of ``tensors`` in the dtypes in which the optimizer made it, inside the context."""
         chosen = {t: self._optimizer.state.get(t, {}) for t in tensors if t in self._tensors}
         kept = {t: dict(entries) for t, entries in chosen.items()}
         self._widen(chosen)
         try:
             yield
-        finally:  # also after an error, so that the state is never of two kinds
+        finally:  # also after an error, so that all state has the narrow dtype
             self._round({t: self._optimizer.state[t] for t in chosen if t in self._optimizer.state}, kept)
 
     @torch.no_grad()
@@ -98,13 +98,13 @@ class KeptState:
         _copy(wide, narrow)
 
     def round_new(self, tensor: Tensor, entries: dict[str, Any]) -> None:
-        """Round the entries that a piece's tensor has before its first step, and note their dtypes."""
+        """Round the entries that a piece's tensor has before its first step, and record their dtypes."""
         if tensor in self._tensors:
             self._round({tensor: entries}, {})
 
     @torch.no_grad()
     def _round(self, state: Mapping[Tensor, dict[str, Any]], kept: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Replace wide entries by rounded ones, in the memory that has been kept for them, if any."""
+        """Replace wide entries by rounded ones, in their kept memory, if any."""
         narrow, wide = [], []
         for tensor, entries in state.items():
             for name, value in entries.items():
@@ -122,7 +122,7 @@ class KeptState:
 
 
 def steps_parts_alike(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Return whether a step of some parameters, then of the others, is known to be the step of all: torch's classes."""
+    """Return whether steps of parts of the parameters equal one step of all: true for the classes of torch."""
     return getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
 
 
@@ -152,9 +152,9 @@ def check_state_dtype(state_dtype: Any, pieces: Iterable[Piece], names: set[str]
     """Raise ValueError if state cannot be kept in ``state_dtype``, a dtype or dtypes by name of the state.
 
     Args:
-        state_dtype: What the user gave.
-        pieces: What the optimizer updates.
-        names: Of all state that it keeps as large as a piece; needed for dtypes by name only.
+        state_dtype: The user's value.
+        pieces: The pieces that the optimizer updates.
+        names: Names of all state that it keeps as large as a piece; needed for dtypes by name only.
     """
     by_name = isinstance(state_dtype, Mapping)
     dtypes = list(state_dtype.values()) if by_name else [state_dtype]

@@ -1,9 +1,9 @@
-"""What state an optimizer keeps for a parameter, found out without touching the optimizer.
+"""The state that an optimizer keeps for a parameter, found without a change of the optimizer.
 
-Optimizers allocate state in their first step. A checkpoint wants it earlier: to load in place, it must know names,
-dtypes and shapes of a state that is not there yet. So an optimizer of the same class, with the same hyperparameters,
-takes one step on a dummy parameter of zeros with a gradient of zeros; what it then keeps for an element is what it
-would have started from (zeros, or Adagrad's initial value), and its step count is reset to 0.
+Optimizers allocate state in their first step. A checkpoint that loads in place needs names, dtypes and shapes earlier.
+So an optimizer of the same class, with the same hyperparameters, takes one step on a dummy parameter of zeros with a
+gradient of zeros. The state of an element is then its initial value (zeros, or Adagrad's initial value), and the step
+count is reset to 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 __all__ = ["StateTemplate", "elementwise_names", "is_elementwise", "is_scalar", "probe_state"]
 
-#: What optimizers of torch keep once per parameter, and what it is before the first step.
+#: State that optimizers of torch keep once per parameter, and its value before the first step.
 _SCALARS: dict[str, Callable[[dict], float]] = {
     "step": lambda _group: 0.0,
     "mu_product": lambda _group: 1.0,  # NAdam
@@ -41,8 +41,8 @@ class StateTemplate:
     """The initial state of a parameter.
 
     Attributes:
-        elementwise: By name: the value that every element starts from, as a 0-dim tensor of the state's dtype and
-        device. scalars: By name: per-parameter values, such as ``step``.
+        elementwise: By name: the initial value of every element, as a 0-dim tensor of the state's dtype and device.
+        scalars: By name: per-parameter values, such as ``step``.
     """
 
     elementwise: dict[str, Tensor]
@@ -64,10 +64,10 @@ class StateTemplate:
 def probe_state(
     make_optimizer: Callable[[list[dict]], torch.optim.Optimizer], group: dict, like: Tensor
 ) -> StateTemplate:
-    """Return what the optimizer keeps for a parameter of the dtype and device of ``like`` in ``group``.
+    """Return the state that the optimizer keeps for a parameter of the dtype and device of ``like`` in ``group``.
 
     Raises:
-        NotImplementedError: If it keeps a per-parameter value whose initial value this cannot know.
+        NotImplementedError: If it keeps a per-parameter value with an unknown initial value.
     """
     optimizer, dummy = _step_dummy(make_optimizer, group, like)
     elementwise, scalars = {}, {}
@@ -89,7 +89,7 @@ def probe_state(
 def elementwise_names(
     make_optimizer: Callable[[list[dict]], torch.optim.Optimizer], group: dict, like: Tensor
 ) -> set[str]:
-    """Return the names of what the optimizer keeps per element of a parameter like ``like`` in ``group``."""
+    """Return the names of the state that the optimizer keeps per element of a parameter like ``like`` in ``group``."""
     optimizer, dummy = _step_dummy(make_optimizer, group, like)
     return {name for name, value in optimizer.state[dummy].items() if is_elementwise(name, value, dummy)}
 
@@ -97,7 +97,7 @@ def elementwise_names(
 def _step_dummy(
     make_optimizer: Callable[[list[dict]], torch.optim.Optimizer], group: dict, like: Tensor
 ) -> tuple[torch.optim.Optimizer, Tensor]:
-    # Two dims: any part of a tensor is as good as another for what is element-wise, and Muon wants a matrix.
+    # Two dims: Muon needs a matrix, and for element-wise state any shape works.
     dummy = nn.Parameter(torch.zeros(1, 2, dtype=like.dtype, device=like.device))
     dummy.grad = torch.zeros_like(dummy)
     hyperparameters = {key: _copy(value) for key, value in group.items() if key != "params"}
