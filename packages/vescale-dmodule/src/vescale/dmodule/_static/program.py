@@ -54,7 +54,7 @@ from ..errors import NotLocalFriendlyError
 from .call import Call, State
 from .direct_calls import direct_calls
 from .local_modules import local_rows, silent_axes
-from .local_parameters import LocalParameters, Twin
+from .local_parameters import LocalParameter, LocalParameters
 from .parts import Parts, join
 from .patch import ModulePatch
 from .random_operators import OperatorHooks, QuietCall
@@ -422,25 +422,25 @@ class StaticProgram:
         """
         gradients = self.recordings.gradients
         layouts = {} if checked is not None else gradients
-        for twin in self.parameters:
-            keeps = None if twin.name in layouts else functools.partial(_keep_or_refuse, twin, checked)
-            twin.expect(gradients.get(twin.name), keeps)
+        for parameter in self.parameters:
+            keeps = None if parameter.name in layouts else functools.partial(_keep_or_refuse, parameter, checked)
+            parameter.expect(gradients.get(parameter.name), keeps)
 
 
 def _operators_of(call: Call, name: str) -> list:
     return call.layouts.operators.get(name, []) if call.is_open else []
 
 
-def _keep_or_refuse(twin: Twin, checked: Run | None, leaf: Tensor) -> None:
+def _keep_or_refuse(parameter: LocalParameter, checked: Run | None, leaf: Tensor) -> None:
     """Keep a gradient of a dry run; refuse one that has not been recorded."""
     gradient, leaf.grad = leaf.grad, None
     if gradient is None:
         return  # autograd calls hooks also where a function gave None
     if checked is None:
         raise NotLocalFriendlyError(
-            f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: a "
+            f"parameter {parameter.name!r} got a gradient, which it had not when static mode recorded this model: a "
             "branch that depends on data? Run the model in mode 'eager', or keep the module that branches on "
-            f'DTensors: "eager": [r"{twin.name.rpartition(".")[0]}"]'
+            f'DTensors: "eager": [r"{parameter.name.rpartition(".")[0]}"]'
         )
-    earlier, _ = checked.gradients.get(twin.name, (None, None))
-    checked.gradients[twin.name] = (gradient if earlier is None else earlier + gradient, None)
+    earlier, _ = checked.gradients.get(parameter.name, (None, None))
+    checked.gradients[parameter.name] = (gradient if earlier is None else earlier + gradient, None)
