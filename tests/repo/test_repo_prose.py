@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # packages and folders with prose by these rules; new ones are added here
-NAMES = ("vescale", "vescale-ckpt", "vescale-dtensor", "vescale-pipe", "vescale-plan")
+NAMES = ("vescale", "vescale-ckpt", "vescale-dmodule", "vescale-dtensor", "vescale-pipe", "vescale-plan")
 COVERED = (
     *(f"packages/{name}/{part}" for name in NAMES for part in ("src", "*.md")),
     "testing/src",
