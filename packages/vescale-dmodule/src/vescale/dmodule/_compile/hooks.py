@@ -140,7 +140,7 @@ def _leaves(entry: object) -> object:
 
 
 def _place(value: object, entry: object, table: Table, path: str) -> object:
-    """Convert the tensors of ``value`` that ``entry`` has leaves for; as ``_boundary.place``, without names."""
+    """Convert the tensors of ``value`` that ``entry`` has leaves for; as ``_boundary.convert.place``, without names."""
     if entry is None or value is None:
         return value
     if isinstance(entry, list) and not isinstance(value, tuple | list):
