@@ -40,7 +40,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
 
 
 def layer(x: float, y: float, width: float, name: str, lines: tuple[str, ...], color: str) -> str:
-    """Return the card of one package: its import name on a coloured band and what it does."""
+    """Return the card of one package: its import name on a colored band and what it does."""
     height = 34 + 18 * len(lines)
     parts = [
         box(x, y, width, height, stroke=color),
@@ -105,7 +105,7 @@ def mesh(x: float, y: float) -> str:
 
 
 def layers(x: float, y: float) -> str:
-    """Return the packages, each in the colour of the axis it works along."""
+    """Return the packages, each in the color of the axis it works along."""
     third = 138
     return "\n".join(
         [

@@ -147,7 +147,7 @@ def for_each(function: Callable, *columns: Iterable) -> None:
 
 
 def in_backward() -> bool:
-    """Tell whether autograd is running a backward pass in this thread."""
+    """Return whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -180,7 +180,7 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _needs_operators(tensor: Tensor) -> bool:
-    """Tell whether somebody follows operators, such as a compiler in any of its stages, or the tensor is complex."""
+    """Return whether operators are traced, such as by a compiler, or the tensor is complex."""
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None or tensor.is_complex()
 
 
@@ -305,7 +305,7 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def is_profiling() -> bool:
-    """Tell whether a profiler of torch is running, which may be one that emits NVTX or ITT ranges."""
+    """Return whether a profiler of torch is running, which may be one that emits NVTX or ITT ranges."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
@@ -319,7 +319,7 @@ def ordinary_call(module: nn.Module) -> Callable:
 
 
 def has_global_hooks() -> bool:
-    """Tell whether there are hooks for the calls of all modules."""
+    """Return whether there are hooks for the calls of all modules."""
     return nn.modules.module._has_any_global_hook()
 
 
@@ -339,15 +339,15 @@ def module_hook_tables(module: nn.Module) -> list[dict]:
 
 
 def is_full_cache(error: Exception) -> bool:
-    """Tell whether a compiler gives up because it has compiled a function too often."""
+    """Return whether a compiler gives up because it has compiled a function too often."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 
 def is_compiler_error(error: Exception) -> bool:
-    """Tell whether an error comes from a compiler, which has not run anything yet, and not from what it compiled."""
+    """Return whether an error comes from a compiler, which has not run anything yet, and not from what it compiled."""
     return any(cls.__name__ == "TorchDynamoException" for cls in type(error).__mro__)
 
 
 def has_dispatch_mode() -> bool:
-    """Tell whether somebody watches operators with a ``TorchDispatchMode``; a compiler refuses to run then."""
+    """Return whether operators are watched by a ``TorchDispatchMode``; a compiler refuses to run then."""
     return _get_current_dispatch_mode() is not None

@@ -42,7 +42,7 @@ def set_mode(module: nn.Module, mode: str, *parts: str) -> nn.Module:
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Leave partial gradients unreduced, to accumulate over several backward passes.
 
-    Parameters whose gradient is a sum over ranks (norms under sequence parallelism) keep their rank's summand in
+    Parameters whose gradient is a sum over ranks (norms under sequence parallelism) keep their partial gradient in
     ``.grad``, a DTensor that says so. The next backward outside of this context reduces old and new together.
 
     Args:

@@ -8,7 +8,7 @@ open, the forward of each block is a function of ``torch.compile``; what is arou
     program closes    everything put back
 
 Collectives are functional operators in the graph, so a compiler sees them. Blocks that are alike share their compiled
-code (see ``_compiled_hooks``). Blocks that are not alike (another class, other hooks) never meet in one cache: each
+code (see ``hooks``). Blocks that are not alike (another class, other hooks) never meet in one cache: each
 kind gets a code object of its own, because a compiler does not guard the absence of hooks. New shapes make new ones,
 and so does a full cache (blocks that read their own number).
 

@@ -11,8 +11,8 @@ The operator is tagged as random, so a compiler neither drops, repeats nor merge
 tensor                      one device or tensor parallelism alone         inside of a part of the batch, or "philox"
 ==========================  =============================================  ==========================================
 sharded over the model      the operator draws by the recorded layout      the same; its rules know the windows
-equal on its ranks          stays what it is                               the operator draws with the modes on
-that no rehearsal has seen  stays what it is                               an error after the block
+equal on its ranks          left unchanged                                 the operator draws with the modes on
+not seen while recording    left unchanged                                 an error after the block
 ==========================  =============================================  ==========================================
 
 The modes of a part of the batch (``vescale.dtensor.random.local_batch``) are off while compiled code runs, so whatever
@@ -83,10 +83,10 @@ def _number(layout: tuple) -> int:
 
 
 class Account:
-    """Tells whether a random stream has moved between the draws that are entered.
+    """Checks that a random stream moves only inside the recorded random operators.
 
     Args:
-        position: tells where the stream is.
+        position: returns the position of the stream.
     """
 
     def __init__(self, position: Callable[[], extension.Position]):

@@ -1,4 +1,4 @@
-"""Boundaries inside of compiled blocks: the conversions of a boundary and nothing that tells blocks apart.
+"""Boundaries inside compiled blocks: the conversions of a boundary, without the names that differ between blocks.
 
 A compiler guards what traced code reads, and blocks share code where their guards agree. A boundary of static mode
 looks its conversion up by the name of its module, which is another one in each block. So inside of compiled blocks
@@ -61,7 +61,7 @@ def stays_outside(part: nn.Module) -> bool:
 
 
 def hook_kinds(part: nn.Module, rows: list[Row]) -> Hashable:
-    """Return what tells the hooks of two parts apart: how many there are, and which are none of ours."""
+    """Return a key that is equal for two parts with equal hooks: their number, and the identity of foreign hooks."""
     changed = {table_name: table for _, table_name, table in rows}
     kinds = []
     for table_name in ("_forward_pre_hooks", "_forward_hooks"):
@@ -140,7 +140,7 @@ def _leaves(entry: object) -> object:
 
 
 def _place(value: object, entry: object, table: Table, path: str) -> object:
-    """Convert the tensors of ``value`` that ``entry`` has leaves for; as ``_boundary.place``, without names."""
+    """Convert the tensors of ``value`` that ``entry`` has leaves for; as ``_boundary.convert.place``, without names."""
     if entry is None or value is None:
         return value
     if isinstance(entry, list) and not isinstance(value, tuple | list):

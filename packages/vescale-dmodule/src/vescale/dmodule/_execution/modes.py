@@ -40,9 +40,9 @@ class Execution:
         sync: reduces partial gradients.
         local_attributes: module name -> attribute -> value that it has on local tensors.
         modes: mode by module name; the nearest owner with a mode decides. The root has one always.
-        any_rank: tells whether a flag is set on any rank that must make the same calls, a collective; None if there is
-            none but those of the mesh, which get the same arguments. Data parallelism that communicates during forward
-            sets it (ZeRO 3 of ``vescale.optim``), because a rehearsal is more calls.
+        any_rank: a collective that returns whether a flag is set on any rank that must make the same calls. None if
+            these are the ranks of the mesh, which get the same arguments. Data parallelism that communicates during
+            forward sets it (ZeRO 3 of ``vescale.optim``), because a recording adds calls.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Execution:
 
 
 def _can_be_local(module: nn.Module) -> bool:
-    """Tell whether a module by itself may run on local tensors: its forward cannot change once it is called."""
+    """Return whether a module by itself may run on local tensors: its forward cannot change once it is called."""
     return local_forward(module) is None
 
 

@@ -8,11 +8,11 @@ Folder map; a file imports only files above it::
     direct_calls       boundaries without hooks
     recording/observe  boundary records: one tensor at one boundary
     random_operators   random operators on shards draw what one device draws
-    recording/layouts  what recordings have found, by signature of the call
-    recording/dry_run  one call that leaves nothing behind: the recording, the check
-    recording/compare  the comparison of the two
+    recording/layouts  recorded layouts, by signature of the call
+    recording/dry_run  one call without side effects: the recording and the check
+    recording/compare  the comparison of both dry runs
     local_parameters   plain leaves over the memory of DTensors, and their gradients
-    local_modules      embeddings, biases and attributes that need help on local tensors
+    local_modules      embeddings, biases and attributes that must change for local tensors
     call               the call in progress: its state, values at its edges
     regions            parts in eager mode, experts
     program            the state machine
@@ -23,7 +23,7 @@ Life cycle of a call::
             signature known?  no: record on DTensors -> adopt layouts -> check on local tensors -> compare
             open: apply the patch, arguments -> local tensors
     forward the module's own code; boundaries run recorded conversions
-    leave   restore the patch, results -> what eager mode returns
+    leave   restore the patch, results -> the tensors that eager mode returns
     backward: local gradients -> DTensors; recomputed parts open the program again
 
 Invariants:
@@ -34,8 +34,8 @@ Invariants:
 - The hooks of parts depend on ``Call``, not on the program.
 
 Where later work goes: identity by the order of calls replaces ``BoundaryRecord.key`` and ``RandomOperator.key``, which
-only ``recording.layouts``, ``Call.record`` and ``OperatorMode`` read. An operator that runs on DTensors as a whole is
-one more kind of ``RandomOperator`` in ``Recording.operators``. A data-parallel axis is one more axis of the mesh in
+only ``recording.layouts``, ``Call.record`` and ``OperatorMode`` read. An operator that runs on DTensors inside a static
+program is one more kind of ``RandomOperator`` in ``Recording.operators``. A data-parallel axis is one more mesh axis in
 ``dry_run.record``. A pipeline stage owns a ``StaticProgram`` as ``Execution`` does, and calls ``enter`` and ``leave``.
 """
 

@@ -1,6 +1,6 @@
-"""The call in progress: its state, and what happens to values at the edges of a static program.
+"""The call in progress: its state, and the conversion of values at the edges of a static program.
 
-The hooks of the parts of a program share one :class:`Call`. They read its state, and let it convert values; only the
+The hooks of all parts of a program share one :class:`Call`. They read its state and convert values with it. Only the
 program changes the state (see ``program``).
 """
 
@@ -24,7 +24,7 @@ __all__ = ["Call", "State"]
 
 
 class State(enum.Enum):
-    """What a static program does; the transitions are in ``program``."""
+    """The states of a static program; ``program`` describes the transitions."""
 
     IDLE = enum.auto()
     RECORDING = enum.auto()
@@ -34,18 +34,18 @@ class State(enum.Enum):
 
 
 class Call:
-    """What runs now, and by which layouts.
+    """The state of a static program and the layouts of its current call.
 
     Args:
         parts: of the program.
         mesh: of the layouts.
-        is_root: whether callers expect plain tensors back (the whole model) or DTensors (a part of it).
+        is_root: whether callers expect plain tensors (the full model) or DTensors (a part of it).
 
     Attributes:
         state: of the program.
         depth: number of calls of the module in progress; more than one if the module calls itself.
-        layouts: the recorded layouts of the call, also between calls.
-        observer: takes boundary records during a dry run.
+        layouts: the recorded layouts of the current or the last call.
+        observer: collects boundary records during a dry run.
     """
 
     def __init__(self, parts: Parts, mesh: DeviceMesh, *, is_root: bool):
@@ -73,7 +73,7 @@ class Call:
         return out if self.observer is None else self.noted(out, where)
 
     def noted(self, local: Tensor, where: str) -> Tensor:
-        """Show a local value to the observer of a check; return an alias, whose gradient is this record's alone."""
+        """Pass a local value to the observer of a check; return an alias, so that its gradient has one record only."""
         if self.observer is not None:
             local = local.view_as(local) if local.requires_grad else local
             self.observer.note_local(local, where)
@@ -111,7 +111,7 @@ class Call:
         return self.noted(local, where)
 
     def globalize(self, local: Tensor, where: str) -> Tensor:
-        """Return a result of the program as eager mode returns it."""
+        """Return a result of the program as the tensor that eager mode returns."""
         record = self.record(where, local)
         local = self.noted(local, where)
         if record.source is None:
@@ -120,16 +120,16 @@ class Call:
         return self.wrap(local, record) if step is None else step(local)
 
     def wrap(self, local: Tensor, record: BoundaryRecord, *, pins_gradient: bool = True) -> DTensor:
-        """Return a local value as the DTensor that it is in eager mode.
+        """Return a local value as the DTensor of eager mode.
 
         Args:
             local: the value.
-            record: of it.
-            pins_gradient: whether the gradient, which the caller's code makes, is brought to the recorded layout. That
-                of eager code inside of the program comes as recorded.
+            record: its boundary record.
+            pins_gradient: whether to redistribute the gradient, which comes from the caller's code, to the recorded
+                layout. The gradient from an eager part of the program has the recorded layout already.
         """
         if record.gradient is None and local.requires_grad:
-            # backward raises: nothing is known of this gradient
+            # backward raises: no layout is recorded for this gradient
             local = compile_conversion(Conversion(record.shape, record.source, record.source), self.mesh)(local)
         gradient = record.gradient if pins_gradient else None
         return wrapped(local, self.mesh, record.source, shape=record.shape, gradient=gradient)

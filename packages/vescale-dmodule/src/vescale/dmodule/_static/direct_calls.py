@@ -1,12 +1,12 @@
 """Boundaries without hooks: while a program is open, modules with boundaries are called directly.
 
-``nn.Module.__call__`` takes a slow path as soon as a module has hooks, and a boundary is a hook. While a program runs
-on local tensors, a call of a module whose only hooks are its boundaries is this::
+``nn.Module.__call__`` takes a slow path for a module with hooks, and a boundary is a hook. While a program runs on
+local tensors, a call of a module whose only hooks are its boundaries runs three functions::
 
     module(x)    recorded conversion of x    module.forward    recorded conversion of the result
 
-Values that are not one plain tensor go through the hooks of the boundary. Modules with user hooks use the normal
-``__call__``; this is checked on each call. So does the whole program while a profiler runs or a report is open.
+A value that is not one plain tensor goes through the hooks of the boundary. Modules with user hooks use the normal
+``__call__``; this is checked on each call. All modules use it while a profiler runs or a report is open.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Steps = dict[str, dict[tuple[int, ...], Callable[[Tensor], Tensor]]]
 
 
 def direct_calls(parts: Parts, steps: Steps) -> ModulePatch:
-    """Return the patch that calls modules directly, except the program's own module, whose hooks open the program.
+    """Return the patch that calls modules directly, except the root of the program, whose hooks open the program.
 
     Args:
         parts: of the program.
-        steps: the recorded conversions; those recorded later are found, too.
+        steps: the recorded conversions; later additions to it take effect.
     """
     rows = []
     for name, module in parts.modules.items():
@@ -42,7 +42,7 @@ def direct_calls(parts: Parts, steps: Steps) -> ModulePatch:
 
 
 def _boundaries(module: nn.Module) -> tuple[InputBoundary | None, OutputBoundary | None] | None:
-    """Return the hooks of a module, at most one at each end; None if it has others or none."""
+    """Return the input and the output boundary of a module; None if it has no boundary or any other hook."""
     before, after, *others = _torch.module_hook_tables(module)
     if any(others) or len(before) > 1 or len(after) > 1 or not (before or after):
         return None
@@ -78,7 +78,7 @@ def _call(steps: Steps, module: nn.Module, entry: InputBoundary | None, leave: O
 
 
 def _entering(steps: Steps, entry: InputBoundary | None) -> tuple[int, dict]:
-    """Return the position of the only planned argument of a module and its conversions; none if there are several."""
+    """Return the position of the only planned argument of a module and its conversions; empty if it has several."""
     if entry is None or entry.simple is None or len(entry.simple) != 1:
         return 0, {}
     position, _, placements, where = entry.simple[0]

@@ -1,15 +1,14 @@
-"""Modules whose code is right on local tensors only with help that any program would give them.
+"""Modules whose code must change to be correct on local tensors.
 
-- ``nn.Embedding`` with a sharded vocabulary looks up the tokens of its own rows and has zeros for the others, so that
-  the sum over ranks is the lookup of one device::
+- ``nn.Embedding`` with a sharded vocabulary looks up the tokens in its own rows and returns zeros for all others. The
+  sum over ranks is then the lookup of one device::
 
       tokens            7  2  5  0
-      rows 0..3 here    .  v  .  v          rows 4..7 there   v  .  v  .
+      rows 0..3, rank 0 .  v  .  v          rows 4..7, rank 1   v  .  v  .
 
-- a linear layer whose weight is sharded over its input gives partial sums: its bias must be added once, not by every
-  rank.
+- A linear layer whose weight is sharded over its input returns partial sums. Its bias must be added by one rank only.
 
-Both do what the rules of ``vescale.dtensor`` do in eager mode.
+Both match the operator rules of ``vescale.dtensor`` in eager mode.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from .patch import Row, attribute_rows
 
 __all__ = ["local_forward", "local_rows", "silent_axes"]
 
-# dim of the weight that is summed over, by class name: Hugging Face's Conv1D holds the transpose of a linear's weight
+# contracted dim of the weight, by class name: Hugging Face's Conv1D holds the transpose of a linear's weight
 SUMMED_DIM = {"Linear": 1, "Conv1D": 0}
 
 
 def local_rows(modules: Mapping[str, nn.Module], attributes: Mapping[str, Mapping[str, object]]) -> list[Row]:
-    """Return the rows that make modules right on local tensors.
+    """Return the patch rows that make modules correct on local tensors.
 
     Args:
         modules: name -> module.
@@ -45,7 +44,7 @@ def local_rows(modules: Mapping[str, nn.Module], attributes: Mapping[str, Mappin
 
 
 def silent_axes(module: nn.Module, key: str) -> tuple[int, ...]:
-    """Return the axes along which only the first rank adds the parameter ``key`` of ``module``: a row-parallel bias."""
+    """Return the axes along which only the first rank adds a parameter: those of the weight for a row-parallel bias."""
     if key != "bias":
         return ()
     weight, dim = getattr(module, "weight", None), _summed_dim(module)
@@ -59,7 +58,7 @@ def _summed_dim(module: nn.Module) -> int | None:
 
 
 def local_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return the forward of an embedding whose vocabulary is sharded, for local tensors; None for other modules."""
+    """Return the local forward of an embedding with a sharded vocabulary; None for other modules."""
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Embedding) or not isinstance(weight, DTensor):
         return None
@@ -73,7 +72,7 @@ def local_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def _in_forward_of(module: nn.Embedding, lookup: _VocabularyShard) -> Callable[..., Tensor]:
-    """Return the forward of a subclass, which scales what it looks up or so, with our lookup inside."""
+    """Return the forward of an embedding subclass (which may scale the rows, for example) with the local lookup."""
     own = module.forward
 
     def forward(*args: object, **kwargs: object) -> Tensor:
@@ -84,7 +83,7 @@ def _in_forward_of(module: nn.Embedding, lookup: _VocabularyShard) -> Callable[.
 
 
 def _first_row(weight: DTensor, axes: list[int]) -> int:
-    """Return the first row that this rank holds: chunks of chunks, as several axes on one dim cut it."""
+    """Return the first row on this rank; several axes may cut the dim, each into chunks of chunks."""
     first, size = 0, weight.shape[0]
     for axis in axes:
         chunk, coord = -(-size // weight.device_mesh.size(axis)), weight.device_mesh.get_local_rank(axis)
@@ -94,7 +93,7 @@ def _first_row(weight: DTensor, axes: list[int]) -> int:
 
 
 class _Lookups(TorchFunctionMode):
-    """Answer lookups of a module's own weight by those of this rank's rows."""
+    """Replace lookups in a module's own weight by lookups in this rank's rows."""
 
     def __init__(self, lookup: _VocabularyShard):
         super().__init__()
@@ -109,7 +108,7 @@ class _Lookups(TorchFunctionMode):
 
 
 class _VocabularyShard:
-    """Forward of an embedding over a part of the vocabulary."""
+    """Forward of an embedding over this rank's shard of the vocabulary."""
 
     def __init__(self, module: nn.Embedding, first: int):
         self.module, self.first = module, first

@@ -1,18 +1,24 @@
-"""Local parameters: what a module computes with while it runs on plain tensors.
+"""Local parameters: the plain leaves that replace DTensor parameters while a module runs on local tensors.
 
-Every DTensor parameter has a twin, a plain leaf tensor over the same storage: what the optimizer writes into the one is
-seen in the other. While the module's forward runs, the twins stand in the modules' tables; before and after, and for
-everybody who asks from outside, the DTensors do. Backward accumulates into the twins. Each is a stand-in of its DTensor
-(see `vescale.dtensor.extension`): the gradient receiver of the parameter gets the local gradient, partial or full.
-Where a user has hooked the DTensor, autograd must add up all gradients before a hook sees the sum: then an autograd
-function over the DTensor stands in the table instead of the leaf.
+Every DTensor parameter has a local parameter, a plain leaf tensor over the same storage, so an optimizer step on the
+DTensor also updates the leaf. During forward the leaf replaces the DTensor in ``module._parameters``; at all other
+times the DTensor is registered::
 
-Note: values that come and go
-    Data parallelism may take the values of a parameter away for a while. Such a parameter has an attribute
-    ``_vescale_memory``, see :class:`Memory`. That object hears of the twin, and guards it as it guards the parameter:
-    with ZeRO 1 and 2 of ``vescale.optim`` it waits for values that are on their way. ZeRO 3 frees the memory and makes
-    it anew, in the same storage object, so that its address says nothing. There the twin is moved along where the
-    storage object changes, and no address is compared from call to call.
+    storage  <---  DTensor           registered in the module; the optimizer and the state dict use it
+             <---  local parameter   in the module while the program is open; backward accumulates into it
+                        |
+                        +-- local gradient --> gradient receiver of the DTensor
+
+The local parameter is a stand-in of its DTensor (see `vescale.dtensor.extension`): the gradient receiver of the
+parameter gets the local gradient, partial or full. Gradient hooks of a user must see the sum of all gradients. So if
+the DTensor has such a hook, the table holds the output of an autograd function over the DTensor instead of the leaf.
+
+Note: memory that data parallelism frees
+    Data parallelism may withdraw the values of a parameter for a while. Such a parameter has an attribute
+    ``_vescale_memory``, see :class:`Memory`. The local parameter is registered there, and is guarded as the parameter
+    is. With ZeRO 1 and 2 of ``vescale.optim``, any read blocks until the all-gather in flight completes. ZeRO 3 frees
+    and refills the memory of one storage object, so equal addresses do not imply equal memory. There the local
+    parameter follows its parameter to another storage object, and addresses are not compared between calls.
 """
 
 from __future__ import annotations
@@ -33,26 +39,26 @@ from .. import _torch
 from .._boundary.convert import as_dtensor
 from .patch import Row
 
-__all__ = ["LocalParameters", "Memory", "Twin"]
+__all__ = ["LocalParameter", "LocalParameters", "Memory"]
 
 MEMORY = "_vescale_memory"
 
 
 class Memory(Protocol):
-    """What takes the values of a parameter away and brings others: its attribute ``_vescale_memory``, None in copies.
+    """The owner of a parameter's memory: its attribute ``_vescale_memory``, None in copies.
 
     Attributes:
-        frees: whether the memory is freed and refilled. Then the values are there when a module needs them, not before,
-            and the address says nothing. Otherwise whoever reads waits.
+        frees: whether the memory is freed and refilled. If so, the values are present only while a module needs them,
+            and addresses must not be compared. If not, any read blocks until the values are present.
     """
 
     frees: bool
 
     def share(self, parameter: Tensor, tensor: Tensor, *, is_view: bool) -> None:
-        """Take ``tensor`` for another face of ``parameter`` as long as somebody holds it.
+        """Register ``tensor`` as a second reference to the values of ``parameter``, for its lifetime.
 
-        While there are no values nobody may read it. If it ``is_view`` of the local memory of the parameter, it
-        must follow it to other memory.
+        It must not be read while the values are absent. If it ``is_view`` of the local memory of the parameter, it
+        must follow the parameter to other memory.
         """
 
 
@@ -60,18 +66,18 @@ Hook = Callable[[Tensor], None]
 
 
 @dataclass(eq=False)
-class Twin:
+class LocalParameter:
     """A parameter or buffer and the local tensor that stands in for it.
 
     Attributes:
-        name: fully qualified name, the first of a tied parameter.
+        name: fully qualified name; the first one of a tied parameter.
         whole: the DTensor.
         local: the plain tensor that modules see; a leaf.
-        gradient: layout of the local gradient; None until a rehearsal has found it.
-        trained: whether the parameter takes a gradient.
+        gradient: layout of the local gradient; None until it is recorded.
+        trained: whether the parameter requires a gradient.
         hooks: the tables of gradient hooks of the DTensor; None for a buffer.
         is_hooked: whether a user has hooked the DTensor.
-        handle: of the hook that takes the local gradients.
+        handle: of the hook that receives the local gradients.
     """
 
     name: str
@@ -84,11 +90,11 @@ class Twin:
     handle: RemovableHandle | None = None
 
     def expect(self, gradient: tuple[Placement, ...] | None, hook: Hook | None) -> None:
-        """Set the layout of the gradients, and what takes them.
+        """Set the layout of the local gradients and the hook that receives them.
 
         Args:
             gradient: the layout.
-            hook: takes them and clears ``local.grad``; None delivers them to the receiver of the DTensor.
+            hook: receives the gradient and clears ``local.grad``; None delivers it to the receiver of the DTensor.
         """
         self.gradient = gradient
         if not self.trained:
@@ -101,7 +107,7 @@ class Twin:
             self.handle = self.local.register_post_accumulate_grad_hook(hook)
 
     def whole_gradient(self, local: Tensor) -> DTensor:
-        """Return a local gradient as one in the placements of the parameter."""
+        """Return a local gradient as a DTensor in the placements of the parameter."""
         wanted, gradient = tuple(self.whole.placements), self.gradient
         if gradient in (None, wanted) and not local.requires_grad:
             return _torch.wrap_like(local, self.whole)
@@ -109,16 +115,16 @@ class Twin:
 
 
 class LocalParameters:
-    """The twins of the parameters and of the sharded buffers of a module.
+    """The local tensors of all DTensor parameters and DTensor buffers of a module.
 
     Args:
-        modules: names and modules that will run on local tensors; twins are made for the tensors that they hold
-            themselves.
-        silent_axes: gives, by module and key, the axes along which only the first rank adds a tensor, see
+        modules: names and modules that will run on local tensors. Only the tensors that a module holds directly get a
+            local parameter.
+        silent_axes: returns, for a module and a key, the axes along which only the first rank adds the tensor, see
             :func:`silenced`.
 
     Attributes:
-        twins: all of them.
+        parameters: one per tensor; a tensor with several sets of silent axes has several.
     """
 
     def __init__(
@@ -126,9 +132,9 @@ class LocalParameters:
         modules: Iterable[tuple[str, nn.Module]],
         silent_axes: Callable[[nn.Module, str], tuple[int, ...]],
     ):
-        self.twins: list[Twin] = []
-        self._places: list[tuple[dict, str, DTensor, Tensor, Twin]] = []
-        by_id: dict[int, dict[tuple, Twin]] = {}
+        self.parameters: list[LocalParameter] = []
+        self._places: list[tuple[dict, str, DTensor, Tensor, LocalParameter]] = []
+        by_id: dict[int, dict[tuple, LocalParameter]] = {}
         for owner, module in modules:
             for table in _torch.tensor_tables(module):
                 for key, tensor in table.items():
@@ -139,34 +145,34 @@ class LocalParameters:
                     if silent not in found:
                         found[silent] = self._add(f"{owner}.{key}" if owner else key, tensor, silent)
                     self._places.append((table, key, tensor, found[silent].local, found[silent]))
-        # columns of what is looked at in every call
+        # columns that every call reads
         self._tables, self._keys, self._wholes, *_ = _columns(self._places)
         self._buffers = [place for place in self._places if place[-1].hooks is None]
         self._buffer_tables, self._buffer_keys, _, self._buffer_locals, _ = _columns(self._buffers)
-        self._parameters = [twin for twin in self.twins if twin.hooks is not None]
-        self._fixed = [twin.whole for twin in self.twins if not _is_freed(twin.whole)]
-        self._refilled = [twin.whole for twin in self.twins if _is_freed(twin.whole)]
+        self._parameters = [parameter for parameter in self.parameters if parameter.hooks is not None]
+        self._fixed = [parameter.whole for parameter in self.parameters if not _is_freed(parameter.whole)]
+        self._refilled = [parameter.whole for parameter in self.parameters if _is_freed(parameter.whole)]
         self._state, self._refilled_state = _torch.leaf_states(self._fixed), _torch.train_flags(self._refilled)
-        self._hooks_before, self._hooks_after = ([twin.hooks[i] for twin in self._parameters] for i in (0, 1))
+        self._hooks_before, self._hooks_after = ([parameter.hooks[i] for parameter in self._parameters] for i in (0, 1))
         self._num_hooks = self._count_hooks()
         self._through = self._find_through()
 
-    def _add(self, name: str, whole: DTensor, silent: tuple[int, ...]) -> Twin:
+    def _add(self, name: str, whole: DTensor, silent: tuple[int, ...]) -> LocalParameter:
         local = silenced(whole, silent)
-        twin = Twin(name, whole, local)
+        parameter = LocalParameter(name, whole, local)
         if isinstance(whole, nn.Parameter):
-            twin.local = _torch.leaf_over(local, requires_grad=whole.requires_grad)
-            vars(twin.local).update(vars(whole))
-            twin.trained = whole.requires_grad
-            twin.hooks = _torch.hook_tables(whole)
-            twin.is_hooked = has_gradient_hooks(whole)
+            parameter.local = _torch.leaf_over(local, requires_grad=whole.requires_grad)
+            vars(parameter.local).update(vars(whole))
+            parameter.trained = whole.requires_grad
+            parameter.hooks = _torch.hook_tables(whole)
+            parameter.is_hooked = has_gradient_hooks(whole)
             if (memory := _memory_of(whole)) is not None:
-                memory.share(whole, twin.local, is_view=local is _torch.local_of(whole))
-        self.twins.append(twin)
-        return twin
+                memory.share(whole, parameter.local, is_view=local is _torch.local_of(whole))
+        self.parameters.append(parameter)
+        return parameter
 
     def stale(self) -> bool:
-        """Tell whether a tensor has been replaced, moved, frozen or thawed since the twins were made."""
+        """Return whether a tensor was replaced, moved, frozen or unfrozen since the local parameters were made."""
         if not all(map(is_, map(getitem, self._tables, self._keys), self._wholes)):
             return True
         if self._refilled and _torch.train_flags(self._refilled) != self._refilled_state:
@@ -174,19 +180,19 @@ class LocalParameters:
         return _torch.leaf_states(self._fixed) != self._state
 
     def rows(self) -> list[Row]:
-        """Return the rows that show the modules their local tensors."""
+        """Return the rows that put the local tensors into the modules."""
         return [(table, key, local) for table, key, _, local, _ in self._places]
 
     def opened(self) -> None:
-        """After the rows are in place: route the gradients of parameters with user hooks through autograd."""
+        """Route the gradients of parameters with user hooks through autograd; called after the rows are applied."""
         if self._count_hooks() != self._num_hooks:
             self._look_at_hooks()
-        for table, key, twin in self._through:
-            if has_gradient_hooks(twin.whole):  # a rehearsal takes them off for a while
-                table[key] = _ThroughAutograd.apply(twin.whole, twin)
+        for table, key, parameter in self._through:
+            if has_gradient_hooks(parameter.whole):  # a dry run removes them temporarily
+                table[key] = _ThroughAutograd.apply(parameter.whole, parameter)
 
     def replaced_buffers(self) -> list[Row]:
-        """Return rows for the buffers that the forward has replaced, in the layouts of the old ones."""
+        """Return rows for the buffers that the forward replaced, in the layouts of the previous buffers."""
         if all(map(is_, map(getitem, self._buffer_tables, self._buffer_keys), self._buffer_locals)):
             return []
         return [
@@ -199,26 +205,29 @@ class LocalParameters:
         return list(map(add, map(len, self._hooks_before), map(len, self._hooks_after)))
 
     def _look_at_hooks(self) -> None:
-        """Let the DTensors whose hooks have come or gone get their gradients accordingly."""
+        """Reroute the gradients of the parameters whose user hooks were added or removed."""
         counts = self._count_hooks()
-        for position, twin in enumerate(self._parameters):
-            # a rehearsal takes all hooks off for a while, with the tables that they are in
-            if counts[position] != self._num_hooks[position] and _torch.hook_tables(twin.whole)[0] is twin.hooks[0]:
+        for position, parameter in enumerate(self._parameters):
+            # a dry run temporarily removes all hooks, by replacing their tables
+            if (
+                counts[position] != self._num_hooks[position]
+                and _torch.hook_tables(parameter.whole)[0] is parameter.hooks[0]
+            ):
                 self._num_hooks[position] = counts[position]
-                twin.is_hooked = has_gradient_hooks(twin.whole)
+                parameter.is_hooked = has_gradient_hooks(parameter.whole)
         self._through = self._find_through()
 
-    def _find_through(self) -> list[tuple[dict, str, Twin]]:
-        """Return the places of the parameters whose gradients autograd must add up before hooks see them."""
-        return [(table, key, twin) for table, key, _, _, twin in self._places if twin.is_hooked]
+    def _find_through(self) -> list[tuple[dict, str, LocalParameter]]:
+        """Return the table entries of the parameters with user hooks, which must see the sum of all gradients."""
+        return [(table, key, parameter) for table, key, _, _, parameter in self._places if parameter.is_hooked]
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names of the parameters that take gradients."""
-        return frozenset(twin.name for twin in self.twins if twin.trained)
+        """Names of the parameters that require gradients."""
+        return frozenset(parameter.name for parameter in self.parameters if parameter.trained)
 
-    def __iter__(self) -> Iterator[Twin]:
-        return iter(self.twins)
+    def __iter__(self) -> Iterator[LocalParameter]:
+        return iter(self.parameters)
 
 
 def _columns(places: Sequence[tuple]) -> tuple[list, ...]:
@@ -234,7 +243,7 @@ def _is_freed(parameter: DTensor) -> bool:
 
 
 def _in_layout(new: object, whole: DTensor) -> object:
-    """Return what a forward has put in place of a buffer, in the buffer's layout."""
+    """Return the value with which a forward replaced a buffer, in the buffer's layout."""
     if not isinstance(new, Tensor) or isinstance(new, DTensor):
         return new
     local = _torch.local_of(whole)
@@ -246,10 +255,10 @@ def _in_layout(new: object, whole: DTensor) -> object:
 
 
 def silenced(whole: DTensor, axes: tuple[int, ...]) -> Tensor:
-    """Return what this rank adds of a tensor that is added to values which are partial sums over ``axes``.
+    """Return the local tensor that this rank adds to a partial sum over ``axes``.
 
-    The sum of the ranks must hold it once, so the rank at coordinate 0 of those axes adds it. On the others a tensor of
-    negative zeros stands in (``x + -0.0`` is ``x`` for every ``x``); its gradient is that of the tensor itself.
+    The sum over ranks must contain the tensor once, so only the rank at coordinate 0 of those axes adds it. The other
+    ranks add a tensor of negative zeros (``x + -0.0`` is ``x`` for every ``x``), which gets the same gradient.
     """
     local = _torch.local_of(whole)
     if all(whole.device_mesh.get_local_rank(axis) == 0 for axis in axes):
@@ -258,14 +267,15 @@ def silenced(whole: DTensor, axes: tuple[int, ...]) -> Tensor:
 
 
 class _ThroughAutograd(torch.autograd.Function):
-    """The local tensor of a DTensor parameter; the gradient goes back as a DTensor in the parameter's placements."""
+    """Return the local tensor of a DTensor parameter; the gradient is a DTensor in the parameter's placements."""
 
     @staticmethod
-    def forward(ctx, _whole: DTensor, twin: Twin) -> Tensor:
-        ctx.twin = twin
-        # the alias has no guard: it must wait for values that are on their way, and may not for those that come later
-        return _torch.alias(twin.local) if _is_freed(twin.whole) else twin.local.detach()
+    def forward(ctx, _whole: DTensor, parameter: LocalParameter) -> Tensor:
+        ctx.parameter = parameter
+        # An alias is unguarded. Freed memory needs that: a guard would refuse values that are gathered later. With an
+        # all-gather in flight, `detach` of the guarded leaf blocks until it completes.
+        return _torch.alias(parameter.local) if _is_freed(parameter.whole) else parameter.local.detach()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[DTensor, None]:
-        return ctx.twin.whole_gradient(grad), None
+        return ctx.parameter.whole_gradient(grad), None

@@ -1,4 +1,4 @@
-"""The parts of a static program: fully qualified names, and what is known of the modules before any call."""
+"""The parts of a static program: fully qualified names, and the kinds of modules, found before any call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Parts:
         module: the module.
         name: its name in the parallelized model.
         modules: all modules of it, itself included.
-        eager: names of the outermost parts that stay in eager mode.
+        eager: names of the outermost eager parts.
         experts: regions of experts, by name.
         switches: modules with a switch for activation checkpointing.
     """
@@ -42,7 +42,7 @@ class Parts:
         Args:
             module: the module.
             name: its name in the parallelized model.
-            eager: names of parts that stay in eager mode, of the whole model.
+            eager: names of all eager parts of the model.
         """
         modules = {join(name, inner): part for inner, part in module.named_modules()}
         inside = [part for part in eager if part in modules]
@@ -54,7 +54,7 @@ class Parts:
         return self
 
     def is_eager(self, name: str) -> bool:
-        """Return whether a part stays in eager mode."""
+        """Return whether a part is eager, by itself or inside an eager part."""
         return any(is_inside(name, part) for part in self.eager)
 
     def local(self) -> dict[str, nn.Module]:
@@ -62,12 +62,12 @@ class Parts:
         return {name: module for name, module in self.modules.items() if not self.is_eager(name)}
 
     def opaque(self) -> list[str]:
-        """Return the names of the parts that no compiler traces."""
+        """Return the names of the parts that must not be traced by a compiler."""
         listed = [name for name, part in self.modules.items() if listed_gradients(part)]
         return [*self.eager, *self.experts, *listed]
 
     def repeated(self) -> Iterator[str]:
-        """Yield the names of the elements of module lists, which activation checkpointing recomputes."""
+        """Yield the names of the elements of module lists; activation checkpointing recomputes these."""
         for name, part in self.modules.items():
             if isinstance(part, nn.ModuleList):
                 yield from (join(name, inner) for inner, _ in part.named_children())
@@ -77,7 +77,7 @@ class Parts:
         return [getattr(part, CHECKPOINTING) for part in self.switches]
 
     def edge(self, side: str) -> str:
-        """Return the name of the program's own edge.
+        """Return the boundary name of the root of the program.
 
         Args:
             side: ``"enters"`` or ``"returns"``.
@@ -106,7 +106,7 @@ def is_inside(name: str, owner: str) -> bool:
 
 
 def describe(name: str) -> str:
-    """Return the words for a module in errors.
+    """Return the description of a module for error messages.
 
     Example:
         >>> describe("h.1"), describe("")
@@ -116,11 +116,11 @@ def describe(name: str) -> str:
 
 
 def ways_out(name: str, *, is_random: bool = False) -> str:
-    """Return the fixes for a module whose code is not right on local tensors; names are escaped, plans have regexes.
+    """Return the fixes for a module whose code is wrong on local tensors, for error messages.
 
     Args:
-        name: of the module.
-        is_random: whether the cause is a random operator, which only DTensors can help.
+        name: of the module; it is escaped, because plans have regexes.
+        is_random: whether the cause is a random operator. Only eager mode fixes that.
 
     Example:
         >>> ways_out("h.1", is_random=True)

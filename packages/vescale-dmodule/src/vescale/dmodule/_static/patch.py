@@ -1,20 +1,21 @@
-"""What stands in a module while its program is open: rows of (owner, key, value).
+"""Patch of a module while its program is open: rows of (owner, key, value).
 
-A static program changes a module for the time of a call. Every change is one row of one :class:`ModulePatch`::
+A static program changes a module for the duration of a call. Every change is one row of one :class:`ModulePatch`::
 
     row of                 owner                     key                     value
     a local parameter      module._parameters        "weight"                plain leaf over the same memory
     a local buffer         module._buffers           "running_mean"          plain tensor over the same memory
     a local attribute      vars(module)              "num_heads"             the value of this rank
-    a local forward        vars(module)              "forward"               lookup in this rank's rows
+    a local forward        vars(module)              "forward"               lookup in the rows of this rank
     a direct call          vars(module)              "_compiled_call_impl"   boundary, forward, boundary
     a compiled block       vars(entry)               "run"                   compiled function
     hooks in such a block  vars(module)              "_forward_hooks"        conversions without names
 
 Guarantee: :meth:`ModulePatch.restore` leaves every key as :meth:`ModulePatch.apply` found it, absent keys included,
-also if ``apply`` raised half way. Patches nest like brackets; one patch may be applied again while it is applied.
+also if ``apply`` raised half way. Patches nest: the last one applied is restored first. A patch may be applied again
+while it is applied.
 
-Opening a program is the inner loop of static mode, so rows are kept as columns and no Python runs per row.
+Opening a program is the hot path of static mode, so rows are kept as columns and no Python code runs per row.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ModulePatch:
     """Rows that are applied together and restored together.
 
     Args:
-        rows: in order; of two rows with one owner and key, the last one shows.
+        rows: in order; if two rows have the same owner and key, the last one wins.
 
     Example:
         >>> owner = {"a": 1}
@@ -61,11 +62,11 @@ class ModulePatch:
         return len(self._keys)
 
     def adds_only(self) -> bool:
-        """Return whether no key is present now, so that applying replaces nothing."""
+        """Return whether no key is present now, so that :meth:`apply` replaces no value."""
         return not any(map(contains, self._owners, self._keys))
 
     def apply(self) -> None:
-        """Set the values, and remember those that they replace."""
+        """Set the values and save the previous ones."""
         self._before.append(list(map(dict.get, self._owners, self._keys, repeat(ABSENT))))
         try:
             _torch.for_each(setitem, self._owners, self._keys, self._values)
@@ -74,7 +75,7 @@ class ModulePatch:
             raise
 
     def restore(self) -> None:
-        """Set the values that the last :meth:`apply` replaced, and remove the keys that it added."""
+        """Set the values that the last :meth:`apply` saved, and remove the keys that it added."""
         before = self._before.pop()
         _torch.for_each(setitem, self._owners, self._keys, before)
         if any(map(is_, before, repeat(ABSENT))):
@@ -98,20 +99,20 @@ def attribute_rows(module: nn.Module, changes: Mapping[str, object]) -> list[Row
 
     Args:
         module: the module.
-        changes: dotted path from the module -> value while the program is open. An object on the way is copied, because
-            other modules may share it.
+        changes: dotted path from the module -> value while the program is open. The objects along a path are copied,
+            because other modules may share them.
     """
     return [(vars(module), name, value) for name, value in _own_attributes(module, changes).items()]
 
 
 def set_attributes(module: nn.Module, changes: Mapping[str, object]) -> None:
-    """Change attributes for good, in every mode; objects that other modules share are copied."""
+    """Change attributes permanently, in every mode; the objects along a path are copied."""
     for name, value in _own_attributes(module, changes).items():
         setattr(module, name, value)
 
 
 def _own_attributes(owner: object, changes: Mapping[str, object]) -> dict[str, object]:
-    """Return the first names of dotted paths with their values."""
+    """Return the new values of the direct attributes, by the first name of each dotted path."""
     own: dict[str, object] = {}
     for path, value in changes.items():
         name, _, rest = path.partition(".")

@@ -13,20 +13,20 @@ the module call :meth:`StaticProgram.enter` before its forward and :meth:`Static
 Every arrow is also the way back, at the end and after an exception.
 
 IDLE
-    The module holds DTensors; nothing of the program is in it but hooks.
+    The module holds DTensors. The hooks are the only trace of the program in it.
 RECORDING
-    The first dry run: the caller's call on DTensors, observed (see ``recording.dry_run``).
+    The first dry run: the caller's call on DTensors, with an observer (see ``recording.dry_run``).
 CHECKING
     The second dry run: the same call on local tensors, compared with the first. OPEN while a forward runs.
 EAGER_ONCE
-    A call without gradients, whose signature may never come again (generation): eager mode runs it.
+    The first call of a signature without gradients. Generation may never repeat it, so eager mode runs the call.
 OPEN
     The patch is in the module (see ``patch``): local parameters, attributes, direct calls or compiled blocks.
-    Boundaries run recorded conversions. Between them runs the module's own code on plain tensors.
+    Boundaries run recorded conversions. The module's own code runs between them on plain tensors.
 
-Guarantee: every transition to IDLE leaves the module as it was, after an exception, too. The signature of a call is
-made of shapes, dtypes and layouts of its tensors, the values of its Python arguments, train or eval mode, autocast and
-grad mode.
+Guarantee: every transition to IDLE restores the module, also after an exception. The signature of a call consists of
+the shapes, dtypes and layouts of its tensors, the values of its Python arguments, the switches for activation
+checkpointing, train or eval mode, autocast and grad mode.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from ..errors import NotLocalFriendlyError
 from .call import Call, State
 from .direct_calls import direct_calls
 from .local_modules import local_rows, silent_axes
-from .local_parameters import LocalParameters, Twin
+from .local_parameters import LocalParameter, LocalParameters
 from .parts import Parts, join
 from .patch import ModulePatch
 from .random_operators import OperatorHooks, QuietCall
@@ -71,7 +71,7 @@ MANY = 32  # recordings after which a warning says that shapes keep changing
 
 
 class Model(Protocol):
-    """What a program needs of the parallelized model that it is a part of."""
+    """The attributes of the parallelized model that its programs use."""
 
     mesh: DeviceMesh
     root: nn.Module
@@ -83,22 +83,22 @@ class Model(Protocol):
 
 
 class StaticProgram:
-    """Runs a module on local tensors; see the module's docstring.
+    """Run a module on local tensors; see the docstring of this file.
 
     Args:
         model: the parallelized model.
         name: name of the module in the model.
         module: the module.
-        eager: full names of the parts of it that stay in eager mode.
-        is_root: whether callers expect plain tensors back (the whole model) or DTensors (a part of it).
-        compiled: whether its blocks are compiled.
+        eager: full names of the eager parts of the model.
+        is_root: whether callers expect plain tensors (the full model) or DTensors (a part of it).
+        compiled: whether to compile the blocks of the module.
 
     Attributes:
         parts: the module and its submodules.
         call: the call in progress and the state.
-        recordings: what has been recorded, by signature.
+        recordings: all recorded layouts, by signature.
         parameters: the local parameters; None before the first call.
-        patch: local parameters, attributes and forwards.
+        patch: of local parameters, attributes and forwards.
         compiled: the compiled blocks; None in static mode.
     """
 
@@ -130,7 +130,7 @@ class StaticProgram:
     # --------------------------------------------------------------------------------------------- hooks
 
     def install(self) -> None:
-        """Install the hooks of the parts of the module; those of the module itself are its owner's."""
+        """Install the hooks of the parts of the module; the owner of the program hooks the module itself."""
         parts, phase = self.parts, self.model.phase
         for name in parts.eager:
             eager = EagerPart(self.call, phase, name)
@@ -172,26 +172,26 @@ class StaticProgram:
         self._handles += hook_calls(self.parts.modules[name], enter, leave)
 
     def _choose_layouts(self, name: str, args: tuple, kwargs: dict, *, is_recomputed: bool) -> None:
-        """Note by which layouts a part runs; take the same when it is recomputed."""
+        """Note the layouts with which a part runs; use the same layouts when it is recomputed."""
         if is_recomputed:
             self.call.layouts = self.recordings.of_run(name, args, kwargs)
         else:
             self.recordings.note_run(name, args, kwargs, self.call.layouts)
 
     def _hook_random_operators(self, names: Iterable[str]) -> None:
-        """Let the random operators of some parts run as recorded."""
+        """Hook the parts with recorded random operators."""
         call = self.call
         for name in names:
             if name not in self._drawing:
                 recorded = functools.partial(_operators_of, call, name)
                 hooks = self._drawing[name] = OperatorHooks(name, recorded, self.model.mesh)
-                if name != self.parts.name:  # a hook that comes while the module is called is too late for that call
+                if name != self.parts.name:  # a hook registered during a call of its module misses that call
                     self._handles += hooks.register(self.parts.modules[name])
 
     # --------------------------------------------------------------------------------------------- a call
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Begin a call: open the program; record a call with a new signature first."""
+        """Begin a call: record it if its signature is new, then open the program."""
         call = self.call
         if (call.depth or call.is_open) and not _torch.is_in_own_forward(module):
             self._abandon()
@@ -204,17 +204,17 @@ class StaticProgram:
             self._drawing[self.parts.name].enter(module, args)
         if call.state is State.EAGER_ONCE:
             self.model.scope.enter(module, self.parts.name)
-        if call.state is State.EAGER_ONCE or call.depth > 1:  # values inside of the module are what its code needs
+        if call.state is State.EAGER_ONCE or call.depth > 1:  # eager arguments, or arguments from inside the module
             return None
         edge = call.localize if call.is_open else call.observer.watch_argument
         where = self.parts.edge("enters")
         return map_leaves(edge, args, where), map_leaves(edge, kwargs, where) if kwargs else kwargs
 
     def leave(self, module: nn.Module, args: tuple, output: object) -> object:
-        """End a call, which has raised if ``output`` is None; return what eager mode returns."""
+        """End a call and return the results of eager mode. ``output`` is None if the call raised."""
         call, state = self.call, self.call.state
         if not call.depth:
-            return None  # it failed before it was opened
+            return None  # an earlier hook raised, so `enter` did not run
         call.depth -= 1
         if state is State.EAGER_ONCE:
             self._leave_eager_once()
@@ -234,7 +234,10 @@ class StaticProgram:
         return map_leaves(edge, output, self.parts.edge("returns"))
 
     def _enter_eager_once(self) -> None:
-        """Run one call in eager mode. Hooks of the module itself would be removed while torch iterates over them."""
+        """Run one call in eager mode, by hooks of the children.
+
+        Hooks of the module itself would be removed while torch iterates over them.
+        """
         self.call.state = State.EAGER_ONCE
         for name, child in self.parts.module.named_children():
             self._eager_once += hook_scope(child, join(self.parts.name, name), self.model.scope)
@@ -248,7 +251,7 @@ class StaticProgram:
             self.call.state = State.IDLE
 
     def _abandon(self) -> None:
-        """Put the module back after a call that was interrupted; torch runs no hooks after a KeyboardInterrupt."""
+        """Restore the module after an interrupted call; torch runs no forward hooks after a KeyboardInterrupt."""
         self.call.depth = 0
         for hooks in self._drawing.values():
             while hooks.entered:
@@ -262,7 +265,7 @@ class StaticProgram:
             self._quiet_call.end(self.parts.name, well=False)
 
     def _prepare(self, args: tuple, kwargs: dict) -> bool:
-        """Choose the layouts of a call, and record a new one; return False if it runs in eager mode this time."""
+        """Choose the layouts of a call; record a new signature. Return False if this call must run in eager mode."""
         self._refresh()
         recordings, signature = self.recordings, self._signature(args, kwargs)
         layouts = self._find(signature)
@@ -284,7 +287,7 @@ class StaticProgram:
         return torch.is_grad_enabled(), self.parts.module.training, dtype, *self.parts.checkpointing(), *values
 
     def _find(self, signature: Hashable) -> RecordedLayouts | None:
-        """Return what is recorded of a call; None if another rank records it, so that this one must, too."""
+        """Return the recorded layouts of a call; None if any rank must record it, because all ranks record together."""
         layouts, any_rank = self.recordings.by_signature.get(signature), self.model.any_rank
         if any_rank is not None:
             is_due = layouts is None and (torch.is_grad_enabled() or signature in self.recordings.seen)
@@ -299,11 +302,11 @@ class StaticProgram:
         """Record a call on DTensors, adopt its layouts, check them on local tensors. Collective over the mesh.
 
         Raises:
-            NotLocalFriendlyError: on all ranks, if the module is not right on local tensors.
-            Exception: what the module itself raises in eager mode.
+            NotLocalFriendlyError: the module is wrong on local tensors; raised on all ranks.
+            Exception: any error of the module itself in eager mode.
         """
         model, error = self.model, None
-        meter, model.phase.meter = model.phase.meter, None  # a dry run is no step of the user's
+        meter, model.phase.meter = model.phase.meter, None  # a report does not count dry runs
         try:
             eager, local = new_run(model.mesh), new_run(model.mesh)
             with self._dry_run(State.RECORDING, eager):
@@ -318,7 +321,7 @@ class StaticProgram:
             self.recordings.know(signature, self.call.layouts, is_quiet=recording.is_quiet)
         except Exception as found:
             error = found
-            logger.warning("static mode: the recording failed on this rank: %s", found)  # others may not get that far
+            logger.warning("static mode: the recording failed on this rank: %s", found)  # `raise_together` may hang
         finally:
             model.phase.meter = meter
             if self.parameters is not None:
@@ -345,7 +348,7 @@ class StaticProgram:
             model.phase.convert = None
 
     def _adopt(self, recording: Recording) -> None:
-        """Run by what a recording found."""
+        """Adopt the layouts of a recording and hook the parts that it names."""
         call, recordings = self.call, self.recordings
         returns = self.parts.edge("returns") if call.is_root else None
         call.layouts = recordings.adopt(recording, self.model.mesh, returns)
@@ -357,7 +360,7 @@ class StaticProgram:
     # --------------------------------------------------------------------------------------------- open and close
 
     def _open(self) -> None:
-        """Put the patch in place."""
+        """Apply the patch and switch the boundaries to recorded conversions."""
         calls = self._calls()
         self._before = self.call.state
         self.call.state = State.OPEN
@@ -390,7 +393,7 @@ class StaticProgram:
         return layouts.calls if layouts.calls.adds_only() else None
 
     def _close(self) -> None:
-        """Take the patch out."""
+        """Restore the patch and switch the boundaries back; replaced buffers stay, as DTensors."""
         phase = self.model.phase
         phase.convert, phase.local = None, False
         buffers = self.parameters.replaced_buffers()
@@ -401,7 +404,7 @@ class StaticProgram:
         self.call.state = self._before
 
     def _refresh(self) -> None:
-        """Make the local parameters and the patch where there are none, or the model has changed."""
+        """Make the local parameters and the patch before the first call and after a change of the model."""
         if self.parameters is not None and not self.parameters.stale():
             return
         own, before = self.parts.local(), self.parameters
@@ -415,32 +418,32 @@ class StaticProgram:
     # --------------------------------------------------------------------------------------------- gradients
 
     def _expect_gradients(self, checked: Run | None = None) -> None:
-        """Set the layouts of the gradients of local parameters, and their receivers.
+        """Set the layouts of the local gradients and the hooks that receive them.
 
         Args:
-            checked: the dry run that keeps them; None delivers them to the DTensors.
+            checked: the dry run that keeps the gradients; None delivers them to the receivers of the DTensors.
         """
         gradients = self.recordings.gradients
         layouts = {} if checked is not None else gradients
-        for twin in self.parameters:
-            keeps = None if twin.name in layouts else functools.partial(_keep_or_refuse, twin, checked)
-            twin.expect(gradients.get(twin.name), keeps)
+        for parameter in self.parameters:
+            keeps = None if parameter.name in layouts else functools.partial(_keep_or_refuse, parameter, checked)
+            parameter.expect(gradients.get(parameter.name), keeps)
 
 
 def _operators_of(call: Call, name: str) -> list:
     return call.layouts.operators.get(name, []) if call.is_open else []
 
 
-def _keep_or_refuse(twin: Twin, checked: Run | None, leaf: Tensor) -> None:
-    """Keep a gradient of a dry run; refuse one that has not been recorded."""
+def _keep_or_refuse(parameter: LocalParameter, checked: Run | None, leaf: Tensor) -> None:
+    """Keep a gradient for the dry run that checks; outside of it, refuse a gradient that is not recorded."""
     gradient, leaf.grad = leaf.grad, None
     if gradient is None:
-        return  # autograd calls hooks also where a function gave None
+        return  # autograd runs this hook once per pass, even if the gradient is None
     if checked is None:
         raise NotLocalFriendlyError(
-            f"parameter {twin.name!r} got a gradient, which it had not when static mode recorded this model: a "
+            f"parameter {parameter.name!r} got a gradient, which it had not when static mode recorded this model: a "
             "branch that depends on data? Run the model in mode 'eager', or keep the module that branches on "
-            f'DTensors: "eager": [r"{twin.name.rpartition(".")[0]}"]'
+            f'DTensors: "eager": [r"{parameter.name.rpartition(".")[0]}"]'
         )
-    earlier, _ = checked.gradients.get(twin.name, (None, None))
-    checked.gradients[twin.name] = (gradient if earlier is None else earlier + gradient, None)
+    earlier, _ = checked.gradients.get(parameter.name, (None, None))
+    checked.gradients[parameter.name] = (gradient if earlier is None else earlier + gradient, None)

@@ -1,13 +1,15 @@
-"""Random operators on local tensors draw what one device draws.
+"""Random operators on local tensors draw the numbers that one device draws.
 
-The recording notes every call of a torch function that advances the random stream and has a sharded operand, with the
-layouts of its operands. On local tensors the same call gets its operands as DTensors of these layouts, so that the
-rules of ``vescale.dtensor`` choose this rank's part of the draw, and its result becomes a local tensor again::
+A random operator is a call of a torch function that advances the random stream. The recording notes every random
+operator with a DTensor operand, with the layouts of all operands. On local tensors the same call gets its operands as
+DTensors in these layouts. The rules of ``vescale.dtensor`` then draw this rank's part, and the result is converted to a
+local tensor::
 
     recording        dropout(DTensor)                       OperatorRecorder notes function, shapes, layouts
-    local tensors    dropout(local) -> as DTensor -> local  OperatorMode, only in modules that draw
+    local tensors    dropout(local) -> as DTensor -> local  OperatorMode, only in modules with random operators
 
-Only modules that draw pay for it. Draws of tensors that are equal on all ranks run unchanged: all ranks draw the same.
+Modules without random operators have no overhead. A random operator on tensors that are equal on all ranks runs
+unchanged, because all ranks draw the same numbers.
 """
 
 from __future__ import annotations
@@ -49,11 +51,11 @@ class Operand(NamedTuple):
 
 @dataclass
 class RandomOperator:
-    """One call that drew random numbers, as recorded.
+    """One recorded call that drew random numbers.
 
     Attributes:
         function: the torch function.
-        operands: its tensors, in order.
+        operands: its tensor operands, in order.
         gradients: layouts of the gradients of its results, in order.
     """
 
@@ -63,16 +65,16 @@ class RandomOperator:
 
     @property
     def key(self) -> tuple:
-        """What identifies the operator on local tensors."""
+        """The identity of the operator on local tensors."""
         return self.function, tuple(operand.local_shape for operand in self.operands)
 
     def agrees(self, other: RandomOperator) -> bool:
-        """Return whether two operators differ on local tensors, or are the same."""
+        """Return whether no ambiguity exists: the two operators have different keys or equal operands."""
         return self.key != other.key or self.operands == other.operands
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks draw different parts."""
+        """Whether the ranks draw different parts."""
         return not all(p.is_replicate() for operand in self.operands for p in operand.placements)
 
     def __str__(self) -> str:
@@ -81,9 +83,10 @@ class RandomOperator:
 
 
 class QuietCall:
-    """A call whose recording drew no random numbers.
+    """Run a call that drew no random numbers when it was recorded.
 
-    It runs without the modes that look for random operators, and is refused if it draws after all.
+    The call runs without the modes that watch for random operators. An error is raised if it advances the random
+    stream.
 
     Args:
         device_type: of the random stream.
@@ -102,14 +105,14 @@ class QuietCall:
             self._unwatched.__enter__()
 
     def end(self, name: str, *, well: bool) -> None:
-        """End the call of a module; nothing happens if it was not quiet.
+        """End the call of a module; do nothing if no call was begun.
 
         Args:
             name: of the module.
-            well: whether it returned, else it raised.
+            well: whether the call returned; False if it raised.
 
         Raises:
-            NotLocalFriendlyError: it drew.
+            NotLocalFriendlyError: the call drew random numbers.
         """
         if self._unwatched is not None:
             unwatched, self._unwatched = self._unwatched, None
@@ -138,12 +141,12 @@ class OperatorRecorder(TorchFunctionMode):
     """Record random operators while a module runs in eager mode.
 
     Args:
-        running: returns the name of the module that runs.
+        running: returns the name of the running module.
         mesh: of the module.
 
     Attributes:
-        operators: on DTensors, by module.
-        plain: on plain tensors, by module, and those of a generator that the program made itself.
+        operators: those with a DTensor operand, by module.
+        plain: those on plain tensors only, by module, and all calls with a generator of their own.
     """
 
     def __init__(self, running: Callable[[], str], mesh: DeviceMesh):
@@ -203,12 +206,12 @@ def _watched(result: DTensor, operator: RandomOperator) -> DTensor:
 # ------------------------------------------------------------------------------------------------- on local tensors
 
 
-_running: list[OperatorMode | None] = []  # of the modules that run, innermost last: only the last one acts
+_running: list[OperatorMode | None] = []  # one per running module, innermost last; only the last one is active
 
 
 @contextlib.contextmanager
 def inactive() -> Iterator[None]:
-    """Let no `OperatorMode` act, around a compiled block, which runs its random operators itself."""
+    """Disable every `OperatorMode`, for a compiled block, which runs its random operators itself."""
     _running.append(None)
     try:
         yield
@@ -254,7 +257,7 @@ class OperatorMode(TorchFunctionMode):
         return self._local(result, leaves, dtensors, operator)
 
     def _check_draws_nothing(self, func: Callable, args: tuple, kwargs: dict, leaves: list[Tensor]) -> None:
-        """Refuse random numbers that are not recorded.
+        """Refuse random operators that are not recorded.
 
         Raises:
             NotLocalFriendlyError: naming module, function and shapes.
@@ -273,7 +276,7 @@ class OperatorMode(TorchFunctionMode):
     def _local(
         self, result: object, leaves: list[Tensor], dtensors: dict[int, DTensor], operator: RandomOperator
     ) -> object:
-        written = {id(dtensors[id(leaf)]): leaf for leaf in leaves}  # an operator in place returns its operand
+        written = {id(dtensors[id(leaf)]): leaf for leaf in leaves}  # an in-place operator returns its operand
         gradients = iter(operator.gradients)
 
         def convert(leaf: object) -> object:
@@ -292,11 +295,11 @@ def _copied(leaf: object) -> object:
 
 
 class OperatorHooks:
-    """Hooks of a module that draws: on local tensors, its random operators run as they were recorded.
+    """Hooks that run the random operators of a module as recorded, while it runs on local tensors.
 
     Args:
         name: of the module.
-        operators: returns those of the call that begins; nothing where the module runs on DTensors.
+        operators: returns the random operators of the current call; empty if the module runs on DTensors.
         mesh: of the layouts.
     """
 
@@ -305,14 +308,14 @@ class OperatorHooks:
         self.entered: list[OperatorMode | None] = []
 
     def register(self, module: nn.Module) -> list[RemovableHandle]:
-        """Enter inside of all other hooks, some of which begin and end running on local tensors."""
+        """Register hooks inside all other hooks, because some of those open and close the program."""
         return [
             module.register_forward_pre_hook(OwnHook(self.enter)),
             module.register_forward_hook(OwnHook(self.leave), prepend=True, always_call=True),
         ]
 
     def enter(self, _module: nn.Module, _args: tuple) -> None:
-        """Enter the mode, if the module runs on local tensors."""
+        """Enter an `OperatorMode` if the module runs on local tensors."""
         operators = self.operators()
         mode = OperatorMode(self.name, operators, self.mesh) if operators else None
         if mode is not None:
@@ -321,7 +324,7 @@ class OperatorHooks:
         self.entered.append(mode)
 
     def leave(self, _module: nn.Module, _args: tuple, _output: object) -> None:
-        """Leave it."""
+        """Exit the mode."""
         mode = self.entered.pop() if self.entered else None
         if mode is not None:
             _running.pop()

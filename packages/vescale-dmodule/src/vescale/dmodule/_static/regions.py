@@ -1,8 +1,8 @@
-"""Parts of a static program that are not plain local code: parts in eager mode, and regions of experts.
+"""Parts of a static program that are not plain local code: eager parts and regions of experts.
 
-An eager part gets DTensors and returns local tensors. Experts run on local tensors and need to know how the tokens lie.
-Experts that the model calls one by one do not. Which experts get a gradient depends on where the tokens go, so the
-layouts of all of them are known from the start.
+The hooks of an eager part convert its arguments to DTensors and its results to local tensors. Experts run on local
+tensors and need the recorded layout of their tokens; experts that the model calls one by one do not. The routing
+decides which experts get a gradient, so the gradient layouts of all experts are set without a recording.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["EagerPart", "ExpertsPart", "experts_gradients"]
 
 
 class EagerPart:
-    """Hooks of a module that stays in eager mode inside of a static program.
+    """Hooks of a module in eager mode inside a static program.
 
     Args:
         call: of the program.
@@ -40,7 +40,7 @@ class EagerPart:
         self.outside: list[Convert | None] = []
 
     def enter(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Turn arguments into what eager mode gives the module."""
+        """Convert arguments to the DTensors of eager mode."""
         call, where = self.call, f"{self.name} enters"
         self.outside.append(self.phase.convert)
         if call.is_open:
@@ -52,9 +52,9 @@ class EagerPart:
         return args, kwargs
 
     def leave(self, _module: nn.Module, _args: tuple, output: object) -> object:
-        """Turn results into local tensors."""
+        """Convert results to local tensors."""
         if not self.outside:
-            return None  # it failed before it was entered
+            return None  # an earlier hook raised, so `enter` did not run
         call, where = self.call, f"{self.name} returns"
         self.phase.convert, self.phase.local = self.outside.pop(), call.is_open
         if output is None:
@@ -77,7 +77,7 @@ class EagerPart:
 
 
 class ExpertsPart:
-    """Hooks of a module of experts that runs on local tensors.
+    """Hooks of an experts module on local tensors.
 
     Args:
         call: of the program.
@@ -90,10 +90,10 @@ class ExpertsPart:
         self.entered: list[contextlib.AbstractContextManager] = []
 
     def enter(self, _module: nn.Module, _args: tuple, _kwargs: dict) -> None:
-        """Give the region the layout of its tokens.
+        """Set the token layout of the region.
 
         Raises:
-            NotLocalFriendlyError: the experts have not run in the recorded call.
+            NotLocalFriendlyError: the experts did not run in the recorded call.
         """
         tokens = self.call.layouts.tokens
         if self.call.is_open and self.name not in tokens:
@@ -106,13 +106,13 @@ class ExpertsPart:
         self.entered.append(context)
 
     def leave(self, _module: nn.Module, _args: tuple, _output: object) -> None:
-        """Take it back."""
+        """Reset the token layout of the region."""
         if self.entered:
             self.entered.pop().__exit__(None, None, None)
 
 
 def experts_gradients(parts: Parts, tokens: Mapping[str, tuple[Placement, ...]]) -> dict[str, tuple[Placement, ...]]:
-    """Return the layouts of the gradients of all experts' parameters, by full name, for tokens in these layouts."""
+    """Return the gradient layouts of all parameters of experts, by full name, for the given token layouts."""
     found = {name: listed_gradients(module) for name, module in parts.modules.items()}
     found |= {n: region.gradient_placements(tokens[n]) for n, region in parts.experts.items() if n in tokens}
     return {join(name, leaf): placements for name, leaves in found.items() for leaf, placements in leaves.items()}

@@ -129,6 +129,6 @@ def _check_experts(options: Options) -> None:
 
 
 def _has_dense_layers(config: object) -> bool:
-    """Tell whether some layer has no experts, by the rule of Hugging Face's models."""
+    """Return whether some layer has no experts, by the rule of Hugging Face's models."""
     only, step = getattr(config, "mlp_only_layers", None) or (), getattr(config, "decoder_sparse_step", 1)
     return any(layer in only or (layer + 1) % step for layer in range(getattr(config, "num_hidden_layers", 0)))

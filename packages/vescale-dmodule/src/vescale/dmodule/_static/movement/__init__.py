@@ -1,1 +1,1 @@
-"""From one layout of a local tensor to another: steps, their collectives, and their gradients."""
+"""Conversion of a local tensor from one layout to another: steps, their collectives, and their gradients."""

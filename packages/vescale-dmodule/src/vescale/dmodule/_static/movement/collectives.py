@@ -1,8 +1,8 @@
-"""Steps (see ``_steps``) as functions on local tensors.
+"""Steps (see ``steps``) as functions on local tensors.
 
-Shapes, offsets and groups are constants of the functions, so a call is a collective and what must be copied for it, and
-a compiler can trace it. Results have the values of ``DTensor.redistribute`` bit for bit and its strides: whole tensors
-and exact shards contiguous, shards cut from padded ones narrowed.
+Shapes, offsets and groups are constants of the functions. So a call runs only its collective and the copies around it,
+and a compiler can trace it. Results equal those of ``DTensor.redistribute`` bit for bit, with the same strides: full
+tensors and exact shards are contiguous, shards of a padded tensor are narrowed views.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Local = Callable[[Tensor], Tensor]
 
 
 def chain(functions: Sequence[Local]) -> Local | None:
-    """Return the functions one after the other; None if there are none."""
+    """Return the composition of the functions, first one first; None if there are none."""
     if len(functions) < 2:
         return functions[0] if functions else None
 
@@ -38,9 +38,9 @@ def chain(functions: Sequence[Local]) -> Local | None:
 
 
 def run_step(step: _steps.Step, mesh: DeviceMesh) -> Local:
-    """Return the function that takes one step; its argument has the shape ``step.local``.
+    """Return the function of one step; its argument has the shape ``step.local``.
 
-    Makes the process group of several axes where there is none, so all ranks of it must call this together.
+    This may create the process group of several axes, so all ranks of that group must call it together.
     """
     group = _torch.Collectives(_torch.flat_group(mesh, step.axes))
     return _MAKERS[type(step)](step, group, mesh.get_local_rank(step.axes[0]), mesh)
@@ -123,7 +123,7 @@ def _pad(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 class _Front:
-    """Cut a dim into one part per rank and bring the parts one after the other, as they are sent.
+    """Cut a dim into one part per rank and move the parts to the first dim, the order in which they are sent.
 
     Args:
         shape: of the tensor.
@@ -131,7 +131,7 @@ class _Front:
         num: number of ranks.
 
     Attributes:
-        part: shape of a part, as large as the largest shard.
+        part: shape of a part, which is padded to the largest shard.
     """
 
     def __init__(self, shape: tuple[int, ...], dim: int, num: int):
@@ -141,7 +141,7 @@ class _Front:
         self.part = (*shape[:dim], full, *shape[dim + 1 :])
         self.flat = (num * self.part[0], *self.part[1:])
         self.cut = (*shape[:dim], num, full, *shape[dim + 1 :])
-        self.order = (dim, *range(dim), *range(dim + 1, len(self.cut)))  # the count of ranks comes first
+        self.order = (dim, *range(dim), *range(dim + 1, len(self.cut)))  # the dim of ranks comes first
         self.padded = full * num != shape[dim]
 
     def bring(self, tensor: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class _Front:
 
 
 class _Back:
-    """Join the parts of all ranks, which came one after the other, along a dim.
+    """Join the parts of all ranks, which arrive along the first dim, along another dim.
 
     Args:
         shape: of this rank's part.
@@ -161,7 +161,7 @@ class _Back:
         num: number of ranks.
 
     Attributes:
-        shape: of the parts one after the other, with a first dim that counts the ranks.
+        shape: of the parts of all ranks; the first dim is the rank.
         whole: shape of the joined tensor, padding included.
     """
 
@@ -171,7 +171,7 @@ class _Back:
         self.whole = (*shape[:dim], self.full * num, *shape[dim + 1 :])
         self.first = math.prod(shape[:dim]) == 1
         self.shape, self.pads = (num, *part), shape[dim] != self.full
-        self.order = (*range(1, dim + 1), 0, *range(dim + 1, len(self.shape)))  # the count of ranks comes before dim
+        self.order = (*range(1, dim + 1), 0, *range(dim + 1, len(self.shape)))  # the dim of ranks comes before dim
 
     def padded(self, tensor: Tensor) -> Tensor:
         return (_pad(tensor, self.dim, self.full) if self.pads else tensor).contiguous()
@@ -185,7 +185,7 @@ class _Back:
 def through_dtensor(
     shape: tuple[int, ...], mesh: DeviceMesh, source: tuple[Placement, ...], target: tuple[Placement, ...]
 ) -> Local:
-    """Return the function that lets ``DTensor`` redistribute; a compiler leaves it out of its graph."""
+    """Return a function that calls ``DTensor.redistribute``; a compiler does not trace it."""
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
     @torch.compiler.disable

@@ -1,13 +1,13 @@
-"""Differentiable changes of layout on plain local tensors: what ``_boundary.bring`` does to DTensors.
+"""Differentiable changes of layout on plain local tensors: the equivalent of ``_boundary.convert.bring`` for DTensors.
 
-A conversion is data: where a value is when it arrives, where it shall be when it leaves, and where its gradient will
-be. From that, :func:`compile_conversion` makes a function once; a call runs collectives and nothing else::
+A conversion is data: the layout of the arriving value, the layout of the leaving value, and the layout of its gradient.
+:func:`compile_conversion` compiles it once into a function that runs nothing but collectives::
 
     forward    source   ------------------------>  target
     backward   source without Partial  <---------  target without Partial  <---------  gradient
 
-The backward stops at the target, as a boundary does in eager mode, where the value was Partial or has not moved;
-otherwise it goes to the source in one movement. (The gradient of a Partial value is the same on all ranks.)
+If the value was Partial or did not move, the backward first brings the gradient to the target, as a boundary does in
+eager mode. Otherwise it goes to the source in one movement. (The gradient of a Partial value is equal on all ranks.)
 
 Guarantee: values and gradients are those of eager mode, bit for bit, in the same strides.
 """
@@ -31,13 +31,13 @@ __all__ = ["Conversion", "compile_conversion", "identity"]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What happens to one tensor at a boundary.
+    """The change of layout of one tensor at a boundary.
 
     Attributes:
         shape: global shape.
         source: placements of the value that arrives, one per mesh axis.
         target: placements of the value that leaves.
-        gradient: placements of the gradient that arrives from where the value went; None if there is none.
+        gradient: placements of the gradient that arrives in backward; None if there is none.
     """
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Conversion:
 
     @property
     def backward(self) -> tuple[tuple[tuple[Placement, ...], tuple[Placement, ...]], ...]:
-        """The movements of the gradient, in order, as pairs of placements."""
+        """The movements of the gradient, in order, as pairs of old and new placements."""
         if self.gradient is None:
             return ()
         back = without_partials(self.source)
@@ -58,21 +58,21 @@ class Conversion:
 
 
 def identity(tensor: Tensor) -> Tensor:
-    """Return the tensor itself: the conversion where nothing is to be done in either direction."""
+    """Return the tensor itself: the conversion that changes neither the value nor the gradient."""
     return tensor
 
 
 def compile_conversion(conversion: Conversion, mesh: DeviceMesh) -> Local:
     """Return a function from this rank's local tensor in ``source`` to that in ``target``, differentiable once.
 
-    All ranks of the mesh must call this together, and call the result together. The result is a plain function without
-    state, with its data as attribute ``conversion``; a compiler can trace it, unless the layouts are ragged or
-    strided. It is :func:`identity` itself where nothing is to be done.
+    All ranks of the mesh must call this together, and call the result together. The result is a stateless function with
+    the conversion as attribute ``conversion``. A compiler can trace it, unless the layouts are ragged or strided. The
+    result is :func:`identity` if neither the value nor the gradient moves.
 
     Raises:
-        ValueError: the gradient's shards are others than the value's, which no local gradient can have.
-        RuntimeError: (the function's backward) a gradient arrives though the conversion has none, or a second
-            derivative is asked for.
+        ValueError: the gradient is sharded differently from the value, which a local gradient cannot be.
+        RuntimeError: raised by the function's backward: a gradient arrives but the conversion has none, or a second
+            derivative is requested.
 
     Example:
         >>> gathered = Conversion((8, 6), (Shard(0),), (Replicate(),), (Partial(),))
@@ -124,7 +124,7 @@ def _movement(
 def _plan(
     shape: tuple[int, ...], source: tuple[Placement, ...], target: tuple[Placement, ...], mesh: DeviceMesh
 ) -> tuple[View | None, tuple[Step, ...] | None]:
-    """Return the view in which a movement is steps, and the steps; None for them where ``DTensor`` must do it."""
+    """Return a view and the steps of a movement in that view; None for steps if ``DTensor`` must redistribute."""
     view = view_of(tuple(shape), tuple(source), tuple(target))
     if view is None or not _ascending(mesh):
         return view, None
@@ -133,7 +133,7 @@ def _plan(
 
 
 def _ascending(mesh: DeviceMesh) -> bool:
-    """Tell whether ranks ascend along every axis, so that their order in its process group is that of coordinates."""
+    """Return whether ranks ascend along every axis, so that each process group has the order of the coordinates."""
     return all(bool((mesh.mesh.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim))
 
 
@@ -149,7 +149,7 @@ def _refuse(conversion: Conversion) -> Local:
 
 
 class _Convert(torch.autograd.Function):
-    """Run one function forward and another backward; None stands for no change."""
+    """Run one function in forward and another in backward; None means no change."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor, forward: Local | None, backward: Local | None) -> Tensor:

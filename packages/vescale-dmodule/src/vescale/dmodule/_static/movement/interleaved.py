@@ -1,14 +1,14 @@
-"""Interleaved shards as plain shards of a view with one dim more, so that their conversions are steps, too.
+"""Interleaved shards as plain shards of a view with one more dim, so that steps can convert them.
 
-``InterleavedShard(d, k)`` views dim ``d`` as ``(k, size / k)`` and shards the second factor. So a value in it is, as a
-view, in ``Shard(d + 1)``, and whatever moves it moves the view::
+``InterleavedShard(d, k)`` views dim ``d`` as ``(k, size / k)`` and shards the second factor. So the view has the plain
+placement ``Shard(d + 1)``, and a conversion moves the view::
 
     shape   (2, 7, 3 * 8)     Replicate    ->  InterleavedShard(2, 3)
     view    (2, 7, 3, 8)      Replicate    ->  Shard(3)                   cut here, joined in backward
 
-The view of a local tensor splits the same dim into ``k`` strips, so no element changes its place: values are those of
-``DTensor.redistribute`` bit for bit. Gradients often come in torch's own strided shards, which interleaved ones are a
-kind of; alone on their dim they say the same.
+The view of a local tensor splits the same dim into ``k`` strips and moves no element, so values equal those of
+``DTensor.redistribute`` bit for bit. Gradients often have torch's own strided shards, the base of interleaved shards.
+Both describe the same layout if no other placement shards their dim.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class View:
-    """Dim ``dim`` seen as two, the first of size ``k``.
+    """A view that splits dim ``dim`` into two dims, the first of size ``k``.
 
     Attributes:
-        dim: the dim that is split; None where nothing is, and all methods return what they get.
+        dim: the dim that is split; None for no split, and all methods then return their argument.
         k: number of parts.
     """
 
@@ -65,7 +65,7 @@ class View:
         return tuple(map(seen, placements))
 
     def through(self, move: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
-        """Return ``move``, which goes from view to view, as a function from local tensor to local tensor."""
+        """Return ``move``, a function of views, as a function of local tensors."""
         if self.dim is None or move is None:
             return move
         dim, k = self.dim, self.k
@@ -79,9 +79,9 @@ class View:
 
 
 def view_of(shape: tuple[int, ...], *layouts: Placements) -> View | None:
-    """Return the view in which all layouts are plain; None where there is none.
+    """Return the view in which all layouts are plain; None if no such view exists.
 
-    There is none where two different interleavings meet, or one and a plain shard of the same dim.
+    No such view exists for two different interleavings, or for an interleaving and a plain shard of the same dim.
 
     Example:
         >>> from vescale.dtensor import InterleavedShard
@@ -101,5 +101,5 @@ def view_of(shape: tuple[int, ...], *layouts: Placements) -> View | None:
 
 
 def _num_parts(placement: Placement) -> int | None:
-    """Return into how many parts an interleaved or strided shard sees its dim divided; None for other placements."""
+    """Return the number of parts into which an interleaved or strided shard divides its dim; None for others."""
     return getattr(placement, "split_factor", None)

@@ -1,18 +1,18 @@
-"""Which collectives bring a local tensor from one layout to another: pure functions over integers.
+"""The collectives that convert a local tensor from one layout to another: pure functions over integers.
 
-Problem. A value of global ``shape`` lies on a mesh as ``source`` says and shall lie as ``target`` says. ``DTensor``
-decides at every call what to communicate; here it is decided once, so that a call does nothing but communicate. Sums
-must be those of ``DTensor.redistribute`` bit for bit, so the steps are its own, in its order, with its padding::
+Problem: a tensor of global ``shape`` has placements ``source`` on a mesh and needs placements ``target``. ``DTensor``
+plans its collectives at every call. Here they are planned once, so that a call only communicates. Sums must equal those
+of ``DTensor.redistribute`` bit for bit, so the steps are the same, in the same order, with the same padding::
 
     source            target            steps
     [Partial, Partial] [Replicate] * 2  one reduction over both axes
     [Shard(0), Shard(1)] [R, Shard(0)]  gather dim 1 over axis 1, gather dim 0 over axis 0, split dim 0 over axis 1
 
-An axis is cleared before axes on its left where the axes that cut its new dim before it are others than now, because a
-shard of a shard cannot be exchanged for another. Elsewhere axes are taken from left to right.
+Algorithm: first a pass from right to left replicates every axis whose new dim is cut by other axes on its left than
+before, because a shard of a shard cannot be exchanged directly. Then a pass from left to right converts every axis.
 
-Guarantee: all ranks derive the same kinds of steps; only sizes differ. ``None`` stands for layouts that are not torch's
-own (ragged, interleaved, strided) or whose reductions torch may merge: those are left to ``DTensor``.
+Guarantee: all ranks derive the same kinds of steps; only sizes differ. The result is ``None`` for layouts that are not
+torch's own (ragged, interleaved, strided) and for reductions that torch may merge. ``DTensor`` converts those.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """One collective, or a cut.
+    """One collective, or a local split.
 
     Attributes:
-        axes: mesh axes that it goes over.
-        local: shape of the local tensor before it.
+        axes: mesh axes of the collective.
+        local: shape of the local tensor before the step.
     """
 
     axes: Ints
@@ -44,14 +44,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Reduce(Step):
-    """Partial values become complete on all ranks; ``ops`` are those of the axes, alike or sums and averages."""
+    """All-reduce partial values; ``ops`` has one operator per axis, all equal or sums mixed with averages."""
 
     ops: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ReduceScatter(Step):
-    """Partial values become complete, each rank keeping its shard of ``dim``."""
+    """Reduce-scatter partial values; each rank keeps its shard of ``dim``."""
 
     dim: int
     op: str
@@ -59,7 +59,7 @@ class ReduceScatter(Step):
 
 @dataclass(frozen=True)
 class Gather(Step):
-    """Shards of ``dim`` become the whole, of ``size``."""
+    """All-gather the shards of ``dim`` to its full ``size``."""
 
     dim: int
     size: int
@@ -67,14 +67,14 @@ class Gather(Step):
 
 @dataclass(frozen=True)
 class Split(Step):
-    """Each rank keeps its shard of ``dim``."""
+    """Keep this rank's shard of ``dim``; local."""
 
     dim: int
 
 
 @dataclass(frozen=True)
 class Exchange(Step):
-    """Shards of ``dim``, whole of ``size``, become shards of ``new_dim``."""
+    """All-to-all: shards of ``dim``, of full ``size``, become shards of ``new_dim``."""
 
     dim: int
     size: int
@@ -82,7 +82,7 @@ class Exchange(Step):
 
 
 def chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Return offset and length of a shard, cut as ``torch.chunk`` does.
+    """Return the offset and the length of a shard, as ``torch.chunk`` cuts it.
 
     Example:
         >>> [chunk(5, 4, index) for index in range(4)]
@@ -94,14 +94,14 @@ def chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 
 def without_partials(placements: Sequence[Placement]) -> Placements:
-    """Return the placements with Replicate for Partial: those of a gradient."""
+    """Return the placements with Replicate instead of Partial, as a gradient has them."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
 def plan_steps(
     shape: Ints, mesh_shape: Ints, coord: Ints, source: Placements, target: Placements
 ) -> tuple[Step, ...] | None:
-    """Return the steps of the rank at ``coord``, or None where the layouts must be left to ``DTensor``.
+    """Return the steps of the rank at ``coord``, or None if ``DTensor`` must convert between the layouts.
 
     Example:
         >>> plan_steps((4, 6), (2,), (0,), (Shard(0),), (Replicate(),))
@@ -127,10 +127,10 @@ def plan_steps(
 
 
 def _reduced_together(mesh_shape: Ints, source: Placements, target: Placements) -> list[int] | None:
-    """Return the axes that are reduced to Replicate in one collective; None where torch must decide about reductions.
+    """Return the axes that one collective reduces to Replicate; None if torch must plan the reductions.
 
-    Torch merges reductions over several axes into one where the user has made a mesh for that; then sums have another
-    order than here.
+    Torch merges reductions over several axes if the user has flattened these axes into a mesh. Its order of additions
+    then differs from the order here.
     """
     leaving = [axis for axis, p in enumerate(source) if p.is_partial() and p != target[axis] and mesh_shape[axis] > 1]
     whole = [axis for axis in leaving if target[axis].is_replicate()]
@@ -148,12 +148,12 @@ def _aligned(axis: int, source: Placements, target: Placements) -> bool:
 
 
 class _Walk:
-    """The layout between steps, and the steps so far."""
+    """The current layout and the steps that led to it."""
 
     def __init__(self, shape: Ints, mesh_shape: Ints, coord: Ints, placements: list[Placement]):
         self.mesh_shape, self.coord, self.placements = mesh_shape, coord, placements
         self.steps: list[Step] = []
-        local, self.logical = list(shape), []  # shape of what each axis cuts
+        local, self.logical = list(shape), []  # shape of the tensor that each axis cuts
         for axis, placement in enumerate(placements):
             self.logical.append(tuple(local))
             if isinstance(placement, Shard):

@@ -1,1 +1,1 @@
-"""How a static program is made: observe a call in eager mode, learn its layouts, compare both runs."""
+"""The recording of a static program: observe a call in eager mode, record its layouts, compare both dry runs."""

@@ -1,4 +1,4 @@
-"""What recordings have found, for the calls that share it.
+"""Recorded layouts, and the calls that share them.
 
 On local tensors a value is identified by its boundary and its local shape. That is enough as long as one local shape at
 one boundary always means the same. (A sequence of 8 and one of 7 over two ranks both give the first rank 4.) So calls
