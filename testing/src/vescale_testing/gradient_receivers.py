@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,12 @@ class GivenGradient(torch.autograd.Function):
     """A scalar whose gradient with respect to ``leaf`` is ``gradient``."""
 
     @staticmethod
-    def forward(ctx, _leaf: Tensor, gradient: Tensor | None) -> Tensor:
+    def forward(ctx: Any, _leaf: Tensor, gradient: Tensor | None) -> Tensor:
         ctx.gradient = gradient
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx, _one: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, _one: Tensor) -> tuple[Tensor | None, None]:
         return ctx.gradient, None
 
 
@@ -52,25 +53,27 @@ def check_gradient_receiver(attach: Callable[[nn.Parameter], object], mesh: Devi
     parameter = nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, [Replicate()], run_check=False))
     attach(parameter)
     assert gradient_receiver(parameter) is not None, "no receiver is attached"
-    given = Given(parameter, mesh)
+    weight = cast(DTensor, parameter)  # nn.Parameter makes a parameter of the tensor's own class
+    given = Given(weight, mesh)
     once = given.backward([Replicate()])
     assert bool(once.any()), "a full gradient did not arrive"
-    for placements in ([Partial()], [Replicate()]):
+    ways: tuple[list[Placement], ...] = ([Partial()], [Replicate()])
+    for placements in ways:
         for by_stand_in in (False, True):
             way = f"a gradient {placements[0]}, {'by a stand-in' if by_stand_in else 'by autograd'}"
             expect(given.backward(placements, by_stand_in=by_stand_in), once, way)
     parameter.grad = None
     (given.use([Partial()]) + given.use([Partial()], by_stand_in=True)).backward()
     expect(given.taken(), 2 * once, "two gradients in one backward pass")
-    _check_hooks(parameter, given, once)
-    (found,) = torch.autograd.grad(given.use([Partial()]), [parameter])
-    assert found.placements == parameter.placements, f"torch.autograd.grad returned {found.placements}"
+    _check_hooks(weight, given, once)
+    found = cast(DTensor, torch.autograd.grad(given.use([Partial()]), [parameter])[0])
+    assert found.placements == weight.placements, f"torch.autograd.grad returned {found.placements}"
     assert parameter.grad is None, "torch.autograd.grad touched .grad"
     for copied in (copy.deepcopy(parameter), pickle.loads(pickle.dumps(parameter))):
         assert gradient_receiver(copied) is None, "a copy has a receiver"
 
 
-def _check_hooks(parameter: nn.Parameter, given: Given, once: Tensor) -> None:
+def _check_hooks(parameter: DTensor, given: Given, once: Tensor) -> None:
     seen: list[tuple[Placement, ...]] = []
     before = parameter.register_hook(lambda gradient: seen.append(gradient.placements))
     after = parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.placements))
@@ -85,10 +88,10 @@ def _check_hooks(parameter: nn.Parameter, given: Given, once: Tensor) -> None:
 class Given:
     """Uses of a parameter whose full gradient is 1, 2, 3, 4."""
 
-    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh):
+    def __init__(self, parameter: DTensor, mesh: DeviceMesh):
         self.parameter, self.mesh, self.total = parameter, mesh, torch.arange(1.0, 5.0)
 
-    def use(self, placements: list[Placement], *, by_stand_in: bool = False) -> Tensor:
+    def use(self, placements: Sequence[Placement], *, by_stand_in: bool = False) -> Tensor:
         """Return a scalar; the parameter gets a gradient in these placements, or its stand-in the local tensor."""
         factor, num_others = 1, self.mesh.size() - 1
         if placements[0].is_partial():  # the factors of all ranks add up to 1
@@ -101,7 +104,7 @@ class Given:
         gradient = DTensor.from_local(local, self.mesh, placements, run_check=False)
         return GivenGradient.apply(self.parameter, gradient)
 
-    def backward(self, placements: list[Placement], *, by_stand_in: bool = False) -> Tensor:
+    def backward(self, placements: Sequence[Placement], *, by_stand_in: bool = False) -> Tensor:
         """Return the gradient after one backward pass, and clear it."""
         self.use(placements, by_stand_in=by_stand_in).backward()
         return self.taken()
@@ -109,7 +112,7 @@ class Given:
     def taken(self) -> Tensor:
         """Return the local tensor of ``.grad``, and clear it."""
         gradient, self.parameter.grad = self.parameter.grad, None
-        assert gradient is not None, ".grad is None after the backward pass"
+        assert isinstance(gradient, DTensor), f"after the backward pass .grad is {gradient}, not a DTensor"
         assert gradient.placements == self.parameter.placements, f".grad has placements {gradient.placements}"
         return gradient.to_local().clone()
 
