@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from vescale.plan import profile
-from vescale.plan._memory import block_activation_bytes, edge_activation_bytes
+from vescale.plan import Layout, estimate_memory, profile
 
 BATCH, SEQ = 3, 40
 # What the formula leaves out: statistics of the norms, log-sum-exp of attention.
@@ -31,49 +30,62 @@ def kept_bytes(module, x):
     return sum(size for size, _ in kept.values())
 
 
+def activations(found, *, batch, sequence_length, num_blocks, pp=1, **layout):
+    """Return the estimated activations of each stage if the model had ``num_blocks`` blocks."""
+    stages = estimate_memory(
+        dataclasses.replace(found, num_blocks=num_blocks),
+        Layout(**{"dp": 1, "tp": 1, "pp": pp, **layout}),
+        global_batch_size=batch,
+        sequence_length=sequence_length,
+    )
+    return [stage.activations for stage in stages]
+
+
+def block_bytes(found, **size):
+    """Return the estimate for one block."""
+    (with_block,) = activations(found, num_blocks=1, **size)
+    (without,) = activations(found, num_blocks=0, **size)
+    return with_block - without
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_formula_is_what_autograd_keeps(build_gpt, gated, dtype):
     """Up to small change; and a wrong formula is further away."""
     model = build_gpt(2, 64, 4, 200, 100, gated=gated).to(dtype)
     measured = kept_bytes(model.blocks[0], torch.randn(BATCH, SEQ, 64, dtype=dtype, requires_grad=True) + 0)
-    estimated = block_activation_bytes(profile(model), tokens=BATCH * SEQ, sequence_length=SEQ)
+    estimated = block_bytes(profile(model), batch=BATCH, sequence_length=SEQ)
     assert estimated == pytest.approx(measured, rel=SMALL_CHANGE)
     wrong = dataclasses.replace(profile(model), gated=not gated)
-    assert block_activation_bytes(wrong, tokens=BATCH * SEQ, sequence_length=SEQ) != pytest.approx(
-        measured, rel=SMALL_CHANGE
-    )
+    assert block_bytes(wrong, batch=BATCH, sequence_length=SEQ) != pytest.approx(measured, rel=SMALL_CHANGE)
 
 
 @pytest.mark.parametrize(("heads", "ffn_factor"), [(8, 4), (16, 4)])
 def test_sixteen_bit_dense_block_is_the_published_formula(build_gpt, heads, ffn_factor):
-    """s b h (18 + 4 ffn/h) whole, s b h (10 + 24/tp) under tensor parallelism, all over tp if regathered."""
+    """s b h (18 + 4 ffn/h) on one rank, s b h (10 + 24/tp) with tp, s b h (4 + 30/tp) with sequence parallelism."""
     hidden, tokens = 128, 48
     model = build_gpt(2, hidden, heads, ffn_factor * hidden, 50, dropout=0.1).to(torch.bfloat16)
     found = profile(model)
-    size = {"tokens": tokens, "sequence_length": 16}
-    assert block_activation_bytes(found, **size) == tokens * hidden * (18 + 4 * ffn_factor)
+    size = {"batch": tokens // 16, "sequence_length": 16}
+    assert block_bytes(found, **size) == tokens * hidden * (18 + 4 * ffn_factor)
     for tp in (2, 4, 8):
-        assert block_activation_bytes(found, tp=tp, **size) == tokens * hidden * (10 + 24 // tp)
-        split = block_activation_bytes(found, tp=tp, sequence_parallel=True, regather=True, **size)
-        assert split == tokens * hidden * 34 // tp
-        kept = block_activation_bytes(found, tp=tp, sequence_parallel=True, **size)
-        assert split < kept < block_activation_bytes(found, tp=tp, **size)
+        assert block_bytes(found, tp=tp, **size) == tokens * hidden * (10 + 24 // tp)
+        assert block_bytes(found, tp=tp, sequence_parallel=True, **size) == tokens * hidden * (4 + 30 / tp)
 
 
 def test_unfused_attention_adds_the_scores(build_gpt):
     """5 a s bytes per token in 16 bit with dropout: softmax, its dropped copy and the mask."""
     model = build_gpt(2, 128, 8, 512, 50, dropout=0.1).to(torch.bfloat16)
     fused, unfused = profile(model), profile(model, fused_attention=False)
-    size = {"tokens": 48, "sequence_length": 16}
-    added = block_activation_bytes(unfused, **size) - block_activation_bytes(fused, **size)
+    size = {"batch": 3, "sequence_length": 16}
+    added = block_bytes(unfused, **size) - block_bytes(fused, **size)
     assert added == 48 * 5 * 8 * 16
 
 
 def test_edges_are_the_published_formula(build_gpt):
     """Embedding s b (8 + h); norm, head and logits 4 s b h (1 + V/h)."""
     model = build_gpt(2, 128, 8, 512, 1000, dropout=0.1).to(torch.bfloat16)
-    embedding, head = edge_activation_bytes(profile(model), tokens=48)
+    embedding, head = activations(profile(model), batch=3, sequence_length=16, num_blocks=0, pp=2)
     assert embedding == 48 * (8 + 128)
     assert head == 48 * 4 * (128 + 1000)
 
@@ -89,6 +101,6 @@ def test_each_chosen_expert_counts(build_mixtral):
     }
     one = profile(build_mixtral(num_hidden_layers=2, num_experts_per_tok=1, **sizes))
     two = profile(build_mixtral(num_hidden_layers=2, num_experts_per_tok=2, **sizes))
-    size = {"tokens": 10, "sequence_length": 5}
-    added = block_activation_bytes(two, **size) - block_activation_bytes(one, **size)
+    size = {"batch": 2, "sequence_length": 5}
+    added = block_bytes(two, **size) - block_bytes(one, **size)
     assert added == 10 * 2 * (4 * 96 + 2 * 64)

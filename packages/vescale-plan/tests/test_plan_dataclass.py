@@ -11,34 +11,34 @@ from vescale.plan import Plan
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dp": 0}, "Plan: dp must be an integer >= 1, got 0"),
-        ({"tp": -2}, "Plan: tp must be an integer >= 1, got -2"),
-        ({"pp": 1.0}, "Plan: pp must be an integer >= 1, got 1.0"),
-        ({"dp": True}, "Plan: dp must be an integer >= 1, got True"),
-        ({"num_microbatches": 0}, "Plan: num_microbatches must be an integer >= 1, got 0"),
-        ({"bucket_bytes": 0}, "Plan: bucket_bytes must be an integer >= 1, got 0"),
-        ({"zero": 4}, "Plan: zero must be one of 0, 1, 2, 3, got 4"),
-        ({"zero": True}, "Plan: zero must be one of 0, 1, 2, 3, got True"),
-        ({"schedule": "zbv"}, "Plan: schedule must be one of '1f1b', 'gpipe', got 'zbv'"),
-        ({"device": "tpu"}, "Plan: device must be one of 'cpu', 'cuda', got 'tpu'"),
-        ({"mode": "dynamic"}, "Plan: mode must be one of 'eager', 'static', 'compile', got 'dynamic'"),
+        ({"dp": 0}, "Plan: expected an integer >= 1 for dp, got 0"),
+        ({"tp": -2}, "Plan: expected an integer >= 1 for tp, got -2"),
+        ({"pp": 1.0}, "Plan: expected an integer >= 1 for pp, got 1.0"),
+        ({"dp": True}, "Plan: expected an integer >= 1 for dp, got True"),
+        ({"num_microbatches": 0}, "Plan: expected an integer >= 1 for num_microbatches, got 0"),
+        ({"bucket_bytes": 0}, "Plan: expected an integer >= 1 for bucket_bytes, got 0"),
+        ({"zero": 4}, "Plan: expected one of 0, 1, 2, 3 for zero, got 4"),
+        ({"zero": True}, "Plan: expected one of 0, 1, 2, 3 for zero, got True"),
+        ({"schedule": "zbv"}, "Plan: expected one of '1f1b', 'gpipe' for schedule, got 'zbv'"),
+        ({"device": "tpu"}, "Plan: expected one of 'cpu', 'cuda' for device, got 'tpu'"),
+        ({"mode": "dynamic"}, "Plan: expected one of 'eager', 'static', 'compile' for mode, got 'dynamic'"),
         (
             {"mode": "static", "pp": 2, "num_microbatches": 4},
             "Plan: expected mode 'eager' for pp = 2 and num_microbatches = 4, got 'static'; use mode='eager', or "
             "pp=1 and num_microbatches=1",
         ),
-        ({"sequence_parallel": 1}, "Plan: sequence_parallel must be True or False, got 1"),
+        ({"sequence_parallel": 1}, "Plan: expected True or False for sequence_parallel, got 1"),
         ({"sequence_parallel": True}, "expected tp > 1 for sequence_parallel, got tp = 1; set tp > 1"),
-        ({"module_plan": ""}, "module_plan must be the name of a ready plan or None, got ''"),
-        ({"axis_order": ("dp", "tp")}, "axis_order must hold 'pp', 'dp' and 'tp' once each, got ('dp', 'tp')"),
+        ({"module_plan": ""}, "expected the name of a ready plan or None for module_plan, got ''"),
+        ({"axis_order": ("dp", "tp")}, "expected 'pp', 'dp' and 'tp' once each in axis_order, got ('dp', 'tp')"),
         (
             {"split": "balanced"},
-            "split must be 'uniform', a list of FQNs or one list of FQNs per stage, got 'balanced'",
+            "expected 'uniform', a list of FQNs or one list of FQNs per stage for split, got 'balanced'",
         ),
-        ({"pp": 2, "split": [["a"], "b"]}, "split must be 'uniform', a list of FQNs or one list of FQNs per stage"),
-        ({"pp": 2, "split": [["a"], ["b"], ["c"]]}, "split needs 2 lists for pp = 2, got 3"),
-        ({"pp": 3, "split": ["layers.2"]}, "split needs 2 different FQNs for pp = 3"),
-        ({"pp": 3, "split": ["layers.2", "layers.2"]}, "split needs 2 different FQNs for pp = 3"),
+        ({"pp": 2, "split": [["a"], "b"]}, "expected 'uniform', a list of FQNs or one list of FQNs per stage"),
+        ({"pp": 2, "split": [["a"], ["b"], ["c"]]}, "expected 2 lists in split for pp = 2, got 3; write one"),
+        ({"pp": 3, "split": ["layers.2"]}, "expected 2 different FQNs in split for pp = 3"),
+        ({"pp": 3, "split": ["layers.2", "layers.2"]}, "expected 2 different FQNs in split for pp = 3"),
     ],
 )
 def test_bad_fields_are_refused(fields, message):
@@ -53,7 +53,8 @@ def test_world_size_is_checked_with_the_way_out():
     with pytest.raises(ValueError) as error:
         plan.check_world(6)
     assert str(error.value) == (
-        "world size 6 is not dp*tp*pp = 2*2*2 = 8: start 8 processes, or choose degrees whose product is 6"
+        "Plan: expected dp * tp * pp = 2 * 2 * 2 = 8 processes, got 6; start 8 (torchrun --nproc-per-node 8), "
+        "or choose degrees with the product 6"
     )
 
 
@@ -65,7 +66,7 @@ def test_every_small_world_has_the_product_as_its_size():
             if world == dp * tp * pp:
                 plan.check_world(world)
             else:
-                with pytest.raises(ValueError, match=f"world size {world} is not"):
+                with pytest.raises(ValueError, match=f"processes, got {world};"):
                     plan.check_world(world)
 
 
@@ -74,7 +75,9 @@ def test_batch_is_checked_with_the_nearest_that_divide():
     plan.check_batch(16)
     with pytest.raises(ValueError) as error:
         plan.check_batch(12)
-    assert str(error.value) == "global batch 12 is not divisible by dp * num_microbatches = 2 * 4 = 8: use 8 or 16"
+    assert str(error.value) == (
+        "expected a multiple of dp * num_microbatches = 2 * 4 = 8 as the global batch size, got 12; use 8 or 16"
+    )
     with pytest.raises(ValueError, match=r"use 8$"):
         plan.check_batch(3)
 
@@ -89,7 +92,7 @@ def test_plan_is_frozen_and_replaceable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.dp = 4
     assert dataclasses.replace(plan, dp=4).world_size == 4
-    with pytest.raises(ValueError, match="dp must be"):
+    with pytest.raises(ValueError, match="expected an integer >= 1 for dp"):
         dataclasses.replace(plan, dp=0)
 
 

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
 from vescale.plan import Layout, StateBytes, estimate_memory, model_state_bytes, profile
-from vescale.plan._memory import microbatches_in_flight, stage_blocks, stage_params
 
 P = 7 * 2**20
 DEGREES = (1, 2, 4, 8, 64)
@@ -62,26 +62,37 @@ def test_pure_data_parallel_run_is_the_formula(build_gpt):
         assert stage.parameters + stage.gradients + stage.optimizer == pytest.approx(expected, abs=14)
 
 
+def elements(found, pp):
+    """Return the number of parameter elements of each stage."""
+    one = StateBytes(params=1, grads=1, optimizer=1)
+    stages = estimate_memory(found, Layout(dp=1, tp=1, pp=pp), global_batch_size=1, sequence_length=8, state=one)
+    return [stage.parameters for stage in stages]
+
+
 def test_every_block_is_on_exactly_one_stage():
-    for blocks, pp in itertools.product(range(1, 20), range(1, 20)):
-        stages = stage_blocks(blocks, pp)
-        assert [block for stage in stages for block in stage] == list(range(blocks))
-        sizes = [len(stage) for stage in stages]
-        assert max(sizes) - min(sizes) <= 1
-        assert sizes[-1] == blocks // pp, "the last stage carries the head and takes no more than its share"
+    """Block i has 2**i parameters, so the bits of a stage's number of parameters are its blocks."""
+    for blocks in range(2, 20):
+        with torch.device("meta"):
+            found = profile(nn.ModuleList(nn.Linear(1, 2**block, bias=False) for block in range(blocks)))
+        for pp in range(1, blocks + 1):
+            stages = [[block for block in range(blocks) if count >> block & 1] for count in elements(found, pp)]
+            assert [block for stage in stages for block in stage] == list(range(blocks))
+            sizes = [len(stage) for stage in stages]
+            assert max(sizes) - min(sizes) <= 1
+            assert sizes[-1] == blocks // pp, "the last stage carries the head and takes no more than its share"
 
 
 def test_parameters_of_all_stages_add_up(build_mixtral):
     found = profile(build_mixtral(num_hidden_layers=5))
     for pp in range(1, 6):
-        assert sum(stage.trainable for stage in stage_params(found, tp=1, pp=pp)) == found.num_parameters
+        assert sum(elements(found, pp)) == found.num_parameters
 
 
 def test_tied_parameter_counts_on_both_stages_that_use_it(build_mixtral):
     found = profile(build_mixtral(num_hidden_layers=4, tied=True))
     embedding = 32000 * 4096
-    assert sum(stage.trainable for stage in stage_params(found, tp=1, pp=1)) == found.num_parameters
-    assert sum(stage.trainable for stage in stage_params(found, tp=1, pp=2)) == found.num_parameters + embedding
+    assert sum(elements(found, 1)) == found.num_parameters
+    assert sum(elements(found, 2)) == found.num_parameters + embedding
 
 
 def test_frozen_parameters_need_no_gradient_and_no_state(build_gpt):
@@ -96,10 +107,24 @@ def test_frozen_parameters_need_no_gradient_and_no_state(build_gpt):
     assert before.optimizer - after.optimizer == 8 * 100 * 64
 
 
-def test_micro_batches_in_flight():
-    assert [microbatches_in_flight("1f1b", 4, 8, stage) for stage in range(4)] == [4, 3, 2, 1]
-    assert [microbatches_in_flight("1f1b", 4, 2, stage) for stage in range(4)] == [2, 2, 2, 1]
-    assert [microbatches_in_flight("gpipe", 4, 8, stage) for stage in range(4)] == [8, 8, 8, 8]
+def activations(found, schedule, num_microbatches):
+    """Return the bytes of activations of each of four stages, with micro-batches of one sequence."""
+    layout = Layout(dp=1, tp=1, pp=4, num_microbatches=num_microbatches, schedule=schedule)
+    stages = estimate_memory(found, layout, global_batch_size=num_microbatches, sequence_length=128)
+    return [stage.activations for stage in stages]
+
+
+def test_micro_batches_in_flight(build_mixtral):
+    """The activations of a stage are those of one micro-batch, times the micro-batches in flight."""
+    found = profile(build_mixtral(num_hidden_layers=8))
+    one = activations(found, "gpipe", 1)
+    for schedule, num_microbatches, in_flight in (
+        ("1f1b", 8, [4, 3, 2, 1]),
+        ("1f1b", 2, [2, 2, 2, 1]),
+        ("gpipe", 8, [8, 8, 8, 8]),
+    ):
+        expected = [count * num_bytes for count, num_bytes in zip(in_flight, one, strict=True)]
+        assert activations(found, schedule, num_microbatches) == expected
 
 
 def test_gpipe_needs_more_than_1f1b(build_mixtral):
@@ -166,7 +191,7 @@ def test_sharded_parameters_are_whole_where_they_are_used(build_gpt):
 
 
 def test_batch_that_does_not_divide_is_refused(build_mixtral):
-    with pytest.raises(ValueError, match=r"global batch 6 is not divisible by dp \* micro-batches = 4"):
+    with pytest.raises(ValueError, match=r"multiple of dp \* num_microbatches = 2 \* 2 = 4 .*, got 6; use 4 or 8"):
         estimate_memory(
             profile(build_mixtral(num_hidden_layers=2)),
             Layout(dp=2, tp=1, pp=1, num_microbatches=2),

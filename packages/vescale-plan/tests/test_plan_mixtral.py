@@ -24,7 +24,8 @@ def test_8x7b_fits_80_gib_gpus(build_mixtral, devices):
 
 def test_8x7b_does_not_fit_one_gpu_and_says_how_far_it_is(build_mixtral):
     with pytest.raises(
-        NoPlanFitsError, match=r"no plan fits 1 cuda devices .* nearest is dp=1 tp=1 pp=1 .* over the limit"
+        NoPlanFitsError,
+        match=r"expected a plan for 1 cuda devices with at most .* the nearest, dp=1 tp=1 pp=1 .* over the limit",
     ):
         generate_plan(build_mixtral(), Cluster(1, memory_bytes=80 * GIB), constraints(1))
 

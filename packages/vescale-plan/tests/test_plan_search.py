@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from torch import nn
@@ -16,7 +17,6 @@ from vescale.plan import (
     generate_plan,
     profile,
 )
-from vescale.plan._search import degrees
 
 SMALL = {
     "hidden_size": 64,
@@ -40,18 +40,13 @@ def run(**kwargs):
     return Constraints(**{"global_batch_size": 24, "sequence_length": 32, **kwargs})
 
 
-def test_degrees_are_all_factorisations():
-    for devices in range(1, 65):
-        expected = {
-            (dp, tp, pp)
-            for dp, tp, pp in itertools.product(range(1, devices + 1), repeat=3)
-            if devices <= 16 and dp * tp * pp == devices
-        }
-        found = list(degrees(devices))
-        assert len(found) == len(set(found))
-        assert all(dp * tp * pp == devices for dp, tp, pp in found)
-        if devices <= 16:
-            assert set(found) == expected
+def test_the_table_has_every_factorization(small):
+    for devices in range(1, 33):
+        divisors = [degree for degree in range(1, devices + 1) if devices % degree == 0]
+        expected = {each for each in itertools.product(divisors, repeat=3) if math.prod(each) == devices}
+        table = generate_plan(small, Cluster(devices, memory_bytes=GIB), run(global_batch_size=devices)).table
+        assert len(table) == len(set(table))
+        assert {(row.layout.dp, row.layout.tp, row.layout.pp) for row in table} == expected
 
 
 @pytest.mark.parametrize("memory_kib", [1000, 1500, 2000, 3000, 10**6])
@@ -178,9 +173,7 @@ def test_tied_parameters_keep_to_one_stage(build_mixtral):
 
 
 def test_impossible_product_is_refused(small):
-    with pytest.raises(
-        NoPlanFitsError, match=r"8 devices cannot be split with dp=3: the product must be the device count"
-    ):
+    with pytest.raises(NoPlanFitsError, match=r"expected degrees with the product 8, .*, got dp=3; leave one of them"):
         generate_plan(small, Cluster(8, memory_bytes=GIB), run(dp=3))
 
 
@@ -189,10 +182,12 @@ def test_nearest_miss_is_named_with_its_bytes(small):
         generate_plan(small, Cluster(4, memory_bytes=100 * 1024), run())
     nearest = min((row for row in error.value.table if row.bytes_per_rank), key=lambda row: row.bytes_per_rank)
     text = str(error.value)
-    assert text.startswith("no plan fits 4 cuda devices with 90.00 KiB each (0.9 of 100.00 KiB): the nearest is dp=")
+    assert text.startswith(
+        "expected a plan for 4 cuda devices with at most 90.00 KiB per rank (0.9 of 100.00 KiB), got "
+    )
     assert str(nearest.layout) in text
     assert nearest.reason in text
-    assert "over the limit" in text
+    assert "over the limit; use more devices, a smaller batch or sequence, or fewer fixed choices" in text
 
 
 def test_model_without_tensor_parallelism():
@@ -223,15 +218,18 @@ def test_table_shows_the_chosen_row_even_if_it_is_short(small):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Cluster(0, memory_bytes=1), "Cluster: num_devices must be an integer >= 1, got 0"),
-        (lambda: Cluster(1, memory_bytes=1.5), "Cluster: memory_bytes must be an integer >= 1, got 1.5"),
-        (lambda: Cluster(1, memory_bytes=1, device="gpu"), "Cluster: device must be one of 'cpu', 'cuda', got 'gpu'"),
-        (lambda: run(global_batch_size=0), "Constraints: global_batch_size must be an integer >= 1, got 0"),
-        (lambda: run(tp=0), "Constraints: tp must be an integer >= 1, got 0"),
-        (lambda: run(zero=4), "Constraints: zero must be one of 0, 1, 2, 3, got 4"),
-        (lambda: run(schedule="zb"), "Constraints: schedule must be one of '1f1b', 'gpipe', got 'zb'"),
-        (lambda: run(memory_fraction=1.5), "Constraints: memory_fraction must be in (0, 1], got 1.5"),
-        (lambda: run(sequence_parallel=2), "Constraints: sequence_parallel must be True or False, got 2"),
+        (lambda: Cluster(0, memory_bytes=1), "Cluster: expected an integer >= 1 for num_devices, got 0"),
+        (lambda: Cluster(1, memory_bytes=1.5), "Cluster: expected an integer >= 1 for memory_bytes, got 1.5"),
+        (
+            lambda: Cluster(1, memory_bytes=1, device="gpu"),
+            "Cluster: expected one of 'cpu', 'cuda' for device, got 'gpu'",
+        ),
+        (lambda: run(global_batch_size=0), "Constraints: expected an integer >= 1 for global_batch_size, got 0"),
+        (lambda: run(tp=0), "Constraints: expected an integer >= 1 for tp, got 0"),
+        (lambda: run(zero=4), "Constraints: expected one of 0, 1, 2, 3 for zero, got 4"),
+        (lambda: run(schedule="zb"), "Constraints: expected one of '1f1b', 'gpipe' for schedule, got 'zb'"),
+        (lambda: run(memory_fraction=1.5), "Constraints: expected a number in (0, 1] for memory_fraction, got 1.5"),
+        (lambda: run(sequence_parallel=2), "Constraints: expected True or False for sequence_parallel, got 2"),
     ],
 )
 def test_bad_clusters_and_constraints_are_refused(make, message):

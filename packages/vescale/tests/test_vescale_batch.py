@@ -1,14 +1,37 @@
 """The global batch is cut into slices that together are the batch; what cannot be cut equally is refused."""
 
-import itertools
-
 import pytest
 import torch
+from torch import nn
 
-from vescale._batch import slice_batch
+import vescale
+from vescale_testing import RankFailure, ranks, run_ranks
 
 
-def test_slices_are_the_batch_in_order():
+def parallel_model(**plan):
+    return vescale.parallelize(vescale.Plan(**plan), nn.Sequential(nn.Linear(1, 1)), torch.optim.SGD)[0]
+
+
+def slices(batch, *, dp, num_microbatches=1):
+    """Return the slice of every data-parallel rank."""
+
+    def local_batch():
+        return parallel_model(dp=dp, num_microbatches=num_microbatches).local_batch(batch)
+
+    return run_ranks(local_batch, dp)
+
+
+def refusal(batch, **plan):
+    """Return the error of rank 0."""
+    with pytest.raises(RankFailure) as failure:
+        slices(batch, **plan)
+    error = failure.value.exceptions[0]
+    assert isinstance(error, ValueError)
+    return str(error)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+def test_slices_are_the_batch_in_order(dp):
     batch = {
         "x": torch.arange(24).view(12, 2),
         "y": torch.arange(12),
@@ -16,47 +39,66 @@ def test_slices_are_the_batch_in_order():
         "flag": True,
         "no": None,
     }
-    for dp in (1, 2, 3, 4, 6, 12):
-        parts = [slice_batch(batch, coord=coord, dp=dp) for coord in range(dp)]
-        for name in ("x", "y"):
-            assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
-        for part, name in itertools.product(parts, ("scale", "flag", "no")):
-            assert part[name] is batch[name]
+    parts = slices(batch, dp=dp)
+    for name in ("x", "y"):
+        assert [len(part[name]) for part in parts] == [12 // dp] * dp
+        assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
+    for name in ("scale", "flag", "no"):
+        assert all(part[name] == batch[name] for part in parts)
 
 
+@ranks(4)
+def test_ranks_of_one_tensor_parallel_group_have_the_same_slice():
+    model, _ = vescale.parallelize(
+        vescale.Plan(dp=2, tp=2), nn.Linear(1, 1), torch.optim.SGD, module_plan={"parameter": {}}
+    )
+    assert (
+        model.local_batch({"x": torch.arange(4)})["x"].tolist() == [[0, 1], [2, 3]][model.mesh["dp"].get_local_rank()]
+    )
+
+
+@ranks(2)
 def test_slices_share_memory_with_the_batch():
-    batch = {"x": torch.zeros(4, 2)}
-    slice_batch(batch, coord=1, dp=2)["x"].fill_(1.0)
-    assert batch["x"].tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    batch = {"x": torch.zeros(4, 1)}
+    model = parallel_model(dp=2)
+    model.local_batch(batch)["x"].fill_(1.0)
+    assert batch["x"].view(-1).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]][model.mesh["dp"].get_local_rank()]
 
 
 @pytest.mark.parametrize(
-    ("batch", "kwargs", "message"),
+    ("batch", "plan", "message"),
     [
         (
             {"input_ids": torch.zeros(6, 2)},
             {"dp": 4},
-            "input_ids has 6 sequences, which dp * num_microbatches = 4 * 1 = 4",
+            "expected a multiple of dp * num_microbatches = 4 * 1 = 4 sequences, got 6 in input_ids; change the batch",
         ),
         (
             {"x": torch.zeros(4)},
             {"dp": 2, "num_microbatches": 4},
-            "dp * num_microbatches = 2 * 4 = 8 does not divide; use",
+            "expected a multiple of dp * num_microbatches = 2 * 4 = 8 sequences, got 4 in x",
         ),
-        ({"x": torch.zeros(4), "y": torch.zeros(6)}, {"dp": 2}, "tensors disagree about the number of sequences"),
-        ({"x": 3, "s": torch.tensor(1.0)}, {"dp": 2}, "there is no tensor with a batch dim among x, s"),
-        ({}, {"dp": 2}, "there is no tensor with a batch dim among no arguments"),
+        (
+            {"x": torch.zeros(4), "y": torch.zeros(6)},
+            {"dp": 2},
+            "expected the same number of sequences in dim 0 of every tensor, got x: 4, y: 6; give each",
+        ),
+        (
+            {"x": 3, "s": torch.tensor(1.0)},
+            {"dp": 1},
+            "expected a tensor with sequences in dim 0, got none among x, s; pass the inputs",
+        ),
+        ({}, {"dp": 1}, "expected a tensor with sequences in dim 0, got none among no arguments"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(batch, kwargs, message):
-    with pytest.raises(ValueError) as error:
-        slice_batch(batch, coord=0, **kwargs)
-    assert message in str(error.value)
+def test_what_cannot_be_cut_is_refused(batch, plan, message):
+    assert message in refusal(batch, **plan)
 
 
+@ranks(1)
 def test_only_dicts_are_batches():
-    with pytest.raises(TypeError, match="expected a dict of the model's arguments, got Tensor"):
-        slice_batch(torch.zeros(4), coord=0, dp=2)
+    with pytest.raises(TypeError, match="expected a dict of the model's arguments, got Tensor; pass them by name"):
+        parallel_model().local_batch(torch.zeros(4))
 
 
 def labels(*masked):
@@ -69,19 +111,18 @@ def labels(*masked):
 
 @pytest.mark.parametrize("masked", [(0, 0, 0, 0), (2, 2, 2, 2), (0, 3, 3, 0), (0, 3, 0, 3)])
 def test_equally_masked_slices_are_cut(masked):
-    assert torch.equal(slice_batch({"labels": labels(*masked)}, coord=1, dp=2)["labels"], labels(*masked)[2:])
+    _, second = slices({"labels": labels(*masked)}, dp=2)
+    assert torch.equal(second["labels"], labels(*masked)[2:])
 
 
 def test_unequally_masked_slices_are_refused():
     """The mean of means would be another number than one process computes."""
-    with pytest.raises(ValueError) as error:
-        slice_batch({"labels": labels(0, 0, 3, 3)}, coord=0, dp=2)
-    assert "the 2 pieces of the batch have [10, 4] labels that count (not -100)" in str(error.value)
-    assert "put num_items_in_batch=<labels that count> / 2 into the batch" in str(error.value)
-    with pytest.raises(ValueError, match="the 4 pieces of the batch"):
-        slice_batch({"labels": labels(0, 3, 3, 0)}, coord=0, dp=2, num_microbatches=2)
-    with pytest.raises(ValueError, match="2 pieces"):  # the first label of a sequence is not predicted
-        slice_batch({"labels": labels(1, 1, 1, 0)}, coord=0, dp=2)
+    text = refusal({"labels": labels(0, 0, 3, 3)}, dp=2)
+    assert "expected equally many counted labels (not -100) in the 2 slices of the batch, got [10, 4]" in text
+    assert "put num_items_in_batch=<counted labels> / 2 into the batch" in text
+    assert "in the 4 slices" in refusal({"labels": labels(0, 3, 3, 0)}, dp=2, num_microbatches=2)
+    # the first label of a sequence is not predicted
+    assert "in the 2 slices" in refusal({"labels": labels(1, 1, 1, 0)}, dp=2)
 
 
 @pytest.mark.parametrize(
@@ -94,4 +135,4 @@ def test_unequally_masked_slices_are_refused():
     ],
 )
 def test_other_normalizations_are_left_alone(batch, dp):
-    assert len(slice_batch(batch, coord=0, dp=dp)["labels"]) == 4 // dp
+    assert all(len(part["labels"]) == 4 // dp for part in slices(batch, dp=dp))

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import vescale
-from vescale._generate import sharded_patterns
 from vescale.dtensor import Replicate, Shard
 
 GIB = 2**30
@@ -34,14 +33,17 @@ def constraints(**kwargs):
     return vescale.Constraints(global_batch_size=4, sequence_length=16, **kwargs)
 
 
-def test_patterns_are_those_that_split_something():
-    with torch.device("meta"):
-        patterns = sharded_patterns(Net(), PLAN)
-    assert patterns == [
-        r"layers\.\d+\.linear1\.weight",
-        r"layers\.\d+\.linear2\.weight",
-        r"(?:layers\.0\.self_attn)\..*",
-    ]
+SHARDED = [r"layers\.\d+\.linear1\.weight", r"layers\.\d+\.linear2\.weight", r"(?:layers\.0\.self_attn)\..*"]
+
+
+def test_parameters_that_the_module_plan_splits_are_estimated_as_split():
+    """Shards and experts of this model are split; replicated parameters and those of other models are not."""
+    cluster = vescale.Cluster(2, memory_bytes=GIB, device="cpu")
+    ours = vescale.generate_plan(Net(), cluster, constraints(tp=2), module_plan=PLAN)
+    for patterns in (SHARDED, SHARDED[:2], [*SHARDED, r"layers\.\d+\.norm1\.weight"]):
+        profile = vescale.plan.profile(Net(), tp_sharded=patterns)
+        same = vescale.generate_plan(profile, cluster, constraints(tp=2)).memory == ours.memory
+        assert same == (patterns == SHARDED)
 
 
 def test_model_without_a_ready_plan_gets_no_tensor_parallelism():

@@ -156,5 +156,7 @@ def test_dropout_with_micro_batches_is_refused():
 @ranks(2)
 def test_batch_that_does_not_divide_is_refused_on_every_rank():
     model, _ = vescale.parallelize(vescale.Plan(dp=2), build(), torch.optim.SGD)
-    with pytest.raises(ValueError, match=r"local_batch: x has 3 sequences, which dp \* num_microbatches = 2"):
+    with pytest.raises(
+        ValueError, match=r"expected a multiple of dp \* num_microbatches = 2 \* 1 = 2 sequences, got 3"
+    ):
         model.local_batch({"x": torch.zeros(3, 8)})

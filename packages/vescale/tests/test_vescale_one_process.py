@@ -122,7 +122,7 @@ def test_model_reads_like_the_users():
     assert not model.eval().module.training
     assert model.train().module.training
     assert "Plan: 1 process on cpu" in repr(model)
-    with pytest.raises(RuntimeError, match="choose device and dtype before parallelize"):
+    with pytest.raises(RuntimeError, match="flat buffers; convert the model before parallelize"):
         model.float()
 
 

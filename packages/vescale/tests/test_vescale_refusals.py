@@ -19,21 +19,27 @@ def build():
 @pytest.mark.parametrize(
     ("plan", "model", "optimizer_fn", "error", "message"),
     [
-        ({"dp": 1}, build(), torch.optim.SGD, TypeError, "plan must be a vescale.Plan, got dict"),
-        (vescale.Plan(), [build()], torch.optim.SGD, TypeError, "model must be an nn.Module, got list"),
+        ({"dp": 1}, build(), torch.optim.SGD, TypeError, "expected a vescale.Plan, got dict; pass vescale.Plan("),
+        (
+            vescale.Plan(),
+            [build()],
+            torch.optim.SGD,
+            TypeError,
+            "expected an nn.Module as model, got list; pass the plain module",
+        ),
         (
             vescale.Plan(),
             build(),
             lambda m: m,
             TypeError,
-            "optimizer_fn must be a torch.optim class or functools.partial",
+            "expected a torch.optim class, or functools.partial of one",
         ),
         (
             vescale.Plan(),
             build(),
             torch.optim.SGD(build().parameters()),
             TypeError,
-            "optimizer_fn must be a torch.optim",
+            "expected a torch.optim class, or functools.partial of one",
         ),
         (
             vescale.Plan(),
@@ -44,7 +50,13 @@ def build():
         ),
         (vescale.Plan(tp=2), build(), torch.optim.SGD, ValueError, "no ready plan for Sequential"),
         (vescale.Plan(module_plan="mixtrl"), build(), torch.optim.SGD, ValueError, "no ready plan for Sequential"),
-        (vescale.Plan(dp=2), build(), torch.optim.SGD, ValueError, "world size 1 is not dp*tp*pp = 2*1*1 = 2"),
+        (
+            vescale.Plan(dp=2),
+            build(),
+            torch.optim.SGD,
+            ValueError,
+            "expected dp * tp * pp = 2 * 1 * 1 = 2 processes, got 1; start 2 (torchrun",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_without_a_process_group(monkeypatch, plan, model, optimizer_fn, error, message):
@@ -73,7 +85,14 @@ def test_mesh_of_another_shape_is_refused():
         vescale.parallelize(vescale.Plan(dp=2), build(), torch.optim.SGD, mesh=unnamed)
 
 
+@ranks(1)
+def test_mesh_on_another_device_is_refused():
+    mesh = vescale.init_device_mesh("meta", (1, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
+    with pytest.raises(ValueError, match=r"expected a mesh on the plan's device 'cpu', got 'meta'; leave mesh out"):
+        vescale.parallelize(vescale.Plan(), build(), torch.optim.SGD, mesh=mesh)
+
+
 @ranks(2)
 def test_wrong_world_is_refused_on_every_rank():
-    with pytest.raises(ValueError, match=r"world size 2 is not dp\*tp\*pp = 2\*2\*2 = 8: start 8 processes"):
+    with pytest.raises(ValueError, match=r"expected dp \* tp \* pp = 2 \* 2 \* 2 = 8 processes, got 2; start 8"):
         vescale.parallelize(vescale.Plan(dp=2, tp=2, pp=2), build(), torch.optim.SGD, module_plan={})

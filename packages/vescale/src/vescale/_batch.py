@@ -34,40 +34,49 @@ def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatch
             ``dp * num_microbatches``, or the slices have different numbers of counted labels.
     """
     if not isinstance(batch, Mapping):
-        raise TypeError(f"local_batch: expected a dict of the model's arguments, got {type(batch).__name__}")
+        raise TypeError(
+            f"local_batch: expected a dict of the model's arguments, got {type(batch).__name__}; pass them by name, "
+            "such as {'input_ids': tokens}"
+        )
     lengths = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
     if not lengths:
-        raise ValueError(f"local_batch: there is no tensor with a batch dim among {', '.join(batch) or 'no arguments'}")
+        raise ValueError(
+            "local_batch: expected a tensor with sequences in dim 0, got none among "
+            f"{', '.join(batch) or 'no arguments'}; pass the inputs of the global batch"
+        )
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-        raise ValueError(f"local_batch: tensors disagree about the number of sequences in dim 0: {listed}")
+        raise ValueError(
+            f"local_batch: expected the same number of sequences in dim 0 of every tensor, got {listed}; give each "
+            "tensor one row per sequence"
+        )
     name, length = next(iter(lengths.items()))
     if length % (dp * num_microbatches):
         raise ValueError(
-            f"local_batch: {name} has {length} sequences, which dp * num_microbatches = {dp} * {num_microbatches} "
-            f"= {dp * num_microbatches} does not divide; use a multiple of {dp * num_microbatches}"
+            f"local_batch: expected a multiple of dp * num_microbatches = {dp} * {num_microbatches} = "
+            f"{dp * num_microbatches} sequences, got {length} in {name}; change the batch size or the plan"
         )
     if _LABELS in lengths and _NUM_ITEMS not in batch:
-        check_equal_weight(batch[_LABELS], pieces=dp * num_microbatches)
+        check_equal_weight(batch[_LABELS], slices=dp * num_microbatches)
     rows = length // dp
     return {key: value[coord * rows : (coord + 1) * rows] if key in lengths else value for key, value in batch.items()}
 
 
-def check_equal_weight(labels: Tensor, *, pieces: int) -> None:
-    """Raise `ValueError` unless every piece of ``labels`` has the same number of counted labels.
+def check_equal_weight(labels: Tensor, *, slices: int) -> None:
+    """Raise `ValueError` unless every slice of ``labels`` has the same number of counted labels.
 
     Labels of -100 are not counted. A causal model drops the first label of each sequence, so the numbers must be equal
     both with and without the first column.
     """
-    if pieces == 1 or labels.dtype.is_floating_point or labels.dtype == torch.bool:
+    if slices == 1 or labels.dtype.is_floating_point or labels.dtype == torch.bool:
         return
     counted = (labels != IGNORED_LABEL).reshape(labels.shape[0], -1)
     for columns in (counted, counted[:, 1:]):
-        counts = columns.reshape(pieces, -1).sum(dim=1)
+        counts = columns.reshape(slices, -1).sum(dim=1)
         if int(counts.min()) != int(counts.max()):
             raise ValueError(
-                f"local_batch: the {pieces} pieces of the batch have {counts.tolist()} labels that count (not "
-                f"{IGNORED_LABEL}), so the mean of their means is not the mean over the global batch. Mask each piece "
-                f"equally, or divide by the same number on every rank: put {_NUM_ITEMS}=<labels that count> / {pieces} "
-                "into the batch, if the model's loss accepts it (Hugging Face models do)"
+                f"local_batch: expected equally many counted labels (not {IGNORED_LABEL}) in the {slices} slices of "
+                f"the batch, got {counts.tolist()}: the mean of their means is not the mean over the global batch; "
+                f"mask each slice equally, or divide by the same number on every rank: put {_NUM_ITEMS}=<counted "
+                f"labels> / {slices} into the batch, if the model's loss accepts it (Hugging Face models do)"
             )

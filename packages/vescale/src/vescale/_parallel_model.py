@@ -159,7 +159,8 @@ class ParallelModel(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ParallelModel":  # noqa: ARG002 - torch's signature
         raise RuntimeError(
-            "a parallel model holds its parameters in flat buffers: choose device and dtype before parallelize"
+            "expected device and dtype to be final, got a conversion of a parallel model, whose parameters lie in flat "
+            "buffers; convert the model before parallelize"
         )
 
 

@@ -102,19 +102,23 @@ def _read_arguments(
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the optimizer's class and hyperparameters."""
     if not isinstance(plan, Plan):
-        raise TypeError(f"parallelize: plan must be a vescale.Plan, got {type(plan).__name__}")
+        raise TypeError(
+            f"parallelize: expected a vescale.Plan, got {type(plan).__name__}; pass vescale.Plan(dp=..., tp=...)"
+        )
     if isinstance(model, ParallelModel | DDP):
         raise TypeError(f"parallelize: expected a plain module, got {type(model).__name__}; pass the plain module")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"parallelize: model must be an nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"parallelize: expected an nn.Module as model, got {type(model).__name__}; pass the plain module"
+        )
     optimizer_class: Any = optimizer_fn
     keywords: dict[str, Any] = {}
     if isinstance(optimizer_fn, functools.partial) and not optimizer_fn.args:
         optimizer_class, keywords = optimizer_fn.func, dict(optimizer_fn.keywords)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(
-            "parallelize: optimizer_fn must be a torch.optim class or functools.partial of one with keyword arguments, "
-            f"such as functools.partial(torch.optim.AdamW, lr=3e-4), got {optimizer_fn!r}"
+            "parallelize: expected a torch.optim class, or functools.partial of one with keyword arguments, as "
+            f"optimizer_fn, got {optimizer_fn!r}; pass functools.partial(torch.optim.AdamW, lr=3e-4)"
         )
     return optimizer_class, keywords
 
@@ -140,5 +144,8 @@ def _resolve_mesh(plan: Plan, mesh: DeviceMesh | None) -> DeviceMesh:
             "out, or build it with init_device_mesh(..., mesh_dim_names=('pp', 'dp', 'tp'))"
         )
     if mesh.device_type != plan.device:
-        raise ValueError(f"parallelize: expected a mesh on the plan's {plan.device!r}, got {mesh.device_type!r}")
+        raise ValueError(
+            f"parallelize: expected a mesh on the plan's device {plan.device!r}, got {mesh.device_type!r}; leave mesh "
+            "out, or build it on that device"
+        )
     return mesh

@@ -78,6 +78,7 @@ def check_same_plan(plan: Plan) -> None:
     other = [rank for rank, text in enumerate(every) if text != every[0]]
     if other:
         raise ValueError(
-            f"expected the same plan on all ranks, got another one than rank 0's on ranks {other}:\n"
+            f"expected the same plan on all ranks, got another one than rank 0's on ranks {other}; build it from equal "
+            "arguments:\n"
             f"  rank 0: {every[0]}\n  rank {other[0]}: {every[other[0]]}"
         )

@@ -14,17 +14,29 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 def check_int(owner: str, name: str, value: object, *, at_least: int) -> None:
     """Raise `ValueError` naming ``owner`` and the field unless ``value`` is an integer (no bool) >= ``at_least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{owner}: {name} must be an integer >= {at_least}, got {value!r}")
+        raise ValueError(f"{owner}: expected an integer >= {at_least} for {name}, got {value!r}")
 
 
 def check_bool(owner: str, name: str, value: object) -> None:
     """Raise `ValueError` naming ``owner`` and the field unless ``value`` is a bool."""
     if not isinstance(value, bool):
-        raise ValueError(f"{owner}: {name} must be True or False, got {value!r}")
+        raise ValueError(f"{owner}: expected True or False for {name}, got {value!r}")
 
 
 def check_choice(owner: str, name: str, value: object, choices: Collection) -> None:
     """Raise `ValueError` naming ``owner`` and the field unless ``value`` is one of ``choices`` (same type too)."""
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{owner}: {name} must be one of {listed}, got {value!r}")
+        raise ValueError(f"{owner}: expected one of {listed} for {name}, got {value!r}")
+
+
+def check_batch(global_batch_size: int, *, dp: int, num_microbatches: int) -> None:
+    """Raise `ValueError` with the nearest valid sizes unless the batch divides into equal parts."""
+    parts = dp * num_microbatches
+    if global_batch_size % parts:
+        below = global_batch_size // parts * parts
+        nearest = " or ".join(str(size) for size in (below, below + parts) if size > 0)
+        raise ValueError(
+            f"expected a multiple of dp * num_microbatches = {dp} * {num_microbatches} = {parts} as the global batch "
+            f"size, got {global_batch_size}; use {nearest}"
+        )

@@ -32,15 +32,15 @@ def from_data(cls: type, data: Any, *, where: str) -> Any:
     for name in data:
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known fields: {', '.join(fields)}"
-            raise ValueError(f"{where}: unknown field {name!r}{hint}")
+            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(fields)}"
+            raise ValueError(f"{where}: expected a field of {cls.__name__}, got {name!r}; {hint}")
     missing = [
         name
         for name, field in fields.items()
         if name not in data and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise ValueError(f"{where}: missing field {missing[0]!r} of {cls.__name__}")
+        raise ValueError(f"{where}: expected field {missing[0]!r} of {cls.__name__}, got none; add it")
     types = typing.get_type_hints(cls)
     return cls(**{name: _value(types[name], item, where=f"{where}.{name}") for name, item in data.items()})
 

@@ -20,9 +20,9 @@ of e bytes; h hidden, q and k widths of queries and keys, f feed-forward, a head
                                 + a s (e + d (e + 1))        scores, if they are kept: softmax, dropped, mask
 
 For e = 2, d = 1, q = k = h the sum is 18 h + 4 f, or 10 h + 24 h / tp for f = 4 h. Sequence parallelism splits the
-first row over tp. The second row is not split, because the gathered inputs are kept for the weight gradients (Megatron
-gathers them again in backward: ``regather=True``, all rows over tp). With experts, f counts once per chosen expert,
-each choice keeps the token before and after, and all of it is split over tp: the load of experts is assumed to be even.
+first row over tp. The second row is not split, because the gathered inputs are kept for the weight gradients. (Megatron
+gathers them again in backward.) With experts, f counts once per chosen expert, and each choice keeps the token before
+and after. All of it is split over tp: the load of experts is assumed to be even.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._checks import DEFAULT_BUCKET_BYTES
+from ._checks import DEFAULT_BUCKET_BYTES, check_batch
 from ._profile import ModelProfile, dtype_bytes
 from ._units import format_bytes, format_percent
 
@@ -169,7 +169,6 @@ def block_activation_bytes(
     sequence_length: int,
     tp: int = 1,
     sequence_parallel: bool = False,
-    regather: bool = False,
 ) -> int:
     """Return the bytes saved by one block for backward on one rank, for ``tokens`` tokens (see the module's table)."""
     e, h, dropout = dtype_bytes(profile.dtype), profile.hidden, int(profile.dropout)
@@ -181,9 +180,7 @@ def block_activation_bytes(
     split += 2 * e * h * profile.experts_per_token
     if not profile.fused_attention:
         split += profile.heads * sequence_length * (e + dropout * (e + 1))
-    between_tp = tp if sequence_parallel else 1
-    inputs_tp = tp if sequence_parallel and regather else 1
-    parts = (between, between_tp), (inputs, inputs_tp), (split, tp)
+    parts = (between, tp if sequence_parallel else 1), (inputs, 1), (split, tp)
     return sum(ceil_div(tokens * part, ranks) for part, ranks in parts)
 
 
@@ -304,11 +301,9 @@ def estimate_memory(
     Raises:
         ValueError: ``dp * num_microbatches`` does not divide the batch.
     """
-    pieces = layout.dp * layout.num_microbatches
-    if global_batch_size % pieces:
-        raise ValueError(f"global batch {global_batch_size} is not divisible by dp * micro-batches = {pieces}")
+    check_batch(global_batch_size, dp=layout.dp, num_microbatches=layout.num_microbatches)
     state = state or StateBytes.for_dtype(profile.dtype)
-    tokens = global_batch_size // pieces * sequence_length
+    tokens = global_batch_size // (layout.dp * layout.num_microbatches) * sequence_length
     split: dict[str, Any] = {"tokens": tokens, "tp": layout.tp, "sequence_parallel": layout.sequence_parallel}
     per_block = block_activation_bytes(profile, sequence_length=sequence_length, **split)
     embedding, head = edge_activation_bytes(profile, **split)

@@ -155,7 +155,9 @@ def profile(
     sizes, notes = _find_sizes(model, next(iter(entries.values()), model))
     parameters = tuple(_find_parameters(model, list(entries), sizes, tp_sharded))
     if not parameters:
-        raise ValueError(f"profile: expected a model with parameters, got {type(model).__name__} without any")
+        raise ValueError(
+            f"profile: expected a model with parameters, got {type(model).__name__} without any; pass the full model"
+        )
     config = _config(model)
     if fused_attention is None:
         fused_attention = getattr(config, "_attn_implementation", None) != "eager"
@@ -294,7 +296,8 @@ def _check_patterns(tp_sharded: Sequence[str] | None, fqns: Sequence[str]) -> No
     for pattern in tp_sharded or ():
         if not any(re.fullmatch(pattern, fqn) for fqn in fqns):
             raise ValueError(
-                f"profile: tp_sharded pattern {pattern!r} matches no parameter; names look like {fqns[:3]}"
+                f"profile: expected a parameter for every pattern of tp_sharded, got none for {pattern!r}; write a "
+                f"regular expression of full names such as {fqns[:3]}"
             )
 
 
@@ -317,7 +320,7 @@ def _position(fqn: str, blocks: Sequence[str], front: set[str]) -> int:
 def _is_gated(parameters: Sequence[ParameterInfo], sizes: dict[str, int]) -> bool:
     """Count the feed-forward's matrices of one block: two are plain, three (or a double one and a single) are gated."""
     ffn, hidden = sizes["ffn"], sizes["hidden"]
-    if not ffn or ffn == hidden:  # feed-forward and attention projections have equal shapes
+    if not ffn or hidden in (0, ffn):  # hidden unknown, or feed-forward and attention projections of equal shapes
         return any("gate_up" in info.fqn or "gate_proj" in info.fqn for info in parameters)
     per_block = sum(
         info.numel

@@ -214,15 +214,19 @@ def _nearest_miss(table: Sequence[Candidate], cluster: Cluster, constraints: Con
         num_bytes, nearest = min(counted, key=lambda pair: pair[0])
         share = f"{constraints.memory_fraction:g} of {format_bytes(cluster.memory_bytes)}"
         return (
-            f"no plan fits {cluster.num_devices} {cluster.device} devices with {format_bytes(limit)} each ({share}): "
-            f"the nearest is {nearest.layout} with {format_bytes(num_bytes)} per rank, "
-            f"{nearest.reason}. Use more devices, a smaller batch or sequence, or free the fixed choices"
+            f"expected a plan for {cluster.num_devices} {cluster.device} devices with at most {format_bytes(limit)} "
+            f"per rank ({share}), got {format_bytes(num_bytes)} for the nearest, {nearest.layout}: {nearest.reason}; "
+            "use more devices, a smaller batch or sequence, or fewer fixed choices"
         )
     if not table:
         fixed = ", ".join(f"{name}={value}" for name in ("dp", "tp", "pp") if (value := getattr(constraints, name)))
         return (
-            f"no plan: {cluster.num_devices} devices cannot be split with {fixed}: the product must be the device count"
+            f"expected degrees with the product {cluster.num_devices}, the number of devices, got {fixed}; leave one "
+            "of them to the search, or change the number of devices"
         )
     reasons = "; ".join(f"dp={row.layout.dp} tp={row.layout.tp} pp={row.layout.pp}: {row.reason}" for row in table[:8])
     more = f"; and {len(table) - 8} more" if len(table) > 8 else ""
-    return f"no plan for {cluster.num_devices} devices: every split is refused: {reasons}{more}"
+    return (
+        f"expected a plan for {cluster.num_devices} devices, got only refused layouts: {reasons}{more}; change the "
+        "batch, the number of devices or the fixed choices"
+    )

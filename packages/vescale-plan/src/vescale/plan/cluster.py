@@ -92,4 +92,6 @@ class Constraints:
             check_bool("Constraints", "sequence_parallel", self.sequence_parallel)
         check_choice("Constraints", "schedule", self.schedule, SCHEDULES)
         if not 0 < self.memory_fraction <= 1:
-            raise ValueError(f"Constraints: memory_fraction must be in (0, 1], got {self.memory_fraction!r}")
+            raise ValueError(
+                f"Constraints: expected a number in (0, 1] for memory_fraction, got {self.memory_fraction!r}"
+            )

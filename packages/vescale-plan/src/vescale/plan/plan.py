@@ -14,7 +14,16 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ._checks import DEFAULT_BUCKET_BYTES, DEVICES, SCHEDULES, ZERO_STAGES, check_bool, check_choice, check_int
+from ._checks import (
+    DEFAULT_BUCKET_BYTES,
+    DEVICES,
+    SCHEDULES,
+    ZERO_STAGES,
+    check_batch,
+    check_bool,
+    check_choice,
+    check_int,
+)
 from ._codec import from_data, to_data
 from ._memory import ACTIVATIONS_COVER, Layout, StageMemory, describe_stages
 from ._table import Candidate, render
@@ -94,7 +103,10 @@ class Plan:
         self._check_axis_order()
         self._check_split()
         if self.module_plan is not None and (not isinstance(self.module_plan, str) or not self.module_plan):
-            raise ValueError(f"Plan: module_plan must be the name of a ready plan or None, got {self.module_plan!r}")
+            raise ValueError(
+                f"Plan: expected the name of a ready plan or None for module_plan, got {self.module_plan!r}; pass a "
+                "plan of your own to parallelize(module_plan=...)"
+            )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
                 "Plan: expected tp > 1 for sequence_parallel, got tp = 1; set tp > 1 or sequence_parallel=False"
@@ -102,7 +114,7 @@ class Plan:
 
     def _check_axis_order(self) -> None:
         if not isinstance(self.axis_order, tuple | list) or sorted(self.axis_order) != sorted(AXES):
-            raise ValueError(f"Plan: axis_order must hold 'pp', 'dp' and 'tp' once each, got {self.axis_order!r}")
+            raise ValueError(f"Plan: expected 'pp', 'dp' and 'tp' once each in axis_order, got {self.axis_order!r}")
         object.__setattr__(self, "axis_order", tuple(self.axis_order))
 
     def _check_split(self) -> None:
@@ -111,17 +123,20 @@ class Plan:
         if _is_fqns(self.split):
             if len(self.split) != self.pp - 1 or len(set(self.split)) != len(self.split):
                 raise ValueError(
-                    f"Plan: split needs {self.pp - 1} different FQNs for pp = {self.pp} (the first module of each "
-                    f"stage after the first), got {list(self.split)}"
+                    f"Plan: expected {self.pp - 1} different FQNs in split for pp = {self.pp}, got {list(self.split)}; "
+                    "name the first module of each stage after the first"
                 )
             object.__setattr__(self, "split", tuple(self.split))
         elif isinstance(self.split, list | tuple) and all(map(_is_fqns, self.split)):
             if len(self.split) != self.pp:
-                raise ValueError(f"Plan: split needs {self.pp} lists for pp = {self.pp}, got {len(self.split)}")
+                raise ValueError(
+                    f"Plan: expected {self.pp} lists in split for pp = {self.pp}, got {len(self.split)}; write one "
+                    "list of modules per stage"
+                )
             object.__setattr__(self, "split", tuple(map(tuple, self.split)))
         else:
             raise ValueError(
-                f"Plan: split must be 'uniform', a list of FQNs or one list of FQNs per stage, got {self.split!r}"
+                f"Plan: expected 'uniform', a list of FQNs or one list of FQNs per stage for split, got {self.split!r}"
             )
 
     @property
@@ -151,18 +166,14 @@ class Plan:
         """Raise `ValueError` unless the plan needs ``world_size`` processes."""
         if world_size != self.world_size:
             raise ValueError(
-                f"world size {world_size} is not dp*tp*pp = {self.dp}*{self.tp}*{self.pp} = {self.world_size}: "
-                f"start {self.world_size} processes, or choose degrees whose product is {world_size}"
+                f"Plan: expected dp * tp * pp = {self.dp} * {self.tp} * {self.pp} = {self.world_size} processes, got "
+                f"{world_size}; start {self.world_size} (torchrun --nproc-per-node {self.world_size}), or choose "
+                f"degrees with the product {world_size}"
             )
 
     def check_batch(self, global_batch_size: int) -> None:
         """Raise `ValueError` unless the batch divides into ``dp * num_microbatches`` equal parts."""
-        pieces = self.dp * self.num_microbatches
-        if global_batch_size % pieces:
-            raise ValueError(
-                f"global batch {global_batch_size} is not divisible by dp * num_microbatches = {self.dp} * "
-                f"{self.num_microbatches} = {pieces}: use {_nearest_multiples(global_batch_size, pieces)}"
-            )
+        check_batch(global_batch_size, dp=self.dp, num_microbatches=self.num_microbatches)
 
     def __str__(self) -> str:
         parts = self.split if isinstance(self.split, tuple) else ()
@@ -208,10 +219,14 @@ class Plan:
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"Plan.from_json: not JSON: {error}") from None
+            raise ValueError(
+                f"Plan.from_json: expected JSON, got other text ({error}); pass the text of to_json()"
+            ) from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"Plan.from_json: expected an object with 'format': {FORMAT}, got {found!r}")
+            raise ValueError(
+                f"Plan.from_json: expected an object with 'format': {FORMAT}, got {found!r}; pass the text of to_json()"
+            )
         del data["format"]
         return from_data(cls, data, where="Plan")
 
@@ -235,8 +250,3 @@ class Plan:
 
 def _is_fqns(value: object) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(fqn, str) and fqn for fqn in value)
-
-
-def _nearest_multiples(value: int, step: int) -> str:
-    below = value // step * step
-    return " or ".join(str(multiple) for multiple in (below, below + step) if multiple > 0)
