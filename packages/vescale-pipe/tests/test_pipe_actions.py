@@ -17,9 +17,9 @@ def test_other_text_is_refused_with_the_form(text):
 
 
 def test_bad_fields_are_refused():
-    with pytest.raises(ValueError, match="kind must be one of F, B, I, W, got 'X'"):
+    with pytest.raises(ValueError, match="expected one of F, B, I, W for the kind of an action, got 'X'"):
         Action(0, "X", 0)
-    with pytest.raises(ValueError, match="must be >= 0, got stage=-1"):
+    with pytest.raises(ValueError, match="expected stage >= 0 and microbatch >= 0, got stage=-1"):
         Action(-1, "F", 0)
 
 

@@ -27,13 +27,13 @@ def test_plan_is_frozen():
 
 
 def test_unknown_schedule():
-    with pytest.raises(ValueError, match="schedule must be one of '1f1b', 'gpipe', got 'zbv'"):
+    with pytest.raises(ValueError, match="expected one of '1f1b', 'gpipe' for schedule, got 'zbv'"):
         PipelinePlan(schedule="zbv")
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, "4", True])
 def test_bad_number_of_microbatches(count):
-    with pytest.raises(ValueError, match="num_microbatches must be an integer >= 1"):
+    with pytest.raises(ValueError, match="expected an integer >= 1 for num_microbatches, got"):
         PipelinePlan(num_microbatches=count)
 
 

@@ -61,5 +61,5 @@ def test_two_stages_per_rank_count_one_half_each():
 
 
 def test_an_invalid_schedule_is_refused():
-    with pytest.raises(ScheduleError, match="deadlocks"):
+    with pytest.raises(ScheduleError, match="got a deadlock"):
         simulate(Schedule.parse("0B0 0F0"))

@@ -11,14 +11,14 @@ def check_refused(text, match, **sizes):
 
 
 def test_backward_before_forward():
-    check_refused("0B0 0F0", "deadlocks: rank 0 waits at 0B0 for 0F0")
+    check_refused("0B0 0F0", "got a deadlock: rank 0 waits at 0B0 for 0F0; put each action after")
 
 
 def test_ranks_that_wait_for_each_other():
     # rank 0 wants the gradient of micro-batch 1 before it sends micro-batch 1's activations
     check_refused(
         "0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1",
-        "deadlocks: rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1 for 0F1",
+        "got a deadlock: rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1 for 0F1",
     )
 
 

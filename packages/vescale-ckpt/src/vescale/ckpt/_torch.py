@@ -51,7 +51,7 @@ def _refuse_unknown(tensor: DTensor) -> None:
             )
         raise CheckpointError(
             f"expected Shard or Replicate, or a value with __global_shape__ and __boxes__(), got {placement!r} on mesh "
-            f"axis {name!r}"
+            f"axis {name!r}; redistribute it first"
         )
 
 

@@ -44,10 +44,10 @@ class PipelinePlan:
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {self.schedule!r}")
+            raise ValueError(f"expected one of {', '.join(map(repr, SCHEDULES))} for schedule, got {self.schedule!r}")
         count = self.num_microbatches
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ValueError(f"num_microbatches must be an integer >= 1, got {count!r}")
+            raise ValueError(f"expected an integer >= 1 for num_microbatches, got {count!r}")
         object.__setattr__(self, "split", _normalized_split(self.split))
 
     def actions(self, num_stages: int) -> Schedule:

@@ -125,7 +125,7 @@ def _check_indices(schedule: Schedule) -> None:
         if action.stage >= schedule.num_stages or action.microbatch >= schedule.num_microbatches:
             raise ScheduleError(
                 f"rank {rank}: expected an action within {schedule.num_stages} stages x "
-                f"{schedule.num_microbatches} micro-batches, got {action}"
+                f"{schedule.num_microbatches} micro-batches, got {action}; count both from 0"
             )
         if home.setdefault(action.stage, rank) != rank:
             raise ScheduleError(
@@ -138,7 +138,7 @@ def _check_counts(schedule: Schedule) -> None:
     counts = Counter(action for _, action in schedule)
     repeated = [str(action) for action, count in counts.items() if count > 1]
     if repeated:
-        raise ScheduleError(f"expected each action once, got several of {', '.join(repeated)}")
+        raise ScheduleError(f"expected each action once, got several of {', '.join(repeated)}; list it once")
     for stage in range(schedule.num_stages):
         for m in range(schedule.num_microbatches):
             kinds = "".join(kind for kind in "FBIW" if counts[Action(stage, kind, m)])
@@ -169,7 +169,10 @@ def _check_progress(schedule: Schedule) -> None:
         if position[rank] < len(actions)
     ]
     if stuck:
-        raise ScheduleError("the schedule deadlocks: " + "; ".join(stuck))
+        raise ScheduleError(
+            f"expected an order in which every action can run, got a deadlock: {'; '.join(stuck)}; put each action "
+            "after the actions that it waits for"
+        )
 
 
 def _stuck_text(rank: int, action: Action, schedule: Schedule, split: frozenset, done: set[Action]) -> str:

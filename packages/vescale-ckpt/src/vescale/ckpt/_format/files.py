@@ -124,7 +124,9 @@ def open_data_file(path: Path) -> Iterator[DataFile]:
     try:
         opened = safe_open(path, framework="pt", device="cpu")
     except Exception as error:
-        raise CheckpointError(f"{path}: expected a readable safetensors file, got {error}") from error
+        raise CheckpointError(
+            f"{path}: expected a readable safetensors file, got {error}; restore it from a copy of the checkpoint"
+        ) from error
     with opened as file:
         yield DataFile(path, file)
 
@@ -152,7 +154,9 @@ def prepare_directory(path: Path, *, overwrite: bool) -> Path:
             logger.warning("%s is left over from a save that did not finish, or is still running", other)
         temporary.mkdir()
     except OSError as error:
-        raise CheckpointError(f"{path}: expected a writable path, got {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{path}: expected a writable path, got {type(error).__name__}: {error}; save to another path"
+        ) from error
     return temporary
 
 

@@ -59,7 +59,7 @@ def verify(path: str | os.PathLike) -> Manifest:
     faults = [fault for file in sorted(pieces) for fault in _verify_file(where / file, pieces[file], manifest)]
     if faults:
         raise CheckpointError(
-            f"{where}: expected undamaged pieces, got faults in {len(faults)}:\n"
+            f"{where}: expected undamaged pieces, got faults in {len(faults)}; use another checkpoint:\n"
             + "\n".join(f"  - {fault}" for fault in faults)
         )
     return manifest
@@ -74,15 +74,17 @@ def read_manifest_text(where: Path) -> str:
     try:
         return (where / MANIFEST_NAME).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{where}: expected text in {MANIFEST_NAME}, got {error}; it was changed") from None
+        raise CheckpointError(
+            f"{where}: expected text in {MANIFEST_NAME}, got {error}; it was changed, so use another checkpoint"
+        ) from None
     except OSError as error:
         old = [str(other) for other in find_old_versions(where)]
-        hint = f"; an earlier version is at {', '.join(old)}" if old else ""
+        hint = f"an earlier version is at {', '.join(old)}" if old else "check the path"
         if where.is_dir() and not (where / MANIFEST_NAME).exists():
             raise CheckpointError(
-                f"{where}: expected a complete checkpoint, got a directory without {MANIFEST_NAME}{hint}"
+                f"{where}: expected a complete checkpoint, got a directory without {MANIFEST_NAME}; {hint}"
             ) from None
-        raise CheckpointError(f"{where}: expected a checkpoint, got {error.strerror}{hint}") from None
+        raise CheckpointError(f"{where}: expected a checkpoint, got {error.strerror}; {hint}") from None
 
 
 def check_files(where: Path, manifest: Manifest) -> None:
@@ -95,9 +97,14 @@ def check_files(where: Path, manifest: Manifest) -> None:
         try:
             found = (where / file).stat().st_size
         except OSError as error:
-            raise CheckpointError(f"{where}: expected data file {file!r}, got {error.strerror}") from error
+            raise CheckpointError(
+                f"{where}: expected data file {file!r}, got {error.strerror}; restore it, or use another checkpoint"
+            ) from error
         if found != size:
-            raise CheckpointError(f"{where}: expected {size} bytes in data file {file!r}, got {found}")
+            raise CheckpointError(
+                f"{where}: expected {size} bytes in data file {file!r}, got {found}; restore it, or use another "
+                "checkpoint"
+            )
 
 
 def _verify_file(path: Path, pieces: list[tuple[str, Piece]], manifest: Manifest) -> list[str]:

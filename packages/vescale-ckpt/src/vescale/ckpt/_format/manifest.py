@@ -112,11 +112,15 @@ def manifest_from_text(text: str, *, where: str) -> Manifest:
         body = json.loads(text)
     except ValueError as error:
         raise CheckpointError(
-            f"{where}: expected JSON in {MANIFEST_NAME}, got invalid text ({error}); it was cut or changed"
+            f"{where}: expected JSON in {MANIFEST_NAME}, got invalid text ({error}); it was cut or changed, so "
+            "use another checkpoint"
         ) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         found = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise CheckpointError(f"{where}: expected format {FORMAT!r} in {MANIFEST_NAME}, got {found!r}")
+        raise CheckpointError(
+            f"{where}: expected format {FORMAT!r} in {MANIFEST_NAME}, got {found!r}; pass a directory of "
+            "vescale.ckpt.save"
+        )
     if body.get("version") != VERSION:
         raise CheckpointError(
             f"{where}: expected checkpoint format version {VERSION}, got {body.get('version')}; load it with the "
@@ -126,13 +130,14 @@ def manifest_from_text(text: str, *, where: str) -> Manifest:
     if written != _crc_of(body):
         raise CheckpointError(
             f"{where}: expected checksum {written} of {MANIFEST_NAME}, got {_crc_of(body)}; it was changed after the "
-            "save"
+            "save, so use another checkpoint"
         )
     try:
         manifest = _from_body(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{where}: expected all keys in {MANIFEST_NAME}, got {type(error).__name__}: {error}"
+            f"{where}: expected all keys in {MANIFEST_NAME}, got {type(error).__name__}: {error}; use another "
+            "checkpoint"
         ) from None
     _check_pieces(manifest, where)
     return manifest
@@ -187,12 +192,14 @@ def _check_pieces(manifest: Manifest, where: str) -> None:
         fault = describe_coverage_fault(tensor.meta.shape, [piece.box for piece in tensor.pieces])
         if fault is not None:
             raise CheckpointError(
-                f"{where}: expected pieces that tile tensor {name!r}, global shape {tensor.meta.shape}, got {fault}"
+                f"{where}: expected pieces that tile tensor {name!r}, global shape {tensor.meta.shape}, got {fault}; "
+                "use another checkpoint"
             )
         for piece in tensor.pieces:
             if piece.file not in manifest.files:
                 raise CheckpointError(
-                    f"{where}: expected the file of tensor {name!r} in the list of files, got {piece.file!r}"
+                    f"{where}: expected the file of tensor {name!r} in the list of files, got {piece.file!r}; "
+                    "use another checkpoint"
                 )
 
 

@@ -152,7 +152,9 @@ def _merge_metas(inventories: Sequence[Inventory]) -> dict[str, TensorMeta]:
             found = " and ".join(
                 f"{meta.dtype} with global shape {meta.shape} on {format_ranks(ranks)}" for meta, ranks in metas.items()
             )
-            raise CheckpointError(f"tensor {name!r}: expected one dtype and global shape, got {found}")
+            raise CheckpointError(
+                f"tensor {name!r}: expected one dtype and global shape, got {found}; rename one of them"
+            )
     return {name: next(iter(metas)) for name, metas in sorted(ranks_of.items())}
 
 

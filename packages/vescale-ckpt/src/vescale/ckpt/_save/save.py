@@ -204,7 +204,7 @@ def _metadata_text(metadata: Mapping[str, Any] | None) -> str:
     try:
         text = json.dumps(dict(metadata or {}), sort_keys=True)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"expected metadata to be a JSON object with str keys, got {error}") from None
+        raise CheckpointError(f"expected metadata to be a JSON object with str keys, got {error}; convert it") from None
     return text
 
 

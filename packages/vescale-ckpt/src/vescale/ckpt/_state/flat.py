@@ -74,7 +74,10 @@ def flatten(state: Mapping[str, Any], *, open_object: Callable[[Any, str], Any])
         CheckpointError: a value is not supported, or two paths have one name; the text has the path.
     """
     if not isinstance(state, dict):
-        raise CheckpointError(f"expected a dict of names to models, optimizers, tensors, ..., got {type(state)}")
+        raise CheckpointError(
+            f"expected a dict of names to models, optimizers, tensors, ..., got {type(state).__name__}; pass "
+            '{"model": model}'
+        )
     flat = FlatState()
     _read(state, "", flat, open_object)
     return flat
@@ -151,7 +154,7 @@ def _read(node: Any, path: str, flat: FlatState, open_object: Callable | None) -
     else:
         raise CheckpointError(
             f"{path!r}: expected a tensor, a value with __global_shape__ and __boxes__(), a JSON value, or an object "
-            f"with state_dict() and load_state_dict(), got {type(node)}"
+            f"with state_dict() and load_state_dict(), got {type(node)}; convert it, or leave it out of the state"
         )
 
 
@@ -171,7 +174,7 @@ def _read_tensor(node: Any, path: str) -> Held | None:
         if type(node) not in _PLAIN_TENSORS or node.layout != torch.strided:
             raise CheckpointError(
                 f"tensor {path!r}: expected a plain strided tensor, a DTensor, or a value with __global_shape__ and "
-                f"__boxes__(), got {type(node).__name__} with layout {node.layout}"
+                f"__boxes__(), got {type(node).__name__} with layout {node.layout}; convert it first"
             )
         shape, dtype, views = tuple(node.shape), node.dtype, [(Box.full(node.shape), node)]
     else:
@@ -183,12 +186,18 @@ def _read_tensor(node: Any, path: str) -> Held | None:
 
 def _check_views(path: str, dtype: torch.dtype | None, views: list[tuple[Box, torch.Tensor]]) -> None:
     if dtype is not None and dtype_name(dtype) not in ITEM_BYTES:
-        raise CheckpointError(f"tensor {path!r}: expected a dtype of {', '.join(ITEM_BYTES)}, got {dtype}")
+        raise CheckpointError(
+            f"tensor {path!r}: expected a dtype of {', '.join(ITEM_BYTES)}, got {dtype}; cast it first"
+        )
     if len({box for box, _ in views}) != len(views):
-        raise CheckpointError(f"tensor {path!r}: expected distinct boxes on a rank, got one box twice")
+        raise CheckpointError(
+            f"tensor {path!r}: expected distinct boxes on a rank, got one box twice; return it once from __boxes__()"
+        )
     for box, view in views:
         if view.dtype != dtype:
-            raise CheckpointError(f"tensor {path!r}: expected dtype {dtype} in box {box}, got {view.dtype}")
+            raise CheckpointError(
+                f"tensor {path!r}: expected dtype {dtype} in box {box}, got {view.dtype}; return views of one dtype"
+            )
         if view.is_meta:
             raise CheckpointError(f"tensor {path!r}: expected values, got the meta device; materialize it first")
 

@@ -35,5 +35,6 @@ class Objects:
             self._named.get(path, item).load_state_dict(filled)
         except Exception as error:
             raise CheckpointError(
-                f"{path!r}: expected {type(item).__name__}.load_state_dict to accept the loaded state, got {error}"
+                f"{path!r}: expected {type(item).__name__}.load_state_dict to accept the loaded state, got {error}; "
+                "build the object as before the save"
             ) from error

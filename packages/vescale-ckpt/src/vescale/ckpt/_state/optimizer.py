@@ -64,7 +64,10 @@ class NamedOptimizer:
                         'optimizer together with its module: {"model": model, "optimizer": optimizer}'
                     )
                 if name in names.values():
-                    raise CheckpointError(f"{path!r}: expected distinct parameter names, got {name!r} twice")
+                    raise CheckpointError(
+                        f"{path!r}: expected distinct parameter names, got {name!r} twice; put the modules of this "
+                        "optimizer into one module"
+                    )
                 names[count] = name
         return cls(optimizer, names)
 
@@ -77,7 +80,8 @@ class NamedOptimizer:
             if nested:
                 raise CheckpointError(
                     f"parameter {name!r}: expected tensors and plain values in the state of "
-                    f"{type(self.optimizer).__name__}, got a container in {nested[0]!r}"
+                    f"{type(self.optimizer).__name__}, got a container in {nested[0]!r}; leave this optimizer out of "
+                    "the state"
                 )
         return {"state": state, "param_groups": [_hyperparameters(group) for group in counted["param_groups"]]}
 

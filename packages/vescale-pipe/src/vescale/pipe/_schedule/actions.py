@@ -45,9 +45,11 @@ class Action:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+            raise ValueError(f"expected one of {', '.join(KINDS)} for the kind of an action, got {self.kind!r}")
         if self.stage < 0 or self.microbatch < 0:
-            raise ValueError(f"stage and microbatch must be >= 0, got stage={self.stage}, microbatch={self.microbatch}")
+            raise ValueError(
+                f"expected stage >= 0 and microbatch >= 0, got stage={self.stage}, microbatch={self.microbatch}"
+            )
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"

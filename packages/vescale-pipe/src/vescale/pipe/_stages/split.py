@@ -154,7 +154,8 @@ def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int) -> Stag
 def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int) -> StageSplit:
     if len(lists) != num_stages:
         raise SplitError(
-            f"expected {num_stages} lists in PipelinePlan.split, one per rank of the pipeline axis, got {len(lists)}"
+            f"expected {num_stages} lists in PipelinePlan.split, one per rank of the pipeline axis, got {len(lists)}; "
+            "write one list per stage"
         )
     names = [name for stage in lists for name in stage]
     units = _units(model, open_fqns={a for name in names for a in _ancestors(name)}, listed=names)
@@ -168,7 +169,9 @@ def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int)
     for stage, own in enumerate(stages):
         if not own:
             names = list(lists[stage])
-            raise SplitError(f"stage {stage}: expected modules with parameters in PipelinePlan.split, got {names}")
+            raise SplitError(
+                f"stage {stage}: expected modules with parameters in PipelinePlan.split, got {names}; list one"
+            )
     return StageSplit(tuple(map(tuple, stages)))
 
 
