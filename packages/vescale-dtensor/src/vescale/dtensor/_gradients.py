@@ -40,7 +40,7 @@ from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.hooks import RemovableHandle
 
-from ._torch import autograd as _torch
+from ._torch import autograd
 
 __all__ = [
     "GradientReceiver",
@@ -125,7 +125,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     """Return whether a parameter has gradient hooks or post-accumulate hooks other than those of this module."""
     intake = _intake_of(parameter)
     own = 0 if intake is None else len(intake.handles)
-    return sum(map(len, _torch.hook_tables(parameter))) > own
+    return sum(map(len, autograd.hook_tables(parameter))) > own
 
 
 def stand_in_for(parameter: DTensor, leaf: Tensor, placements: Sequence[Placement]) -> RemovableHandle:
@@ -162,11 +162,11 @@ def gets_several_gradients(parameter: Tensor) -> bool:
     stand_ins = [] if intake is None else [known for ref in intake.stand_ins if (known := ref()) is not None]
     if not stand_ins:
         return False
-    own = _torch.runs_in_backward(stand_ins[0].node_of(parameter))
+    own = autograd.runs_in_backward(stand_ins[0].node_of(parameter))
     if own + len(stand_ins) == 1:
         return False
     leaves = [leaf for stand_in in stand_ins if (leaf := stand_in.leaf()) is not None]
-    return own + sum(map(_torch.accumulates, leaves)) > 1
+    return own + sum(map(autograd.accumulates, leaves)) > 1
 
 
 def as_gradient(parameter: DTensor, local: Tensor, placements: Sequence[Placement]) -> DTensor:
@@ -189,7 +189,7 @@ def aligned_gradient(parameter: DTensor, local: Tensor, placements: Sequence[Pla
 def _local(gradient: Tensor) -> Tensor:
     """Return the local tensor of a gradient, with its history if it has one."""
     if isinstance(gradient, DTensor):
-        return gradient.to_local() if gradient.requires_grad else _torch.local_of(gradient)
+        return gradient.to_local() if gradient.requires_grad else autograd.local_of(gradient)
     return gradient
 
 
@@ -229,12 +229,12 @@ class _Intake:
         before = parameter.register_hook(_Hook(self.before_accumulation))
         after = parameter.register_post_accumulate_grad_hook(_Hook(self.after_accumulation))
         self.handles = before, after
-        for table, handle in zip(_torch.hook_tables(parameter), self.handles, strict=True):
-            _torch.put_first(table, handle.id)
+        for table, handle in zip(autograd.hook_tables(parameter), self.handles, strict=True):
+            autograd.put_first(table, handle.id)
 
     def is_installed(self, parameter: Tensor) -> bool:
         """Return whether both hooks are in the tables of the parameter."""
-        tables = zip(_torch.hook_tables(parameter), self.handles, strict=False)
+        tables = zip(autograd.hook_tables(parameter), self.handles, strict=False)
         return bool(self.handles) and all(handle.id in table for table, handle in tables)
 
     def remove(self) -> None:
@@ -250,7 +250,7 @@ class _Intake:
             return None
         parameter = self.parameter()
         fits = not isinstance(gradient, DTensor) or gradient.placements == parameter.placements
-        if not (fits and parameter.grad is None) and not _torch.accumulates(parameter):
+        if not (fits and parameter.grad is None) and not autograd.accumulates(parameter):
             return None if fits else gradient.redistribute(parameter.device_mesh, parameter.placements)
         self.kept, parameter.grad = parameter.grad, None
         if fits or (gradient.device_mesh == parameter.device_mesh and not has_gradient_hooks(parameter)):
@@ -285,7 +285,7 @@ class _Intake:
             self._deliver_with_hooks(parameter, aligned_gradient(parameter, local, placements))
 
     def _deliver_with_hooks(self, parameter: DTensor, local: Tensor) -> None:
-        before, after = ([*table.items()] for table in _torch.hook_tables(parameter))
+        before, after = ([*table.items()] for table in autograd.hook_tables(parameter))
         own = [handle.id for handle in self.handles]
         gradient = as_gradient(parameter, local, parameter.placements)
         dtype = getattr(parameter, "grad_dtype", None)
@@ -332,7 +332,7 @@ class _StandIn:
     def node_of(self, parameter: Tensor) -> Node:
         """Return the node that accumulates for the parameter itself. Kept here, as it keeps the parameter alive."""
         if self._node is None:
-            self._node = _torch.accumulation_node(parameter)
+            self._node = autograd.accumulation_node(parameter)
         return self._node
 
     def __call__(self, leaf: Tensor) -> None:

@@ -33,7 +33,7 @@ from ._random import state as _random_state
 from ._random import streams as _streams
 from ._random.batch import MicroBatches, window
 from ._random.global_position import BatchWindow
-from ._torch import dispatch as _torch
+from ._torch.dispatch import Op
 from .errors import UnsupportedRandomOperator
 
 __all__ = [
@@ -292,7 +292,7 @@ def forbidden(reason: str) -> Iterator[None]:
         ...     torch.rand(3)                               # UnsupportedRandomOperator: ...; this region is local
     """
 
-    def refuse(op: _torch.Op, args: tuple, _kwargs: dict) -> object:
+    def refuse(op: Op, args: tuple, _kwargs: dict) -> object:
         tensor = next((a for a in args if isinstance(a, Tensor)), None)
         raise UnsupportedRandomOperator.for_tensor(op, tensor, reason)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from ..errors import UnsupportedRandomOperator
 from .vocabulary import operand
 
@@ -41,7 +41,7 @@ BATCH, HEAD = 0, 1
 NUM_DIMS = 4
 
 
-def attention_handlers() -> dict[_torch.Op, _torch.Handler]:
+def attention_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return the handlers of the CPU flash kernel."""
     return {
         aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_cpu,
@@ -52,16 +52,16 @@ def attention_handlers() -> dict[_torch.Op, _torch.Handler]:
 # ------------------------------------------------------------------------------------------------- dropout
 
 
-def is_fused_without_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
+def is_fused_without_dropout(op: dispatch.Op, args: tuple, kwargs: dict) -> bool:
     """Return whether the call is a fused attention operator without dropout."""
-    names = _torch.argument_names(op)
+    names = dispatch.argument_names(op)
     if "dropout_p" not in names:
         return False
     position = names.index("dropout_p")
     return (args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)) == 0
 
 
-def refuse_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> None:
+def refuse_dropout(op: dispatch.Op, args: tuple, kwargs: dict) -> None:
     """Raise UnsupportedRandomOperator if a fused attention operator would draw a dropout mask."""
     if not is_fused_without_dropout(op, args, kwargs):
         raise UnsupportedRandomOperator.for_tensor(
@@ -72,7 +72,7 @@ def refuse_dropout(op: _torch.Op, args: tuple, kwargs: dict) -> None:
 # ------------------------------------------------------------------------------------------------- other kernels
 
 
-def run_fused(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def run_fused(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run a fused kernel by the stock rule, on operands whose batch and head counts divide evenly over the mesh axes.
 
     Stock DTensor shards 3 key heads as 2 + 1 and 12 query heads as 6 + 6 over 2 ranks, and silently pairs them wrongly.
@@ -80,32 +80,32 @@ def run_fused(op: _torch.Op, args: tuple, kwargs: dict) -> object:
     refuse_dropout(op, args, kwargs)
     operands = args[:3]
     if not all(isinstance(x, DTensor) for x in operands):
-        return _torch.stock_dispatch(op, args, kwargs)
+        return dispatch.stock_dispatch(op, args, kwargs)
     chosen = _placements(*operands)
-    return _torch.stock_dispatch(op, (*(_fitted(op, x, chosen) for x in operands), *args[3:]), kwargs)
+    return dispatch.stock_dispatch(op, (*(_fitted(op, x, chosen) for x in operands), *args[3:]), kwargs)
 
 
-def _fitted(op: _torch.Op, tensor: DTensor, chosen: tuple[Placement, ...]) -> DTensor:
+def _fitted(op: dispatch.Op, tensor: DTensor, chosen: tuple[Placement, ...]) -> DTensor:
     placements = tuple(
         Replicate() if isinstance(p, Shard) and p.dim in (BATCH, HEAD) and new.is_replicate() else p
         for p, new in zip(tensor.placements, chosen, strict=True)
     )
     if placements == tensor.placements:
         return tensor
-    return _torch.wrap(_torch.redistributed(tensor, placements, for_op=op), tensor.device_mesh, placements, tensor)
+    return dispatch.wrap(dispatch.redistributed(tensor, placements, for_op=op), tensor.device_mesh, placements, tensor)
 
 
 # ------------------------------------------------------------------------------------------------- the CPU kernel
 
 
-def _flash_cpu(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[DTensor, ...]:
+def _flash_cpu(op: dispatch.Op, args: tuple, kwargs: dict) -> tuple[DTensor, ...]:
     refuse_dropout(op, args, kwargs)
     query, key, value, *rest = args
     placements = _placements(query, key, value)
     return _run(op, (query, key, value), rest, kwargs, query.device_mesh, placements)
 
 
-def _flash_cpu_backward(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[DTensor, ...]:
+def _flash_cpu_backward(op: dispatch.Op, args: tuple, kwargs: dict) -> tuple[DTensor, ...]:
     grad_out, query, key, value, out, logsumexp, *rest = args
     operands = (grad_out, query, key, value, out, logsumexp)
     return _run(op, operands, rest, kwargs, out.device_mesh, out.placements)
@@ -130,7 +130,7 @@ def _placements(query: Tensor, key: Tensor, value: Tensor) -> tuple[Placement, .
 
 
 def _run(
-    op: _torch.Op,
+    op: dispatch.Op,
     operands: tuple[Tensor, ...],
     rest: Sequence[object],
     kwargs: dict,
@@ -146,7 +146,7 @@ def _run(
         meta_kwargs["attn_mask"] = _meta(mask)
     results = op(*local, *rest, **local_kwargs)
     likes = op(*map(_meta, operands), *rest, **meta_kwargs)
-    return tuple(_torch.wrap(result, mesh, placements, like) for result, like in zip(results, likes, strict=True))
+    return tuple(dispatch.wrap(result, mesh, placements, like) for result, like in zip(results, likes, strict=True))
 
 
 def _mask_placements(mask: Tensor, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:

@@ -14,26 +14,26 @@ sharded as far as those steps allow.
 from __future__ import annotations
 
 from .._placements.rules import refuse_ragged
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from .gather import gather
 
 __all__ = ["compose", "composite_handlers", "decompose"]
 
 
-def composite_handlers() -> dict[_torch.Op, _torch.Handler]:
+def composite_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return the handler of every composite operator."""
-    return {op: decompose for op in _torch.operators() if _torch.is_composite(op)}
+    return {op: decompose for op in dispatch.operators() if dispatch.is_composite(op)}
 
 
-def decompose(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def decompose(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run the operators that define ``op``."""
     return op.decompose(*args, **kwargs)
 
 
-def compose(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def compose(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run torch's definition of ``op`` on the DTensors; an operator without one runs on full operands."""
     refuse_ragged(op, args, kwargs)
-    definition = _torch.decomposition(op)
+    definition = dispatch.decomposition(op)
     if definition is None:
         return gather(op, args, kwargs)
     return definition(*args, **kwargs)

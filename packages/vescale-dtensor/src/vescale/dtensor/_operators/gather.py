@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .._containers import map_leaves
 from .._placements.rules import refuse_ragged
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .operands import check_operands, dtensors, empty_axes, mesh_of, written_arguments
 from .views import remember_copy
@@ -35,7 +35,7 @@ from .views import remember_copy
 __all__ = ["convolution", "gather", "gather_axes", "gather_in_layout", "whole_placements"]
 
 
-def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def gather(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run ``op`` on full operands; results are replicated, and operands it writes to keep their placements.
 
     Raises:
@@ -54,8 +54,8 @@ def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
         if not isinstance(tensor, DTensor):
             return tensor
         if id(tensor) not in whole:
-            gathered = _torch.redistributed(tensor, [Replicate()] * mesh.ndim, for_op=op)
-            is_own = gathered is _torch.local_tensor(tensor)
+            gathered = dispatch.redistributed(tensor, [Replicate()] * mesh.ndim, for_op=op)
+            is_own = gathered is dispatch.local_tensor(tensor)
             whole[id(tensor)] = gathered.clone() if is_own and id(tensor) in written else gathered
         return whole[id(tensor)]
 
@@ -70,12 +70,12 @@ def gather(op: _torch.Op, args: tuple, kwargs: dict) -> object:
         same = returned.get(id(result))
         return _wrap(op, result, mesh, args, kwargs) if same is None else same
 
-    if _torch.is_view(op) and _was_cut(args[0]):
+    if dispatch.is_view(op) and _was_cut(args[0]):
         remember_copy(args[0], [Replicate()] * mesh.ndim, whole[id(args[0])])
     return map_leaves(give, results, Tensor)
 
 
-def _outside(op: _torch.Op, mesh: DeviceMesh, args: tuple, kwargs: dict) -> object:
+def _outside(op: dispatch.Op, mesh: DeviceMesh, args: tuple, kwargs: dict) -> object:
     """Return results of the global shapes with empty local tensors, for a rank outside the mesh.
 
     Raises:
@@ -101,70 +101,70 @@ def _outside(op: _torch.Op, mesh: DeviceMesh, args: tuple, kwargs: dict) -> obje
     return map_leaves(empty_like, results, Tensor)
 
 
-def gather_in_layout(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def gather_in_layout(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run ``op``, which depends on strides, on full operands with the strides of one device."""
 
     def lay_out(tensor: DTensor) -> DTensor:
         everywhere = [Replicate()] * tensor.device_mesh.ndim
-        whole = _torch.redistributed(tensor, everywhere, for_op=op)
+        whole = dispatch.redistributed(tensor, everywhere, for_op=op)
         if whole.stride() != tensor.stride():
             memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=whole.dtype, device=whole.device)
             whole = memory.copy_(whole)
-        return _torch.wrap(whole, tensor.device_mesh, everywhere, tensor)
+        return dispatch.wrap(whole, tensor.device_mesh, everywhere, tensor)
 
     laid_out = map_leaves(lay_out, (args, kwargs), DTensor)
     result = gather(op, *laid_out)
-    if _torch.is_view(op) and _was_cut(args[0]):
-        remember_copy(args[0], laid_out[0][0].placements, _torch.local_tensor(laid_out[0][0]))
+    if dispatch.is_view(op) and _was_cut(args[0]):
+        remember_copy(args[0], laid_out[0][0].placements, dispatch.local_tensor(laid_out[0][0]))
     return result
 
 
-def gather_axes(op: _torch.Op, tensor: DTensor, axes: tuple[int, ...]) -> DTensor:
+def gather_axes(op: dispatch.Op, tensor: DTensor, axes: tuple[int, ...]) -> DTensor:
     """Return ``tensor`` replicated along ``axes``, as an operand of ``op``; outside autograd."""
     placements = whole_placements(tensor, axes)
-    return _torch.wrap(_torch.redistributed(tensor, placements, for_op=op), tensor.device_mesh, placements, tensor)
+    return dispatch.wrap(dispatch.redistributed(tensor, placements, for_op=op), tensor.device_mesh, placements, tensor)
 
 
 def whole_placements(tensor: DTensor, axes: tuple[int, ...]) -> tuple[Placement, ...]:
     """Return the placements of ``tensor`` with Replicate along ``axes``."""
-    return tuple(Replicate() if axis in axes else p for axis, p in enumerate(_torch.placements_of(tensor)))
+    return tuple(Replicate() if axis in axes else p for axis, p in enumerate(dispatch.placements_of(tensor)))
 
 
-def _write_back(op: _torch.Op, tensor: DTensor, whole: Tensor) -> None:
+def _write_back(op: dispatch.Op, tensor: DTensor, whole: Tensor) -> None:
     if whole.shape != tensor.shape:
         raise UnsupportedOperator.for_operands(
             op, (tensor,), f"it changes the shape to {tuple(whole.shape)} in place: use the form that returns a result"
         )
-    _torch.local_tensor(tensor).copy_(_torch.part_of(whole, tensor))
+    dispatch.local_tensor(tensor).copy_(dispatch.part_of(whole, tensor))
 
 
 def _wrap(
-    op: _torch.Op, result: Tensor, mesh: DeviceMesh, args: tuple, kwargs: dict, *, like: Tensor | None = None
+    op: dispatch.Op, result: Tensor, mesh: DeviceMesh, args: tuple, kwargs: dict, *, like: Tensor | None = None
 ) -> DTensor:
     if result.layout is not torch.strided:
         raise UnsupportedOperator.for_operands(
             op, tuple(dtensors(args, kwargs)), f"its result is {result.layout}: call it on full_tensor()"
         )
-    return _torch.wrap(result, mesh, [Replicate()] * mesh.ndim, result if like is None else like)
+    return dispatch.wrap(result, mesh, [Replicate()] * mesh.ndim, result if like is None else like)
 
 
 def _was_cut(operand: object) -> bool:
-    return isinstance(operand, DTensor) and not all(p.is_replicate() for p in _torch.placements_of(operand))
+    return isinstance(operand, DTensor) and not all(p.is_replicate() for p in dispatch.placements_of(operand))
 
 
 NUM_OPERANDS = {"convolution": 1, "convolution_backward": 2}  # that have a batch: input; grad_output and input
 
 
-def convolution(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def convolution(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run the stock rule if only the batch is sharded, alike in all operands with a batch dim; otherwise gather."""
     batched = args[: NUM_OPERANDS[op.overloadpacket.__name__]]
     others = [arg for arg in args[len(batched) :] if isinstance(arg, DTensor)]
-    placements = {_torch.placements_of(tensor) if isinstance(tensor, DTensor) else None for tensor in batched}
+    placements = {dispatch.placements_of(tensor) if isinstance(tensor, DTensor) else None for tensor in batched}
     fits = (
         len(placements) == 1
         and None not in placements
         and all(p == Shard(0) or p.is_replicate() for p in next(iter(placements)))
-        and all(p.is_replicate() for tensor in others for p in _torch.placements_of(tensor))
+        and all(p.is_replicate() for tensor in others for p in dispatch.placements_of(tensor))
         and not any(map(empty_axes, batched))
     )
-    return _torch.stock_dispatch(op, args, kwargs) if fits else gather(op, args, kwargs)
+    return dispatch.stock_dispatch(op, args, kwargs) if fits else gather(op, args, kwargs)

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from .._containers import map_leaves
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from .gather import gather_axes
 from .operands import is_sharded, mesh_of
 
 __all__ = ["accept_plain", "zeros_around"]
 
 
-def zeros_around(op: _torch.Op, args: tuple, kwargs: dict) -> DTensor:
+def zeros_around(op: dispatch.Op, args: tuple, kwargs: dict) -> DTensor:
     """Run ``select_backward`` or ``slice_backward`` on the shards of the gradient."""
     grad, sizes, dim, *rest = args
     dim %= len(sizes)
@@ -32,24 +32,24 @@ def zeros_around(op: _torch.Op, args: tuple, kwargs: dict) -> DTensor:
     if not is_select:
         cut = tuple(axis for axis, p in enumerate(grad.placements) if is_sharded(p) and p.dim == dim)
         grad = gather_axes(op, grad, cut) if cut else grad
-    local = _torch.local_tensor(grad)
+    local = dispatch.local_tensor(grad)
     shape = list(local.shape)
     shape[dim : dim if is_select else dim + 1] = [sizes[dim]]
     result = op(local, shape, dim, *rest, **kwargs)
-    moved = [_torch.shifted(p, dim) if is_select else p for p in grad.placements]
+    moved = [dispatch.shifted(p, dim) if is_select else p for p in grad.placements]
     like = torch.empty(sizes, dtype=result.dtype, device="meta")
-    return _torch.wrap(result, grad.device_mesh, moved, like)
+    return dispatch.wrap(result, grad.device_mesh, moved, like)
 
 
-def accept_plain(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def accept_plain(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run the stock rule; during backward, plain operands count as replicated."""
-    if not _torch.in_backward():
-        return _torch.stock_dispatch(op, args, kwargs)
+    if not dispatch.in_backward():
+        return dispatch.stock_dispatch(op, args, kwargs)
     mesh = mesh_of(op, args, kwargs)
 
     def bring(tensor: Tensor) -> DTensor:
         if isinstance(tensor, DTensor):
             return tensor
-        return _torch.wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor)
+        return dispatch.wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor)
 
-    return _torch.stock_dispatch(op, map_leaves(bring, args, Tensor), map_leaves(bring, kwargs, Tensor))
+    return dispatch.stock_dispatch(op, map_leaves(bring, args, Tensor), map_leaves(bring, kwargs, Tensor))

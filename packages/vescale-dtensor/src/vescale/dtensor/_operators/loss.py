@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from .vocabulary import axes_sharded_on, local_index, operand, reduced, shards_or_whole
 
 __all__ = ["loss_handlers"]
@@ -42,7 +42,7 @@ REDUCTION = 3  # position of the argument
 NONE, MEAN, SUM = 0, 1, 2
 
 
-def loss_handlers() -> dict[_torch.Op, _torch.Handler]:
+def loss_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return the handlers of the losses that ``cross_entropy`` and ``nll_loss`` end in."""
     return {
         aten.nll_loss_forward.default: _nll_loss,
@@ -53,22 +53,22 @@ def loss_handlers() -> dict[_torch.Op, _torch.Handler]:
     }
 
 
-def _nll_loss(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
+def _nll_loss(op: dispatch.Op, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
     if axes_sharded_on(args[0], _class_dim(args[0])):
         return _over_classes(op, *args)
     if args[REDUCTION] != MEAN:
-        return _torch.stock_dispatch(op, args, kwargs)
-    summed, weights = _torch.stock_dispatch(op, (*args[:REDUCTION], SUM, *args[REDUCTION + 1 :]), kwargs)
+        return dispatch.stock_dispatch(op, args, kwargs)
+    summed, weights = dispatch.stock_dispatch(op, (*args[:REDUCTION], SUM, *args[REDUCTION + 1 :]), kwargs)
     mesh, whole = weights.device_mesh, [Replicate()] * weights.device_mesh.ndim
-    total = _torch.redistributed(weights, whole, for_op=None)
-    mean = _torch.local_tensor(summed) / total
-    return _torch.wrap(mean, mesh, summed.placements, summed), _torch.wrap(total, mesh, whole, weights)
+    total = dispatch.redistributed(weights, whole, for_op=None)
+    mean = dispatch.local_tensor(summed) / total
+    return dispatch.wrap(mean, mesh, summed.placements, summed), dispatch.wrap(total, mesh, whole, weights)
 
 
-def _nll_loss_backward(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _nll_loss_backward(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     grad, log_probs, target, weight, reduction, ignore_index, total = args
     if not axes_sharded_on(log_probs, _class_dim(log_probs)):
-        return _torch.stock_dispatch(op, args, kwargs)
+        return dispatch.stock_dispatch(op, args, kwargs)
     parts = _Parts.of(op, log_probs, target, weight, ignore_index)
     whole = [Replicate()] * parts.mesh.ndim
     scale = operand(op, grad, parts.mesh, parts.target_placements if reduction == NONE else whole)
@@ -78,7 +78,7 @@ def _nll_loss_backward(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
     result = torch.zeros_like(parts.local, memory_format=torch.contiguous_format)
     if result.shape[parts.dim]:
         result.scatter_(parts.dim, parts.index.unsqueeze(parts.dim), values.unsqueeze(parts.dim))
-    return _torch.wrap(result, parts.mesh, parts.placements, torch.empty(log_probs.shape, device="meta"))
+    return dispatch.wrap(result, parts.mesh, parts.placements, torch.empty(log_probs.shape, device="meta"))
 
 
 # ------------------------------------------------------------------------------------------------- sharded classes
@@ -113,7 +113,9 @@ class _Parts:
     weights: Tensor
 
     @classmethod
-    def of(cls, op: _torch.Op, log_probs: DTensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> _Parts:
+    def of(
+        cls, op: dispatch.Op, log_probs: DTensor, target: Tensor, weight: Tensor | None, ignore_index: int
+    ) -> _Parts:
         """Bring the operands to fitting placements and cut out this rank's part."""
         mesh, dim, placements = log_probs.device_mesh, _class_dim(log_probs), shards_or_whole(log_probs.placements)
         target_placements = _of_targets(placements, dim)
@@ -122,8 +124,8 @@ class _Parts:
         kept = targets != ignore_index
         _check(targets, kept, num_classes)
         targets = torch.where(kept, targets, 0)
-        local = _torch.redistributed(log_probs, placements, for_op=op)
-        offsets, sizes = _torch.local_box(log_probs.shape, mesh, placements)
+        local = dispatch.redistributed(log_probs, placements, for_op=op)
+        offsets, sizes = dispatch.local_box(log_probs.shape, mesh, placements)
         index, held = local_index(targets, offsets[dim], sizes[dim], num_classes)
         weights = kept.to(local.dtype)
         if weight is not None:
@@ -169,33 +171,33 @@ def _check(targets: Tensor, kept: Tensor, num_classes: int) -> None:
 
 
 def _over_classes(
-    op: _torch.Op, log_probs: DTensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+    op: dispatch.Op, log_probs: DTensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     parts = _Parts.of(op, log_probs, target, weight, ignore_index)
     losses, mesh, whole = parts.losses(), parts.mesh, [Replicate()] * parts.mesh.ndim
     scalar = torch.empty((), device="meta")
     if reduction == NONE:
         placements = [Partial() if a in parts.class_axes else p for a, p in enumerate(parts.target_placements)]
-        none = _torch.wrap(losses, mesh, placements, torch.empty(target.shape, device="meta"))
-        return none, _torch.wrap(losses.new_zeros(()), mesh, whole, scalar)
+        none = dispatch.wrap(losses, mesh, placements, torch.empty(target.shape, device="meta"))
+        return none, dispatch.wrap(losses.new_zeros(()), mesh, whole, scalar)
     summed = [Partial() if a in (*parts.class_axes, *parts.batch_axes) else Replicate() for a in range(mesh.ndim)]
     loss, total = losses.sum(), parts.weights.sum()
     if reduction == SUM:  # the weights are not read
-        return _torch.wrap(loss, mesh, summed, scalar), _torch.wrap(total, mesh, whole, scalar)
+        return dispatch.wrap(loss, mesh, summed, scalar), dispatch.wrap(total, mesh, whole, scalar)
     total = reduced("sum", total, mesh, whole, parts.batch_axes, ())
-    return _torch.wrap(loss / total, mesh, summed, scalar), _torch.wrap(total, mesh, whole, scalar)
+    return dispatch.wrap(loss / total, mesh, summed, scalar), dispatch.wrap(total, mesh, whole, scalar)
 
 
 # ------------------------------------------------------------------------------------------------- label smoothing
 
 
-def _masked_fill_(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _masked_fill_(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     """Fill zeros into partial sums in place, as ``cross_entropy`` with label smoothing does: every part gets zero."""
     tensor, mask, value = args
     if value != 0 or not isinstance(tensor, DTensor) or Partial() not in tensor.placements:
-        return _torch.stock_dispatch(op, args, kwargs)
+        return dispatch.stock_dispatch(op, args, kwargs)
     if mask.shape != tensor.shape or not all(p == Partial() or not p.is_partial() for p in tensor.placements):
-        return _torch.stock_dispatch(op, args, kwargs)
+        return dispatch.stock_dispatch(op, args, kwargs)
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-    op(_torch.local_tensor(tensor), operand(op, mask, tensor.device_mesh, placements), value)
+    op(dispatch.local_tensor(tensor), operand(op, mask, tensor.device_mesh, placements), value)
     return tensor

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from .._containers import tensors_in
 from .._layout.boxes import chunk
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from ..errors import UnsupportedOperator
 
 __all__ = ["check_operands", "dtensors", "empty_axes", "mesh_of", "uneven_axes", "written_arguments"]
@@ -26,7 +26,7 @@ def dtensors(args: tuple, kwargs: dict) -> Iterator[DTensor]:
     yield from (tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, DTensor))
 
 
-def mesh_of(op: _torch.Op, args: tuple, kwargs: dict) -> DeviceMesh:
+def mesh_of(op: dispatch.Op, args: tuple, kwargs: dict) -> DeviceMesh:
     """Return the mesh of the operands.
 
     Raises:
@@ -41,7 +41,7 @@ def mesh_of(op: _torch.Op, args: tuple, kwargs: dict) -> DeviceMesh:
     return first.device_mesh
 
 
-def check_operands(op: _torch.Op, args: tuple, kwargs: dict) -> None:
+def check_operands(op: dispatch.Op, args: tuple, kwargs: dict) -> None:
     """Refuse plain operands beside DTensors where torch does: in forward, unless implicit replication is on.
 
     Autograd's formulas make plain tensors themselves (zeros of a gradient's shape), equal on all ranks.
@@ -49,14 +49,14 @@ def check_operands(op: _torch.Op, args: tuple, kwargs: dict) -> None:
     Raises:
         UnsupportedOperator: a plain tensor of more than one element is among the operands.
     """
-    if _torch.plain_operands_allowed() or _torch.in_backward():
+    if dispatch.plain_operands_allowed() or dispatch.in_backward():
         return
     for tensor in tensors_in((args, kwargs)):
         if not isinstance(tensor, DTensor) and tensor.numel() != 1:
             raise UnsupportedOperator.for_mixed(op, tensor)
 
 
-def written_arguments(op: _torch.Op, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+def written_arguments(op: dispatch.Op, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     """Yield the tensors that ``op`` writes to (``self`` of in-place operators, ``out``, running statistics)."""
     for position, name in _written(op):
         argument = args[position] if position < len(args) else kwargs.get(name)
@@ -64,8 +64,8 @@ def written_arguments(op: _torch.Op, args: tuple, kwargs: dict) -> Iterator[Tens
 
 
 @functools.cache
-def _written(op: _torch.Op) -> tuple[tuple[int, str], ...]:
-    arguments = enumerate(_torch.schema(op).arguments)
+def _written(op: dispatch.Op) -> tuple[tuple[int, str], ...]:
+    arguments = enumerate(dispatch.schema(op).arguments)
     undeclared = _UNDECLARED.get(op.overloadpacket.__name__, ())
     return tuple((i, a.name) for i, a in arguments if a.name in undeclared or (a.alias_info and a.alias_info.is_write))
 
@@ -104,7 +104,7 @@ def _axes_where(tensor: DTensor, holds: Callable[[int, int], bool]) -> tuple[int
 
 def is_sharded(placement: Placement) -> bool:
     """Return whether a placement shards one dim, contiguous or interleaved."""
-    return isinstance(placement, Shard) or _torch.is_strided_shard(placement)
+    return isinstance(placement, Shard) or dispatch.is_strided_shard(placement)
 
 
 def _chunk_sizes(size: int, num_ranks: int) -> set[int]:

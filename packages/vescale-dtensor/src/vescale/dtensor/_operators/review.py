@@ -46,7 +46,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from .._containers import leaves, map_leaves
 from .._layout.shards import local_shape
 from .._placements.rules import refuse_ragged
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from .gather import gather, gather_axes, whole_placements
 from .gradients import zeros_around
 from .operands import dtensors, empty_axes, uneven_axes, written_arguments
@@ -123,7 +123,7 @@ REDUCTIONS = frozenset({"amax", "amin", "mean", "nansum", "std", "sum", "var", "
 """Reductions for which an empty list of dims means all of them."""
 
 
-def review(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) -> Instead | None:
+def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decision) -> Instead | None:
     """Return None to accept the stock decision, or a function that computes the result in another way."""
     name = op.overloadpacket.__name__
     whole = functools.partial(gather, op, args, kwargs)
@@ -131,10 +131,10 @@ def review(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) 
         return whole
     if torch.Tag.pointwise in op.tags and _adds_a_number(args, decision):
         return functools.partial(_of_whole, op, args, kwargs)
-    if _torch.is_view(op) and _is_moved(args[0], decision):
+    if dispatch.is_view(op) and _is_moved(args[0], decision):
         return functools.partial(_view_of_copy, op, args, kwargs, decision.needed[0].placements)
     if name in ("view", "_unsafe_view") and not _fits_every_rank(args[0], decision.output):
-        axes = [axis for axis, p in enumerate(_torch.placements_of(args[0])) if _torch.is_strided_shard(p)]
+        axes = [axis for axis, p in enumerate(dispatch.placements_of(args[0])) if dispatch.is_strided_shard(p)]
         return functools.partial(_view_of_copy, op, args, kwargs, whole_placements(args[0], tuple(axes)))
     if name in INDEXING and _has_other_shape(args):
         return whole
@@ -151,20 +151,20 @@ def review(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) 
     return None
 
 
-def _is_moved(tensor: object, decision: _torch.Decision) -> bool:
+def _is_moved(tensor: object, decision: dispatch.Decision) -> bool:
     """Return whether stock would redistribute the operator's first operand."""
     if decision.needed is None or not isinstance(tensor, DTensor):
         return False
-    return _torch.placements_of(tensor) != decision.needed[0].placements
+    return dispatch.placements_of(tensor) != decision.needed[0].placements
 
 
-def _fits_every_rank(tensor: DTensor, output: _torch.Spec | None) -> bool:
+def _fits_every_rank(tensor: DTensor, output: dispatch.Spec | None) -> bool:
     """Return whether every rank holds as many elements of an interleaved view as of the tensor.
 
     Example: over 3 ranks, shape (4, 8) in two parts gives the ranks 1 + 1 + 0 rows of each part. Merged to (32,), a
     part has 16 elements. The ranks should hold 6 + 6 + 4 of them, but have 8 + 8 + 0.
     """
-    if output is None or not any(map(_torch.is_strided_shard, _torch.placements_of(tensor))):
+    if output is None or not any(map(dispatch.is_strided_shard, dispatch.placements_of(tensor))):
         return True
     mesh = tuple(tensor.device_mesh.shape)
 
@@ -173,21 +173,21 @@ def _fits_every_rank(tensor: DTensor, output: _torch.Spec | None) -> bool:
         coords = itertools.product(*map(range, mesh))
         return [math.prod(local_shape(tuple(shape), mesh, coord, kept)) for coord in coords]
 
-    return counts(tensor.shape, _torch.placements_of(tensor)) == counts(output.shape, output.placements)
+    return counts(tensor.shape, dispatch.placements_of(tensor)) == counts(output.shape, output.placements)
 
 
-def _view_of_copy(op: _torch.Op, args: tuple, kwargs: dict, placements: tuple[Placement, ...]) -> object:
+def _view_of_copy(op: dispatch.Op, args: tuple, kwargs: dict, placements: tuple[Placement, ...]) -> object:
     """Return a view of the redistributed operand, and record that its memory is a copy."""
-    local = _torch.redistributed(args[0], placements, for_op=op)
+    local = dispatch.redistributed(args[0], placements, for_op=op)
     remember_copy(args[0], placements, local)
-    return op(_torch.wrap(local, args[0].device_mesh, placements, args[0]), *args[1:], **kwargs)
+    return op(dispatch.wrap(local, args[0].device_mesh, placements, args[0]), *args[1:], **kwargs)
 
 
-def _is_fine_where_empty(op: _torch.Op, name: str) -> bool:
+def _is_fine_where_empty(op: dispatch.Op, name: str) -> bool:
     return torch.Tag.pointwise in op.tags or name in EMPTY_IS_FINE or name.startswith("_foreach")
 
 
-def _changes_wrongly(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.Decision) -> bool:
+def _changes_wrongly(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decision) -> bool:
     """Return whether stock would redistribute an operand that the operator writes to, or make a shard partial."""
     if decision.needed is None:
         return False
@@ -195,7 +195,7 @@ def _changes_wrongly(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.
     for given, needed in zip(leaves(args), leaves(decision.needed), strict=False):
         if not isinstance(given, DTensor) or not hasattr(needed, "placements"):
             continue
-        pairs = [(p, q) for p, q in zip(_torch.placements_of(given), needed.placements, strict=True) if p != q]
+        pairs = [(p, q) for p, q in zip(dispatch.placements_of(given), needed.placements, strict=True) if p != q]
         if pairs and id(given) in written:
             return True
         if any(q.is_partial() and not (p.is_replicate() and q.is_partial("sum")) for p, q in pairs):
@@ -203,7 +203,7 @@ def _changes_wrongly(op: _torch.Op, args: tuple, kwargs: dict, decision: _torch.
     return False
 
 
-def _adds_a_number(args: tuple, decision: _torch.Decision) -> bool:
+def _adds_a_number(args: tuple, decision: dispatch.Decision) -> bool:
     """Return whether stock would redistribute because the operands are partial and a number or a 0-dim tensor.
 
     Its cache does not distinguish the two, but a number cannot be made partial: every rank would add the full number.
@@ -215,11 +215,11 @@ def _adds_a_number(args: tuple, decision: _torch.Decision) -> bool:
 
 
 def _is_cut(value: object) -> bool:
-    return isinstance(value, DTensor) and not all(p.is_replicate() for p in _torch.placements_of(value))
+    return isinstance(value, DTensor) and not all(p.is_replicate() for p in dispatch.placements_of(value))
 
 
 def _is_partial(value: object) -> bool:
-    return isinstance(value, DTensor) and any(p.is_partial() for p in _torch.placements_of(value))
+    return isinstance(value, DTensor) and any(p.is_partial() for p in dispatch.placements_of(value))
 
 
 def _has_other_shape(args: tuple) -> bool:
@@ -239,38 +239,38 @@ def _rounds(source: torch.dtype, target: torch.dtype | None) -> bool:
     return source.is_floating_point and torch.finfo(target).eps > torch.finfo(source).eps
 
 
-def _of_whole(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def _of_whole(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run ``op`` on its operands reduced over the axes where they are partial."""
 
     def bring(tensor: Tensor) -> Tensor:
         if not _is_partial(tensor):
             return tensor
-        return gather_axes(op, tensor, tuple(i for i, p in enumerate(_torch.placements_of(tensor)) if p.is_partial()))
+        return gather_axes(op, tensor, tuple(i for i, p in enumerate(dispatch.placements_of(tensor)) if p.is_partial()))
 
     return op(*map_leaves(bring, args, Tensor), **kwargs)
 
 
-def _like_whole(op: _torch.Op, args: tuple, kwargs: dict) -> DTensor:
+def _like_whole(op: dispatch.Op, args: tuple, kwargs: dict) -> DTensor:
     """Return a new tensor like a partial one, with Replicate in place of Partial, so that its values count once."""
     tensor = args[0]
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-    local = op(_torch.local_tensor(tensor), *args[1:], **kwargs)
-    return _torch.wrap(local, tensor.device_mesh, placements, tensor)
+    local = op(dispatch.local_tensor(tensor), *args[1:], **kwargs)
+    return dispatch.wrap(local, tensor.device_mesh, placements, tensor)
 
 
-def whole_where_empty(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def whole_where_empty(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run the stock rule after gathering operands along the axes on which a shard is empty; others stay sharded."""
     refuse_ragged(op, args, kwargs)
-    strided = any(map(_torch.is_strided_shard, itertools.chain(*map(_torch.placements_of, dtensors(args, kwargs)))))
+    strided = any(map(dispatch.is_strided_shard, itertools.chain(*map(dispatch.placements_of, dtensors(args, kwargs)))))
     written = written_arguments(op, args, kwargs)
     if strided or any(isinstance(tensor, DTensor) and empty_axes(tensor) for tensor in written):
         return gather(op, args, kwargs)
 
-    if _torch.is_view(op):
+    if dispatch.is_view(op):
         return _view_of_copy(op, args, kwargs, whole_placements(args[0], empty_axes(args[0])))
 
     def bring(tensor: Tensor) -> Tensor:
         axes = empty_axes(tensor) if isinstance(tensor, DTensor) else ()
         return gather_axes(op, tensor, axes) if axes else tensor
 
-    return _torch.stock_dispatch(op, map_leaves(bring, args, Tensor), map_leaves(bring, kwargs, Tensor))
+    return dispatch.stock_dispatch(op, map_leaves(bring, args, Tensor), map_leaves(bring, kwargs, Tensor))

@@ -13,25 +13,25 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .operands import check_operands
 
 __all__ = ["scalar_handlers"]
 
 
-def scalar_handlers() -> dict[_torch.Op, _torch.Handler]:
+def scalar_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return the handlers of ``item()``, which ``bool()``, ``int()`` and ``float()`` call, and of ``torch.equal``."""
     return {torch.ops.aten._local_scalar_dense.default: _item, torch.ops.aten.equal.default: _equal}
 
 
-def _item(op: _torch.Op, args: tuple, kwargs: dict) -> float | int | bool | complex:
+def _item(op: dispatch.Op, args: tuple, kwargs: dict) -> float | int | bool | complex:
     (tensor,) = args
     _refuse_outside(op, tensor)
-    return op(_torch.redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim, for_op=op), **kwargs)
+    return op(dispatch.redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim, for_op=op), **kwargs)
 
 
-def _equal(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
+def _equal(op: dispatch.Op, args: tuple, kwargs: dict) -> bool:
     known = next(tensor for tensor in args if isinstance(tensor, DTensor))
     mesh = known.device_mesh
     check_operands(op, args, kwargs)
@@ -39,15 +39,15 @@ def _equal(op: _torch.Op, args: tuple, kwargs: dict) -> bool:
     if args[0].shape != args[1].shape:
         return False
     whole = [Replicate()] * mesh.ndim
-    first, second = (t if isinstance(t, DTensor) else _torch.wrap(t, mesh, whole, t) for t in args)
+    first, second = (t if isinstance(t, DTensor) else dispatch.wrap(t, mesh, whole, t) for t in args)
     placements = [Replicate() if p.is_partial() else p for p in first.placements]
-    parts = [_torch.redistributed(tensor, placements, for_op=op) for tensor in (first, second)]
+    parts = [dispatch.redistributed(tensor, placements, for_op=op) for tensor in (first, second)]
     same = torch.tensor(int(op(*parts)), device=parts[0].device)
-    votes = _torch.wrap(same, mesh, [Partial("min")] * mesh.ndim, same)
-    return bool(_torch.redistributed(votes, whole, for_op=None).item())
+    votes = dispatch.wrap(same, mesh, [Partial("min")] * mesh.ndim, same)
+    return bool(dispatch.redistributed(votes, whole, for_op=None).item())
 
 
-def _refuse_outside(op: _torch.Op, tensor: DTensor) -> None:
+def _refuse_outside(op: dispatch.Op, tensor: DTensor) -> None:
     if tensor.device_mesh.get_coordinate() is None:
         reason = "this rank is not in its mesh, so that it cannot know the value: ask for it inside only"
         raise UnsupportedOperator.for_operands(op, (tensor,), reason)

@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from .decompose import compose
 from .gather import convolution, gather, gather_in_layout
 from .gradients import accept_plain
@@ -131,26 +131,26 @@ FIRST_ARGUMENT = {
 
 
 @functools.cache
-def operator_handlers() -> dict[_torch.Op, _torch.Handler]:
+def operator_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return a handler for every operator that stock DTensor guesses or has a wrong rule for."""
     rules = ((GATHER, gather), (COMPOSE, compose), (ACCEPT_PLAIN, accept_plain), (CONVOLUTION, convolution))
     rules += ((AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty))
-    table = {op: change_metadata for op in _torch.operators() if _changes_metadata(op)}
-    table |= {op: gather for op in _torch.operators() if _is_guess(op)}
-    return table | {op: rule for names, rule in rules for name in names if (op := _torch.overload(name)) is not None}
+    table = {op: change_metadata for op in dispatch.operators() if _changes_metadata(op)}
+    table |= {op: gather for op in dispatch.operators() if _is_guess(op)}
+    return table | {op: rule for names, rule in rules for name in names if (op := dispatch.overload(name)) is not None}
 
 
-def _changes_metadata(op: _torch.Op) -> bool:
-    return torch.Tag.inplace_view in op.tags and not (_torch.is_random(op) or _torch.is_composite(op))
+def _changes_metadata(op: dispatch.Op) -> bool:
+    return torch.Tag.inplace_view in op.tags and not (dispatch.is_random(op) or dispatch.is_composite(op))
 
 
-def _is_guess(op: _torch.Op) -> bool:
-    if _torch.is_random(op) or _torch.is_composite(op) or not _torch.is_guessed(op):
+def _is_guess(op: dispatch.Op) -> bool:
+    if dispatch.is_random(op) or dispatch.is_composite(op) or not dispatch.is_guessed(op):
         return False
     return op.name().removeprefix("aten::") not in GUESSED_RIGHT
 
 
-def fallback(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def fallback(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run an operator for which stock DTensor finds no placements, or raises an error looking for them."""
     if op.overloadpacket in _OF_STORAGE:
         return change_metadata(op, args, kwargs)
@@ -164,6 +164,6 @@ _OF_STORAGE = frozenset(
 )
 
 
-def first_arguments() -> dict[_torch.Op | None, int]:
+def first_arguments() -> dict[dispatch.Op | None, int]:
     """Return the position of the first argument in the cache key by operator; None stands for one torch lacks."""
-    return {_torch.overload(name): position for name, position in FIRST_ARGUMENT.items()}
+    return {dispatch.overload(name): position for name, position in FIRST_ARGUMENT.items()}

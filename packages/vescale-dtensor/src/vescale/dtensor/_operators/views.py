@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .operands import dtensors
 
@@ -44,23 +44,23 @@ class _Copy:
     stride: tuple[int, ...]
 
 
-_COPIES: dict[int, tuple[_torch.StorageWeakRef, _Copy]] = {}
+_COPIES: dict[int, tuple[dispatch.StorageWeakRef, _Copy]] = {}
 
 # While our handlers are installed: the previous handlers of in-place operators (None: stock rule).
-_BEFORE: dict[_torch.Op, _torch.Handler | None] = {}
+_BEFORE: dict[dispatch.Op, dispatch.Handler | None] = {}
 
 
 def remember_copy(base: DTensor, placements: Sequence[Placement], local: Tensor) -> None:
     """Remember that the memory of ``local`` is a copy of ``base``, redistributed to ``placements``."""
     if local.numel():
-        storage = _torch.StorageWeakRef(local.untyped_storage())
+        storage = dispatch.StorageWeakRef(local.untyped_storage())
         _COPIES[storage.cdata] = storage, _Copy(weakref.ref(base), tuple(placements), local.stride())
         _watch()
 
 
 def forget_copies() -> None:
     """Forget all copies, and restore the previous handlers of in-place operators."""
-    table = _torch.handler_table()
+    table = dispatch.handler_table()
     for op, before in _BEFORE.items():
         if before is None:
             table.pop(op, None)
@@ -72,27 +72,27 @@ def forget_copies() -> None:
 
 def _watch() -> None:
     if not _BEFORE:
-        table = _torch.handler_table()
+        table = dispatch.handler_table()
         _BEFORE.update({op: table.get(op) for op in _in_place_operators()})
         table.update(dict.fromkeys(_BEFORE, _write))
 
 
 @functools.cache
-def _in_place_operators() -> tuple[_torch.Op, ...]:
-    def is_one(op: _torch.Op) -> bool:
-        changes_values = _torch.writes_first(op) and torch.Tag.inplace_view not in op.tags
-        return changes_values and not _torch.is_composite(op)
+def _in_place_operators() -> tuple[dispatch.Op, ...]:
+    def is_one(op: dispatch.Op) -> bool:
+        changes_values = dispatch.writes_first(op) and torch.Tag.inplace_view not in op.tags
+        return changes_values and not dispatch.is_composite(op)
 
-    return tuple(filter(is_one, _torch.operators()))
+    return tuple(filter(is_one, dispatch.operators()))
 
 
-def _write(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def _write(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run an operator that writes to its first operand; if that is a view of a copy, write to the copied tensor.
 
     Raises:
         UnsupportedOperator: the memory layout of the copied tensor has changed since the view was made.
     """
-    run = _BEFORE.get(op) or _torch.stock_dispatch
+    run = _BEFORE.get(op) or dispatch.stock_dispatch
     for key in [key for key, (storage, _) in _COPIES.items() if storage.expired()]:
         del _COPIES[key]
     if not _COPIES:
@@ -101,28 +101,28 @@ def _write(op: _torch.Op, args: tuple, kwargs: dict) -> object:
     base = copy.base() if copy is not None else None
     if copy is None or base is None:
         return run(op, args, kwargs)
-    moved = _torch.redistributed(base, copy.placements, for_op=op)
+    moved = dispatch.redistributed(base, copy.placements, for_op=op)
     if moved.stride() != copy.stride:
         raise UnsupportedOperator.for_operands(
             op, (base,), "it writes to a view made before the tensor's memory layout changed: make the view again"
         )
-    shown = _torch.local_tensor(args[0])
+    shown = dispatch.local_tensor(args[0])
     place = torch.as_strided(moved, shown.shape, shown.stride(), shown.storage_offset())
-    run(op, (_torch.with_local(args[0], place), *args[1:]), kwargs)
+    run(op, (dispatch.with_local(args[0], place), *args[1:]), kwargs)
     shown.copy_(place)  # keep the copy equal to the tensor
-    whole = _torch.wrap(moved, base.device_mesh, copy.placements, base)
-    _torch.local_tensor(base).copy_(_torch.redistributed(whole, _torch.placements_of(base), for_op=None))
+    whole = dispatch.wrap(moved, base.device_mesh, copy.placements, base)
+    dispatch.local_tensor(base).copy_(dispatch.redistributed(whole, dispatch.placements_of(base), for_op=None))
     return args[0]
 
 
 def _copy_behind(tensor: object) -> _Copy | None:
     if not isinstance(tensor, DTensor):
         return None
-    _, copy = _COPIES.get(_torch.storage_key(_torch.local_tensor(tensor)), (None, None))
+    _, copy = _COPIES.get(dispatch.storage_key(dispatch.local_tensor(tensor)), (None, None))
     return copy
 
 
-def change_metadata(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run an operator that changes its first operand's metadata.
 
     Raises:
@@ -135,18 +135,18 @@ def change_metadata(op: _torch.Op, args: tuple, kwargs: dict) -> object:
             tuple(dtensors(args, kwargs)),
             "it changes the tensor's shape or storage in place: use the form that returns a new tensor",
         )
-    return _torch.become(op, args, kwargs, functional(*args, **kwargs))
+    return dispatch.become(op, args, kwargs, functional(*args, **kwargs))
 
 
 @functools.cache
-def _functional(op: _torch.Op) -> _torch.Op | None:
+def _functional(op: dispatch.Op) -> dispatch.Op | None:
     """Return the out-of-place form of ``op``: ``transpose.int`` for ``transpose_``."""
     packet = getattr(torch.ops.aten, op.overloadpacket.__name__.removesuffix("_"), None)
     if packet is None or packet is op.overloadpacket:
         return None
     candidates = (getattr(packet, name) for name in packet.overloads())
-    return next((c for c in candidates if _arguments(c) == _arguments(op) and _torch.is_view(c)), None)
+    return next((c for c in candidates if _arguments(c) == _arguments(op) and dispatch.is_view(c)), None)
 
 
-def _arguments(op: _torch.Op) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in _torch.schema(op).arguments]
+def _arguments(op: dispatch.Op) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in dispatch.schema(op).arguments]

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from ..errors import UnsupportedOperator
 
 __all__ = ["axes_sharded_on", "local_index", "operand", "reduced", "shards_or_whole", "vocab_handlers"]
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 ROWS, COLUMNS = 0, 1  # dims of an embedding's weight
 
 
-def vocab_handlers() -> dict[_torch.Op, _torch.Handler]:
+def vocab_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return the handlers of the embedding and of ``log_softmax``, forward and backward."""
     return {
         aten.embedding.default: _embedding,
@@ -63,7 +63,7 @@ def shards_or_whole(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(p if type(p) is Shard else Replicate() for p in placements)
 
 
-def operand(op: _torch.Op, tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+def operand(op: dispatch.Op, tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """Return the shard of an operand; a plain tensor counts as replicated where that is allowed.
 
     Raises:
@@ -71,10 +71,10 @@ def operand(op: _torch.Op, tensor: Tensor, mesh: DeviceMesh, placements: Sequenc
         RuntimeError: a redistribution is needed where those must be explicit.
     """
     if not isinstance(tensor, DTensor):
-        if not _torch.plain_operands_allowed() and "backward" not in op.name():
+        if not dispatch.plain_operands_allowed() and "backward" not in op.name():
             raise UnsupportedOperator.for_mixed(op, tensor)
-        tensor = _torch.wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor)
-    return _torch.redistributed(tensor, placements, for_op=op)
+        tensor = dispatch.wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor)
+    return dispatch.redistributed(tensor, placements, for_op=op)
 
 
 def reduced(
@@ -89,7 +89,7 @@ def reduced(
     partial = [Partial(kind) if axis in axes else p for axis, p in enumerate(placements)]
     whole = [Replicate() if axis in axes else p for axis, p in enumerate(placements)]
     like = torch.empty(tuple(shape), dtype=local.dtype, device="meta")
-    return _torch.redistributed(_torch.wrap(local, mesh, partial, like), whole, for_op=None)
+    return dispatch.redistributed(dispatch.wrap(local, mesh, partial, like), whole, for_op=None)
 
 
 def local_index(indices: Tensor, offset: int, size: int, total: int) -> tuple[Tensor, Tensor]:
@@ -106,20 +106,20 @@ def local_index(indices: Tensor, offset: int, size: int, total: int) -> tuple[Te
 # ------------------------------------------------------------------------------------------------- embedding
 
 
-def _embedding(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _embedding(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     weight, indices = args[:2]
     if not axes_sharded_on(weight, ROWS):
-        return _torch.stock_dispatch(op, args, kwargs)
+        return dispatch.stock_dispatch(op, args, kwargs)
     mesh = weight.device_mesh
     index_placements = indices.placements if isinstance(indices, DTensor) else (Replicate(),) * mesh.ndim
     rules = [_embedding_axis(w, i, indices.ndim) for w, i in zip(weight.placements, index_placements, strict=True)]
     of_weight, of_indices, of_output = zip(*rules, strict=True)
     ids = operand(op, indices, mesh, of_indices)
-    rows = _torch.redistributed(weight, of_weight, for_op=op)
-    (offset, _), (size, _) = _torch.local_box(weight.shape, mesh, _without_partial(of_weight))
+    rows = dispatch.redistributed(weight, of_weight, for_op=op)
+    (offset, _), (size, _) = dispatch.local_box(weight.shape, mesh, _without_partial(of_weight))
     output = _rows(op, rows, *local_index(ids, offset, size, weight.shape[ROWS]))
     like = torch.empty((*indices.shape, weight.shape[COLUMNS]), dtype=output.dtype, device="meta")
-    return _torch.wrap(output, mesh, of_output, like)
+    return dispatch.wrap(output, mesh, of_output, like)
 
 
 def _embedding_axis(weight: Placement, indices: Placement, ndim: int) -> tuple[Placement, Placement, Placement]:
@@ -139,55 +139,55 @@ def _without_partial(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(Replicate() if p.is_partial() else p for p in placements)
 
 
-def _rows(op: _torch.Op, rows: Tensor, index: Tensor, held: Tensor) -> Tensor:
+def _rows(op: dispatch.Op, rows: Tensor, index: Tensor, held: Tensor) -> Tensor:
     """Look up ``index`` in the local rows; return zeros where an index is not ``held``."""
     if rows.shape[ROWS] == 0:
         rows = rows.new_zeros(1, rows.shape[COLUMNS])
     return op(rows, index).masked_fill_(held.logical_not().unsqueeze(-1), 0)
 
 
-def _embedding_backward(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _embedding_backward(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     """Count tokens over the global batch if the gradient is divided by the counts; otherwise run the stock rule."""
     grad, indices, num_weights, padding_idx, scale_grad_by_freq = args
     if scale_grad_by_freq and isinstance(indices, DTensor):
         mesh, whole = indices.device_mesh, [Replicate()] * indices.device_mesh.ndim
         local = [operand(op, tensor, mesh, whole) for tensor in (grad, indices)]
         result = op(*local, num_weights, padding_idx, scale_grad_by_freq)
-        return _torch.wrap(result, mesh, whole, result)
-    return _torch.stock_dispatch(op, args, kwargs)
+        return dispatch.wrap(result, mesh, whole, result)
+    return dispatch.stock_dispatch(op, args, kwargs)
 
 
 # ------------------------------------------------------------------------------------------------- log_softmax
 
 
-def _log_softmax(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _log_softmax(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     x, dim, half_to_float = args
     dim %= max(x.ndim, 1)
     axes = axes_sharded_on(x, dim)
     if not axes:
-        return _torch.stock_dispatch(op, args, kwargs)
+        return dispatch.stock_dispatch(op, args, kwargs)
     mesh, placements = x.device_mesh, shards_or_whole(x.placements)
-    local = _widened(_torch.redistributed(x, placements, for_op=op))
+    local = _widened(dispatch.redistributed(x, placements, for_op=op))
     row = [1 if d == dim else size for d, size in enumerate(x.shape)]
     shifted = local - reduced("max", _max(local, dim), mesh, placements, axes, row)
     total = reduced("sum", shifted.exp().sum(dim, keepdim=True), mesh, placements, axes, row)
     dtype = torch.float32 if half_to_float else x.dtype
     result = (shifted - total.log()).to(dtype)
-    return _torch.wrap(result, mesh, placements, torch.empty(x.shape, device="meta"))
+    return dispatch.wrap(result, mesh, placements, torch.empty(x.shape, device="meta"))
 
 
-def _log_softmax_backward(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _log_softmax_backward(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     grad, output, dim, input_dtype = args
     dim %= max(output.ndim, 1)
     axes = axes_sharded_on(output, dim)
     if not axes:
-        return _torch.stock_dispatch(op, args, kwargs)
+        return dispatch.stock_dispatch(op, args, kwargs)
     mesh, placements = output.device_mesh, output.placements
     grad = _widened(operand(op, grad, mesh, placements))
     row = [1 if d == dim else size for d, size in enumerate(output.shape)]
     total = reduced("sum", grad.sum(dim, keepdim=True), mesh, placements, axes, row)
-    result = (grad - _widened(_torch.local_tensor(output)).exp() * total).to(input_dtype)
-    return _torch.wrap(result, mesh, placements, torch.empty(output.shape, device="meta"))
+    result = (grad - _widened(dispatch.local_tensor(output)).exp() * total).to(input_dtype)
+    return dispatch.wrap(result, mesh, placements, torch.empty(output.shape, device="meta"))
 
 
 def _max(local: Tensor, dim: int) -> Tensor:

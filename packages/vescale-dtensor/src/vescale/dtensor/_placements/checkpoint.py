@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from .._layout.shards import local_views
-from .._torch import placements as _torch
+from .._torch.placements import local_of
 from .redistribute import is_own
 
 __all__ = ["PROTOCOL", "boxes", "global_shape"]
@@ -30,7 +30,7 @@ def held(tensor: DTensor) -> list[tuple[tuple[int, ...], Tensor]]:
     Raises:
         UnsupportedPlacement: the tensor is not reduced yet (Partial).
     """
-    views = local_views(_torch.local_of(tensor).detach(), tensor.shape, tensor.device_mesh, tensor.placements)
+    views = local_views(local_of(tensor).detach(), tensor.shape, tensor.device_mesh, tensor.placements)
     return [(offsets, view) for (offsets, _), view in views]
 
 
@@ -55,7 +55,7 @@ def _chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
 
 
 def _write_items(tensor: DTensor, fqn: str, _: object) -> list[WriteItem]:
-    properties = TensorProperties.create_from_tensor(_torch.local_of(tensor))
+    properties = TensorProperties.create_from_tensor(local_of(tensor))
     return [
         WriteItem(
             index=MetadataIndex(fqn, chunk.offsets),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._layout.groups import group_of_ranks, ranks_of
-from .._torch import placements as _torch
+from .._torch.placements import all_gather_single, reduce_scatter_single
 from .plan import peers
 
 __all__ = [
@@ -107,7 +107,7 @@ def group_of(mesh: DeviceMesh, axes: Sequence[int]) -> Group:
 def gather(group: Group, local: Tensor, sizes: Sequence[int], out: Tensor) -> list[Tensor]:
     """Gather flat tensors of ``sizes`` into ``out``, in the order of the process group; return them in mesh order."""
     if len(set(sizes)) == 1:
-        _torch.all_gather(_bytes(out), _bytes(local), group=group.process_group)
+        all_gather_single(_bytes(out), _bytes(local), group=group.process_group)
     else:  # one copy per rank: the backends share no all-gather of unequal parts
         copies = local.repeat(len(sizes))
         _all_to_all(group, out, group.arranged(sizes), copies, [len(local)] * len(sizes))
@@ -152,7 +152,7 @@ def reduce_scatter(group: Group, sends: Sequence[Tensor], ops: Sequence[str], *,
     out = sends[0].new_empty(sizes[place])
     if len(set(sizes)) == 1:
         buffer = torch.cat(group.arranged(sends))
-        _torch.reduce_scatter(out, buffer, op=_OPS[ops[0]], group=group.process_group)
+        reduce_scatter_single(out, buffer, op=_OPS[ops[0]], group=group.process_group)
         return _averaged(out, divisor)
     received = exchange(group, sends, [sizes[place]] * len(sizes), sends[0].new_empty(sizes[place] * len(sizes)))
     out.copy_(received[0])

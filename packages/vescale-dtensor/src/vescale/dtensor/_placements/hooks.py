@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 
-from .._torch import placements as _torch
-from . import redistribute as _redistribute
+from .._torch.placements import is_tracing, with_placements
 from .collectives import in_group_order
 from .move import redistribute_shard, reduce_axes, reducible_together
 from .plan import Placements
+from .redistribute import is_own, redistribute
 from .types import RaggedShard
 
 __all__ = [
@@ -47,7 +47,7 @@ def for_own_placements(stock: Callable, function: Callable) -> Callable:
 
     @functools.wraps(stock)
     def chosen(self, *args):
-        return (function if _redistribute.is_own(self.placements, self.device_mesh) else stock)(self, *args)
+        return (function if is_own(self.placements, self.device_mesh) else stock)(self, *args)
 
     return chosen
 
@@ -76,14 +76,14 @@ def redistribute_method(stock: Callable) -> Callable:
     """Return `DTensor.redistribute` for all placements: ours where one is ragged or interleaved."""
 
     @functools.wraps(stock)
-    def redistribute(self, device_mesh=None, placements=None, **options):
+    def chosen(self, device_mesh=None, placements=None, **options):
         mesh = self.device_mesh
-        own = _redistribute.is_own(self.placements, mesh) or _redistribute.is_own(placements or (), mesh)
-        if own and not _torch.is_tracing():
-            return _redistribute.redistribute(self, device_mesh, placements, **options)
+        own = is_own(self.placements, mesh) or is_own(placements or (), mesh)
+        if own and not is_tracing():
+            return redistribute(self, device_mesh, placements, **options)
         return stock(self, device_mesh, placements, **options)
 
-    return redistribute
+    return chosen
 
 
 def redistribute_shards(stock: Callable) -> Callable:
@@ -100,8 +100,8 @@ def redistribute_shards(stock: Callable) -> Callable:
             local = local.resolve_conj().resolve_neg()
         source, new = current.placements, target.placements
         mesh = current.mesh
-        own = _redistribute.is_own(source, mesh) or _redistribute.is_own(new, mesh) or not in_group_order(mesh)
-        if own and mesh == target.mesh and not _torch.is_tracing():
+        own = is_own(source, mesh) or is_own(new, mesh) or not in_group_order(mesh)
+        if own and mesh == target.mesh and not is_tracing():
             return redistribute_shard(local, current.shape, mesh, source, new)
         if len(source) > 1 and sum(type(placement) is Partial for placement in source) > 1:
             local, current = _reduced_together(local, current, target)
@@ -114,11 +114,11 @@ def _reduced_together(local, current, target):
     """Reduce several Partial axes in one collective, before torch would use one collective per axis."""
     axes = [a for a in reducible_together(current.placements, target.placements) if current.mesh.size(a) > 1]
     mesh = current.mesh
-    if len(axes) < 2 or mesh != target.mesh or _torch.is_tracing() or mesh.get_coordinate() is None:
+    if len(axes) < 2 or mesh != target.mesh or is_tracing() or mesh.get_coordinate() is None:
         return local, current
     local = reduce_axes(local, mesh, current.placements, axes)
     placements = [target.placements[a] if a in axes else old for a, old in enumerate(current.placements)]
-    return local, _torch.with_placements(current, placements)
+    return local, with_placements(current, placements)
 
 
 def add_whole_once(stock: Callable) -> Callable:

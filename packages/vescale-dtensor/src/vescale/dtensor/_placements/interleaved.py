@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from .._torch import placements as _torch
+from .._torch.dispatch import wrap
 from .._torch.patches import Op
+from .._torch.placements import StridedShard, backward_operator, local_of
 from .types import InterleavedShard
 
 __all__ = ["run_interleaved"]
@@ -39,7 +40,7 @@ def run_interleaved(op: Op, args: tuple, kwargs: dict) -> object:
         return _slice(*_named(args, kwargs, ("self", "dim", "start", "end", "step")))
     if op is aten.slice_backward.default:
         return _slice_backward(*_named(args, kwargs, ("grad_output", "input_sizes", "dim", "start", "end", "step")))
-    if op is aten.cat.default and _torch.backward_operator() in ("Split", "SplitWithSizes"):
+    if op is aten.cat.default and backward_operator() in ("Split", "SplitWithSizes"):
         return _cat(*_named(args, kwargs, ("tensors", "dim")))
     return None
 
@@ -60,7 +61,7 @@ def _split(tensor: Tensor, sizes: int | Sequence[int], dim: int) -> tuple[DTenso
     sizes = [min(sizes, size - start) for start in range(0, size, sizes)] if isinstance(sizes, int) else list(sizes)
     if size % k or size == 0 or any(section % (size // k) or section == 0 for section in sizes):
         return None  # a section ends inside a part: torch gathers
-    local = _torch.local_of(tensor)
+    local = local_of(tensor)
     strip = local.shape[dim] // k
     counts = [section // (size // k) for section in sizes]
     shards = local.split([count * strip for count in counts], dim)
@@ -78,7 +79,7 @@ def _slice(tensor: DTensor, dim: int, start: int | None, end: int | None, step: 
     part = size // k
     if size % k or part == 0 or start % part or end % part or start >= end:
         return None
-    local = _torch.local_of(tensor)
+    local = local_of(tensor)
     strip, count = local.shape[dim] // k, (end - start) // part
     _SLICED[tuple(tensor.shape), dim, start, end] = k
     return _section(tensor, local.narrow(dim, start // part * strip, count * strip), axis, dim, count, k)
@@ -101,20 +102,20 @@ def _slice_backward(
     count = _num_parts(gradient.placements[axes[0]], dim)
     if count is None or (end - start) * k != count * sizes[dim]:
         return None
-    local = _torch.local_of(gradient)
+    local = local_of(gradient)
     strip, shape = local.shape[dim] // count, list(local.shape)
     shape[dim] = strip * k
     whole = local.new_zeros(shape)
     whole.narrow(dim, start * k // sizes[dim] * strip, count * strip).copy_(local)
     placements = list(gradient.placements)
     placements[axes[0]] = InterleavedShard(dim, k)
-    return _torch.wrap(whole, gradient.device_mesh, placements, like=torch.empty(sizes, device="meta"))
+    return wrap(whole, gradient.device_mesh, placements, like=torch.empty(sizes, device="meta"))
 
 
 def _interleaved_axis(placements: Sequence[Placement], dim: int) -> int | None:
     """Return the axis with interleaved shards of ``dim``, if that is the only axis that shards it."""
     axes = [axis for axis, placement in enumerate(placements) if getattr(placement, "dim", None) == dim]
-    if len(axes) != 1 or not isinstance(placements[axes[0]], _torch.StridedShard):
+    if len(axes) != 1 or not isinstance(placements[axes[0]], StridedShard):
         return None
     return axes[0]
 
@@ -126,7 +127,7 @@ def _section(tensor: DTensor, shard: Tensor, axis: int, dim: int, count: int, k:
     like = torch.empty_strided(shape, tensor.stride(), device="meta")
     new = Shard(dim) if count == 1 else InterleavedShard(dim, count)
     placements = [new if a == axis else placement for a, placement in enumerate(tensor.placements)]
-    return _torch.wrap(shard, tensor.device_mesh, placements, like=like)
+    return wrap(shard, tensor.device_mesh, placements, like=like)
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> DTensor | None:
@@ -146,15 +147,15 @@ def _cat(tensors: Sequence[Tensor], dim: int) -> DTensor | None:
     parts = {tensor.shape[dim] / count for tensor, count in zip(tensors, counts, strict=True)}
     if len(parts) != 1:
         return None
-    local = torch.cat([_torch.local_of(tensor) for tensor in tensors], dim)
+    local = torch.cat([local_of(tensor) for tensor in tensors], dim)
     shape = list(first.shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     placements = list(first.placements)
     placements[axis] = InterleavedShard(dim, sum(counts))
-    return _torch.wrap(local, first.device_mesh, placements, like=torch.empty(shape, device="meta"))
+    return wrap(local, first.device_mesh, placements, like=torch.empty(shape, device="meta"))
 
 
 def _num_parts(placement: Placement, dim: int) -> int | None:
-    if isinstance(placement, _torch.StridedShard) and placement.dim == dim:
+    if isinstance(placement, StridedShard) and placement.dim == dim:
         return placement.split_factor
     return 1 if placement == Shard(dim) else None

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 
 from .._layout.boxes import index_from
 from .._layout.shards import check, local_shape, pieces
-from .._torch import placements as _torch
+from .._torch.placements import partition, reduced
 from ..errors import UnsupportedPlacement
 from .collectives import Group, all_reduce, exchange, gather, group_of, reduce_scatter
 from .plan import Movement, Part, Placements, crossed_axes, movement, peers, without_partials
@@ -56,7 +56,7 @@ def redistribute_shard(
     local = local.resolve_conj().resolve_neg()  # collectives send raw memory, without the lazy bits
     mixed = [axis for axis in _leaving(source, target) if type(source[axis]) is not Partial]
     for axis in mixed:  # such a placement reduces itself
-        local = _torch.reduced(local, source[axis], mesh, axis)
+        local = reduced(local, source[axis], mesh, axis)
         source = _replaced(source, [axis], Replicate())
     axes = _leaving(source, target)
     if axes and _scatters(shape, tuple(mesh.shape), source, target, axes):
@@ -67,7 +67,7 @@ def redistribute_shard(
         local = move(local, shape, mesh, without_partials(source), without_partials(target))
     for axis, (old, new) in enumerate(zip(source, target, strict=True)):
         if new.is_partial() and not old.is_partial():
-            local = _torch.partition(local, new, mesh, axis)
+            local = partition(local, new, mesh, axis)
     return local
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._containers import tensors_in
-from .._torch import placements as _torch
-from .._torch.dispatch import schema
+from .._torch.dispatch import schema, wrap
+from .._torch.placements import local_of
 from .move import move
 from .plan import crossed_axes
 from .ragged import Op, ragged_operands, refusal
@@ -98,7 +98,7 @@ def _run_lists(op: Op, args: tuple, kwargs: dict) -> object:
 
 
 def _number(value: object) -> object:
-    return _torch.local_of(value) if isinstance(value, DTensor) else value
+    return local_of(value) if isinstance(value, DTensor) else value
 
 
 def _fits(tensor: Tensor, like: DTensor) -> bool:
@@ -113,7 +113,7 @@ def _fitting(op: Op, value: object, like: DTensor, call: tuple) -> object:
         if value.numel() == 1 and value.ndim <= 1:
             return value
         raise refusal(op, *call, f"a plain tensor of shape {tuple(value.shape)} is among the operands")
-    local, whole = _torch.local_of(value), all(placement.is_replicate() for placement in value.placements)
+    local, whole = local_of(value), all(placement.is_replicate() for placement in value.placements)
     if _fits(value, like) or (value.ndim == 0 and whole):
         return local
     shape, mesh = tuple(like.shape), like.device_mesh
@@ -152,7 +152,7 @@ def _check_unreduced(op: Op, args: Sequence, kwargs: dict, like: DTensor) -> Non
 
 def _wrapped(result: object, like: DTensor) -> object:
     if isinstance(result, Tensor):
-        return _torch.wrap(result, like.device_mesh, like.placements, like=like)
+        return wrap(result, like.device_mesh, like.placements, like=like)
     if isinstance(result, (list, tuple)):
         return type(result)(_wrapped(item, like) for item in result)
     return result

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 from .._layout.shards import check
-from .._torch import placements as _torch
+from .._torch.dispatch import wrap
+from .._torch.placements import DTensorSpec, StridedShard, current_mesh, local_of
 from .collectives import in_group_order
 from .move import redistribute_shard
 from .plan import is_axis_order, without_partials
@@ -36,7 +37,7 @@ def is_own(placements: Sequence[Placement], mesh: DeviceMesh) -> bool:
         return False
     if any(isinstance(placement, (InterleavedShard, RaggedShard)) for placement in placements):
         return True
-    strided = any(isinstance(placement, _torch.StridedShard) for placement in placements)
+    strided = any(isinstance(placement, StridedShard) for placement in placements)
     return strided and not is_axis_order(tuple(placements), tuple(mesh.shape))
 
 
@@ -52,7 +53,7 @@ def _normalized(placement: Placement, ndim: int) -> Placement:
     dim = getattr(placement, "dim", 0)
     if dim >= 0:
         return placement
-    if isinstance(placement, _torch.StridedShard):
+    if isinstance(placement, StridedShard):
         return type(placement)(dim + ndim, split_factor=placement.split_factor)
     return Shard(dim + ndim)
 
@@ -102,12 +103,12 @@ class Redistribute(torch.autograd.Function):
     ) -> DTensor:
         """Redistribute, in ``forward_dtype`` if one is given."""
         ctx.source, ctx.dtype, ctx.backward_dtype = tensor.placements, tensor.dtype, backward_dtype
-        local = _torch.local_of(tensor)
+        local = local_of(tensor)
         local = local if forward_dtype is None else local.to(forward_dtype)
         shard = redistribute_shard(local, tensor.shape, tensor.device_mesh, tensor.placements, placements)
         if shard is local:
             shard = local.view_as(local)
-        return _torch.wrap(shard, tensor.device_mesh, placements, like=tensor, requires_grad=tensor.requires_grad)
+        return wrap(shard, tensor.device_mesh, placements, like=tensor, requires_grad=tensor.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None, None]:
@@ -124,7 +125,7 @@ def _gradient_placements(present: Sequence[Placement], source: Sequence[Placemen
     return tuple(Replicate() if old.is_partial() and not now.is_partial() else old for now, old in pairs)
 
 
-def shard_gradient(gradient: torch.Tensor, like: _torch.DTensorSpec, placements: Sequence[Placement] | None) -> DTensor:
+def shard_gradient(gradient: torch.Tensor, like: DTensorSpec, placements: Sequence[Placement] | None) -> DTensor:
     """Return the gradient of ``to_local`` as a DTensor: the local gradient, in the placements of the tensor.
 
     Torch would compute the strides of the global tensor from the local strides. A ragged shard does not allow that, so
@@ -162,7 +163,7 @@ def distribute_tensor(
         >>> weight.to_local().shape                                                             # doctest: +SKIP
         torch.Size([8, 4])
     """
-    mesh = device_mesh or _torch.current_mesh()
+    mesh = device_mesh or current_mesh()
     known = placements is None or (not is_own(placements, mesh) and in_group_order(mesh))
     if known or isinstance(tensor, DTensor):
         return torch_distribute_tensor(tensor, mesh, placements, src_data_rank=src_data_rank)
@@ -173,7 +174,7 @@ def distribute_tensor(
     copies = [placement if placement.is_partial() else Replicate() for placement in target]
     values = tensor.detach() if src_data_rank is None else tensor.detach().clone()  # torch broadcasts into its argument
     copied = torch_distribute_tensor(values, mesh, copies, src_data_rank=src_data_rank)
-    shard = redistribute_shard(_torch.local_of(copied), tensor.shape, mesh, copied.placements, target)
+    shard = redistribute_shard(local_of(copied), tensor.shape, mesh, copied.placements, target)
     shard = shard.clone() if shard.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else shard
     grad = tensor.requires_grad
-    return _torch.wrap(shard.requires_grad_(grad), mesh, target, like=tensor, requires_grad=grad)
+    return wrap(shard.requires_grad_(grad), mesh, target, like=tensor, requires_grad=grad)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from .._torch import placements as _torch
+from .._torch.dispatch import wrap
+from .._torch.placements import local_of, norm_partial
 from .ragged import Op, is_ragged, refusal
 
 __all__ = ["REDUCTIONS"]
@@ -25,7 +26,7 @@ def _spread(tensor: DTensor, partial: Placement) -> list[Placement]:
 
 def _number(tensor: DTensor, local: Tensor, partial: Placement) -> DTensor:
     like = torch.empty((), device="meta")
-    return _torch.wrap(local, tensor.device_mesh, _spread(tensor, partial), like=like)
+    return wrap(local, tensor.device_mesh, _spread(tensor, partial), like=like)
 
 
 def _all_dims(op: Op, args: tuple, kwargs: dict, position: int, *, linear: bool) -> DTensor:
@@ -44,12 +45,12 @@ def _all_dims(op: Op, args: tuple, kwargs: dict, position: int, *, linear: bool)
 
 def _sum(op: Op, args: tuple, kwargs: dict) -> DTensor:
     tensor = _all_dims(op, args, kwargs, 1, linear=True)
-    return _number(tensor, _torch.local_of(tensor).sum(dtype=kwargs.get("dtype")), Partial())
+    return _number(tensor, local_of(tensor).sum(dtype=kwargs.get("dtype")), Partial())
 
 
 def _mean(op: Op, args: tuple, kwargs: dict) -> DTensor:
     tensor = _all_dims(op, args, kwargs, 1, linear=True)
-    local, dtype = _torch.local_of(tensor), kwargs.get("dtype") or tensor.dtype
+    local, dtype = local_of(tensor), kwargs.get("dtype") or tensor.dtype
     # shards differ in size, so each rank divides by the global number of elements
     share = local.sum(dtype=torch.promote_types(dtype, torch.float32)) / tensor.numel()
     return _number(tensor, share.to(dtype), Partial())
@@ -74,18 +75,18 @@ def _foreach_norm(op: Op, args: tuple, kwargs: dict) -> list[DTensor]:
 
 
 def _norm(tensor: DTensor, order: float, dtype: torch.dtype | None) -> DTensor:
-    local = _torch.local_of(tensor)
+    local = local_of(tensor)
     if local.numel() == 0:  # the norm of no elements is not defined for infinite orders
         share = local.new_full((), float("inf") if order == float("-inf") else 0.0, dtype=dtype)
     else:
         share = torch.linalg.vector_norm(local, order, dtype=dtype)
-    return _number(tensor, share, _torch.norm_partial(order))
+    return _number(tensor, share, norm_partial(order))
 
 
 def _extremum(kind: str) -> Callable:
     def reduce(op: Op, args: tuple, kwargs: dict) -> DTensor:
         tensor = _all_dims(op, args, kwargs, 1, linear=False)
-        local = _torch.local_of(tensor)
+        local = local_of(tensor)
         if local.numel() == 0:
             limits = torch.finfo(local.dtype) if local.is_floating_point() else torch.iinfo(local.dtype)
             low, high = (-float("inf"), float("inf")) if local.is_floating_point() else (limits.min, limits.max)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from .._torch import placements as _torch
 from .._torch.dispatch import is_composite
 from .._torch.dispatch import schema as operator_schema
+from .._torch.placements import sharding
 from .interleaved import run_interleaved
 from .pointwise import is_pointwise, run_pointwise, runs_on_shards
 from .ragged import Op, ragged_operands, refusal
@@ -38,7 +38,7 @@ def decide(op: Op, args: tuple, kwargs: dict, schema: object) -> object:
     if not is_pointwise(op):
         raise refusal(op, args, kwargs, _REASON)
     if runs_on_shards(args, kwargs):
-        return _torch.sharding(schema, ragged[0].placements, in_place=operator_schema(op).is_mutable)
+        return sharding(schema, ragged[0].placements, in_place=operator_schema(op).is_mutable)
     return run_pointwise(op, args, kwargs)
 
 

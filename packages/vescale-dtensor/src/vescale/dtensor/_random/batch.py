@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from .global_position import WINDOWS, BatchWindow
-from .philox import state as _philox
+from .philox import state as philox_state
 from .rules import handle
 from .state import PHILOX, Snapshot, current
 from .streams import RandomMode
@@ -49,14 +49,14 @@ def _in_state(declared: BatchWindow) -> Iterator[None]:
 
     A recomputation may enter a context again that the state already holds.
     """
-    if current() != PHILOX or declared in (known := _philox.current_windows()):
+    if current() != PHILOX or declared in (known := philox_state.current_windows()):
         yield
         return
-    _philox.swap_windows(_nested(declared, known))
+    philox_state.swap_windows(_nested(declared, known))
     try:
         yield
     finally:
-        _philox.swap_windows(known)
+        philox_state.swap_windows(known)
 
 
 class MicroBatches:
@@ -91,7 +91,7 @@ class MicroBatches:
     def _resume(self, state: Snapshot, outside: Snapshot) -> None:
         state.restore()
         if current() == PHILOX:  # with the windows around this call
-            torch.set_rng_state(_philox.write(_philox.read(state.generator), outside.generator))
+            torch.set_rng_state(philox_state.write(philox_state.read(state.generator), outside.generator))
 
     def finish(self) -> None:
         """Set the generators to the state of one device after the global batch."""
@@ -99,5 +99,5 @@ class MicroBatches:
             return
         self._states[max(self._states)].restore()
         if self._start.active == PHILOX:
-            positions = [_philox.read(state.generator) for state in self._states.values()]
-            torch.set_rng_state(_philox.write(max(positions), self._start.generator))  # the one furthest on
+            positions = [philox_state.read(state.generator) for state in self._states.values()]
+            torch.set_rng_state(philox_state.write(max(positions), self._start.generator))  # the one furthest on

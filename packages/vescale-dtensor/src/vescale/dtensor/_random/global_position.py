@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from .._layout.boxes import Box
 from .._layout.groups import rank_set
 from .._layout.shards import Piece, pieces
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from ..errors import UnsupportedRandomOperator
 
 __all__ = ["WINDOWS", "BatchWindow", "GlobalPosition", "fills_memory", "local_of", "memory_order", "position_of"]
@@ -117,7 +117,7 @@ def _index(box: Box) -> tuple[slice, ...]:
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor; a plain tensor is its own."""
-    return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return dispatch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def position_of(
@@ -137,7 +137,7 @@ def position_of(
             has no dims, has one row of unknown memory order, or is a DTensor over ranks of the window.
     """
     if isinstance(tensor, DTensor):
-        spec = _torch.spec(tensor)
+        spec = dispatch.spec(tensor)
         position, stride = _sharded(spec), tuple(spec.stride)
     else:
         position, stride = _plain(tuple(tensor.shape)), tensor.stride()
@@ -152,11 +152,11 @@ def position_of(
 
 
 @functools.lru_cache(maxsize=4096)
-def _sharded(spec: _torch.Spec) -> GlobalPosition | str:
+def _sharded(spec: dispatch.Spec) -> GlobalPosition | str:
     """Return the position in logical order, or the fix to name in the error for a DTensor without one."""
     if any(placement.is_partial() for placement in spec.placements):
         return "redistribute to Shard or Replicate before the random operator"
-    if not _torch.has_default_order(spec):
+    if not dispatch.has_default_order(spec):
         return "its mesh axes cut one dim in an order of their own: redistribute to the default order first"
     mesh, shape = spec.mesh, tuple(spec.shape)
     coord = mesh.get_coordinate()

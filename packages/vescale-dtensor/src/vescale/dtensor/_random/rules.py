@@ -36,12 +36,12 @@ from torch.distributed.tensor import DTensor
 from .._containers import tensors_in
 from .._operators.attention import is_fused_without_dropout, refuse_dropout, run_fused
 from .._operators.decompose import decompose
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from .._torch.dispatch import in_backward
 from .._torch.generator import is_default_generator
 from ..errors import UnsupportedRandomOperator
 from .global_position import WINDOWS, GlobalPosition
-from .philox import state as _philox
+from .philox import state as philox_state
 from .philox.choices import choice_rules
 from .philox.elements import Draw, sample_box
 from .philox.fills import FILLS, Rule, fill_rules, new_rules, positional_rules
@@ -55,33 +55,33 @@ __all__ = ["draw_part", "handle", "handlers", "is_enabled", "philox_handle", "ru
 
 
 @functools.cache
-def handlers() -> dict[_torch.Op, _torch.Handler]:
+def handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return a handler ``f(op, args, kwargs)`` for every ATen operator that consumes a generator."""
     return {op: _in_stream(handler) for op, handler in stock_handlers().items()}
 
 
-def handle(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def handle(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run a random operator by its rule in the stream in force; one without a rule (of another library) is refused."""
     return handlers().get(op, _in_stream(_refuse))(op, args, kwargs)
 
 
 def is_enabled() -> bool:
     """Return whether rules for random operators are installed, as outside :func:`vescale.dtensor.disabled`."""
-    return torch.ops.aten.uniform_.default in _torch.handler_table()
+    return torch.ops.aten.uniform_.default in dispatch.handler_table()
 
 
 @functools.cache
-def _in_stream(stock: _torch.Handler) -> _torch.Handler:
+def _in_stream(stock: dispatch.Handler) -> dispatch.Handler:
     """Return a handler that runs ``stock`` in the stream "torch", and the rules of "philox" in that stream.
 
     Raises:
         RuntimeError: when called, in the stream "torch", while backward repeats a forward that ran in "philox".
     """
 
-    def handle(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+    def handle(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
         if current() == PHILOX:
             return philox_handle(op, args, kwargs)
-        if in_backward() and _philox.is_marked(torch.get_rng_state()):
+        if in_backward() and philox_state.is_marked(torch.get_rng_state()):
             raise RuntimeError(
                 f'{op} repeats, in backward, a forward that ran inside random.stream("philox"), which has been left: '
                 "call backward() inside the same context"
@@ -92,7 +92,7 @@ def _in_stream(stock: _torch.Handler) -> _torch.Handler:
 
 
 def draw_part(
-    op: _torch.Op,
+    op: dispatch.Op,
     local: Tensor,
     position: GlobalPosition,
     args: tuple,
@@ -116,7 +116,7 @@ def draw_part(
         draw_into(op, local, position, args, {**kwargs, "generator": generator}, scratch)
         return
     distribution = FILLS[op.name().removeprefix("aten::")](local.dtype, *args, **kwargs)
-    key = _philox.take_key()
+    key = philox_state.take_key()
     for box, view in position.boxed_views(local):
         for index, values in sample_box(distribution, key, position.shape, box, view.device):
             view[index].copy_(values)
@@ -126,22 +126,22 @@ def draw_part(
 
 
 @functools.cache
-def stock_handlers() -> dict[_torch.Op, _torch.Handler]:
+def stock_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return the handlers of all random operators in the stream "torch"."""
     table = fill_handlers() | element_handlers() | gathered_handlers()
-    for op in filter(_torch.is_random, _torch.operators()):
+    for op in filter(dispatch.is_random, dispatch.operators()):
         table.setdefault(op, _other(op))
     return table
 
 
-def _other(op: _torch.Op) -> _torch.Handler:
+def _other(op: dispatch.Op) -> dispatch.Handler:
     """Return the handler of a random operator that is in no family."""
-    if _torch.is_composite(op):
+    if dispatch.is_composite(op):
         return decompose
-    return run_fused if "dropout_p" in _torch.argument_names(op) else _refuse
+    return run_fused if "dropout_p" in dispatch.argument_names(op) else _refuse
 
 
-def _refuse(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def _refuse(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     tensor = next(tensors_in((args, kwargs)), None)
     if isinstance(tensor, DTensor):
         way_out = "draw it on a plain tensor, or gather with full_tensor() first"
@@ -171,7 +171,7 @@ def _stock() -> Iterator[None]:
         _thread.runs_stock = before
 
 
-def philox_handle(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def philox_handle(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run a random operator, on plain tensors or DTensors, in the stream "philox".
 
     A generator created by the program is another stream, which stays the stock one.
@@ -187,13 +187,13 @@ def philox_handle(op: _torch.Op, args: tuple, kwargs: dict) -> object:
     rule = _rules().get(op)
     if rule is not None:
         return _draw(rule, op, args, kwargs)
-    if _torch.is_composite(op):
+    if dispatch.is_composite(op):
         return decompose(op, args, kwargs)
     if "out" in kwargs and (functional := _without_out(op)) is not None:
         return _into_out(functional, args, kwargs)
     if is_fused_without_dropout(op, args, kwargs):
-        return _torch.stock_dispatch(op, args, kwargs)
-    if "dropout_p" in _torch.argument_names(op):
+        return dispatch.stock_dispatch(op, args, kwargs)
+    if "dropout_p" in dispatch.argument_names(op):
         refuse_dropout(op, args, kwargs)
     tensor = next(tensors_in((args, kwargs)), None)
     raise UnsupportedRandomOperator.for_tensor(
@@ -202,23 +202,23 @@ def philox_handle(op: _torch.Op, args: tuple, kwargs: dict) -> object:
 
 
 @functools.cache
-def _rules() -> dict[_torch.Op, Rule]:
+def _rules() -> dict[dispatch.Op, Rule]:
     rules = fill_rules() | new_rules() | positional_rules() | choice_rules()
-    return {op: rule for name, rule in rules.items() if (op := _torch.overload(name)) is not None}
+    return {op: rule for name, rule in rules.items() if (op := dispatch.overload(name)) is not None}
 
 
-def _draw(rule: Rule, op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def _draw(rule: Rule, op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     before = torch.get_rng_state()
     # the windows in the generator's state come first: a recomputation restores those of its forward pass
-    windows = _philox.current_windows() or WINDOWS.get()
+    windows = philox_state.current_windows() or WINDOWS.get()
     try:
-        return rule(Draw(op, _philox.take_key(), windows), args, kwargs)
+        return rule(Draw(op, philox_state.take_key(), windows), args, kwargs)
     except Exception:
         torch.set_rng_state(before)  # a failed draw does not count
         raise
 
 
-def _as_stock(op: _torch.Op, args: tuple, kwargs: dict) -> object:
+def _as_stock(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors_in((args, kwargs)))
     by_rule = WINDOWS.get() or is_sharded
     with _stock():
@@ -232,16 +232,16 @@ def _is_meta(args: tuple, kwargs: dict) -> bool:
     return torch.device(kwargs.get("device") or "cpu").type == "meta"
 
 
-def _without_out(op: _torch.Op) -> _torch.Op | None:
+def _without_out(op: dispatch.Op) -> dispatch.Op | None:
     """Return the overload of ``rand.generator_out`` that makes a new tensor: ``rand.generator``."""
     name, _, overload = op.name().removeprefix("aten::").partition(".")
-    return _torch.overload(f"{name}.{overload.removesuffix('out').removesuffix('_')}".removesuffix("."))
+    return dispatch.overload(f"{name}.{overload.removesuffix('out').removesuffix('_')}".removesuffix("."))
 
 
-def _into_out(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _into_out(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     rest = dict(kwargs)
     out = rest.pop("out")
-    names = _torch.argument_names(op)
+    names = dispatch.argument_names(op)
     made = philox_handle(op, args, rest | {name: getattr(out, name) for name in ("dtype", "device") if name in names})
     if out.shape != made.shape:
         out.resize_(made.shape)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .philox import state as _philox
+from .philox import state as philox_state
 
 __all__ = [
     "PHILOX",
@@ -70,7 +70,7 @@ class _Streams:
     def parked_state(self, name: str) -> Tensor:
         """Return the generator state of the stream that is not in force; a new one starts at torch's seed."""
         if name not in self.parked:
-            self.parked[name] = _philox.started(torch.initial_seed())
+            self.parked[name] = philox_state.started(torch.initial_seed())
         return self.parked[name]
 
     @contextlib.contextmanager
@@ -141,12 +141,12 @@ def _set_device_states(states: dict[str, list[Tensor]]) -> None:
 
 def manual_seed(seed: int) -> None:
     """See :func:`vescale.dtensor.random.manual_seed`."""
-    begun = _philox.started(seed)  # before anything changes: it checks the seed
+    begun = philox_state.started(seed)  # before anything changes: it checks the seed
     before = torch.get_rng_state()
     torch.manual_seed(seed)
     if STREAMS.active == PHILOX:
         STREAMS.parked[TORCH] = torch.get_rng_state()
-        torch.set_rng_state(_philox.write(_philox.read(begun), before))
+        torch.set_rng_state(philox_state.write(philox_state.read(begun), before))
     else:
         STREAMS.parked[PHILOX] = begun
 
@@ -157,7 +157,7 @@ def get_state() -> dict[str, Any]:
     here = torch.get_rng_state()
     there = STREAMS.parked_state(TORCH if in_philox else PHILOX).clone()
     cpu, philox = (there, here) if in_philox else (here, there)
-    position = _philox.read(philox)
+    position = philox_state.read(philox)
     devices = {f"torch.{kind}": torch.stack(states) for kind, states in _device_states().items()}
     return {
         "version": VERSION,
@@ -171,12 +171,12 @@ def get_state() -> dict[str, Any]:
 def set_state(state: dict[str, Any]) -> None:
     """See :func:`vescale.dtensor.random.set_state`."""
     _check(state)
-    position = _philox.Position(state[SEED], state[COUNTER])
+    position = philox_state.Position(state[SEED], state[COUNTER])
     if STREAMS.active == PHILOX:
         STREAMS.parked[TORCH] = state[CPU].clone()
-        torch.set_rng_state(_philox.write(position, torch.get_rng_state()))
+        torch.set_rng_state(philox_state.write(position, torch.get_rng_state()))
     else:
-        STREAMS.parked[PHILOX] = _philox.write(position, _philox.started(position.seed))
+        STREAMS.parked[PHILOX] = philox_state.write(position, philox_state.started(position.seed))
         torch.set_rng_state(state[CPU])
     _set_device_states({kind: list(state[f"torch.{kind}"]) for kind in _devices_of(state)})
 

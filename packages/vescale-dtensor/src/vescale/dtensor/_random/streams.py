@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from .._containers import tensors_in
 from .._operators.attention import is_fused_without_dropout
-from .._torch import dispatch as _torch
+from .._torch import dispatch
 from .global_position import WINDOWS
-from .philox import state as _philox
+from .philox import state as philox_state
 from .rules import handle, is_enabled, philox_handle, runs_stock
 from .state import PHILOX, STREAMS, TORCH, Snapshot, current
 
@@ -61,7 +61,7 @@ def set_stream(name: str, *, seed: int | None = None) -> None:
     _check_name(name)
     if STREAMS.num_open > STREAMS.num_program:
         raise RuntimeError("set_stream is for the whole program: call it outside of random.stream and random.fork")
-    begun = None if seed is None else _philox.started(seed)
+    begun = None if seed is None else philox_state.started(seed)
     STREAMS.program.close()
     STREAMS.num_program = 0
     if name == PHILOX:
@@ -81,7 +81,7 @@ def _check_name(name: str) -> None:
 @contextlib.contextmanager
 def _seeded(name: str, seed: int) -> Iterator[None]:
     """Start a stream with a seed, and drop it at the end."""
-    begun = _philox.started(seed)
+    begun = philox_state.started(seed)
     before = Snapshot.take()
     STREAMS.active = name
     try:
@@ -89,7 +89,7 @@ def _seeded(name: str, seed: int) -> Iterator[None]:
             torch.manual_seed(seed)
         else:
             torch.set_rng_state(begun)
-            _philox.swap_windows(WINDOWS.get())
+            philox_state.swap_windows(WINDOWS.get())
         yield
     finally:
         before.restore()
@@ -102,7 +102,7 @@ def _continued(name: str) -> Iterator[None]:
     _exchange(outer, name)
     try:
         if name == PHILOX:
-            _philox.swap_windows(WINDOWS.get())
+            philox_state.swap_windows(WINDOWS.get())
         yield
     finally:
         _exchange(name, outer)
@@ -119,36 +119,36 @@ def _exchange(leave: str, enter: str) -> None:
 # ------------------------------------------------------------------------------------------------- dispatch modes
 
 
-class PhiloxMode(_torch.TorchDispatchMode):
+class PhiloxMode(dispatch.TorchDispatchMode):
     """Run random operators by the rules of the stream "philox" while it is in force."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if not _torch.is_random(func) and not (torch.is_inference_mode_enabled() and _torch.is_composite(func)):
+        if not dispatch.is_random(func) and not (torch.is_inference_mode_enabled() and dispatch.is_composite(func)):
             return func(*args, **kwargs)
         if current() != PHILOX or runs_stock() or not is_enabled():
             return func(*args, **kwargs)
-        if _torch.is_composite(func):
+        if dispatch.is_composite(func):
             with self:  # in inference mode, dropout and others are one operator: decompose it
                 return func.decompose(*args, **kwargs)
-        if not _torch.is_random(func) or is_fused_without_dropout(func, args, kwargs):
+        if not dispatch.is_random(func) or is_fused_without_dropout(func, args, kwargs):
             return func(*args, **kwargs)
         return philox_handle(func, args, kwargs)
 
 
-class RandomMode(_torch.TorchDispatchMode):
+class RandomMode(dispatch.TorchDispatchMode):
     """Pass random operators on plain tensors to a handler; all other operators run unchanged."""
 
-    def __init__(self, handler: _torch.Handler):
+    def __init__(self, handler: dispatch.Handler):
         super().__init__()
         self.handler = handler
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if _torch.is_composite(func) and (torch.is_inference_mode_enabled() or _torch.is_random(func)):
+        if dispatch.is_composite(func) and (torch.is_inference_mode_enabled() or dispatch.is_random(func)):
             with self:  # below autograd, dropout and others are one operator: decompose it
                 return func.decompose(*args, **kwargs)
-        if not _torch.is_random(func) or runs_stock() or not is_enabled():
+        if not dispatch.is_random(func) or runs_stock() or not is_enabled():
             return func(*args, **kwargs)
         if is_fused_without_dropout(func, args, kwargs):
             return func(*args, **kwargs)
@@ -160,7 +160,7 @@ class RandomMode(_torch.TorchDispatchMode):
 # ------------------------------------------------------------------------------------------------- watching
 
 # The modes that `unwatched` has removed around the running code, outermost first.
-TAKEN_OFF: ContextVar[tuple[_torch.TorchDispatchMode, ...]] = ContextVar("vescale_modes_taken_off", default=())
+TAKEN_OFF: ContextVar[tuple[dispatch.TorchDispatchMode, ...]] = ContextVar("vescale_modes_taken_off", default=())
 
 
 def is_watched() -> bool:
@@ -172,16 +172,16 @@ def is_watched() -> bool:
         >>> is_watched()
         False
     """
-    return bool(TAKEN_OFF.get()) or any(map(_is_ours, _torch.dispatch_modes()))
+    return bool(TAKEN_OFF.get()) or any(map(_is_ours, dispatch.dispatch_modes()))
 
 
 def is_watched_alone() -> bool:
     """Return whether operators on plain tensors are watched as in `is_watched`, and by no other dispatch mode."""
-    modes = _torch.dispatch_modes()
+    modes = dispatch.dispatch_modes()
     return bool(modes) and all(map(_is_ours, modes))
 
 
-def _is_ours(mode: _torch.TorchDispatchMode) -> bool:
+def _is_ours(mode: dispatch.TorchDispatchMode) -> bool:
     return isinstance(mode, PhiloxMode) or (isinstance(mode, RandomMode) and mode.handler is handle)
 
 
@@ -201,7 +201,7 @@ def unwatched() -> Iterator[None]:
     if not is_watched_alone():
         yield
         return
-    modes = tuple(_torch.dispatch_modes())
+    modes = tuple(dispatch.dispatch_modes())
     token = TAKEN_OFF.set(modes)
     for mode in reversed(modes):
         mode.__exit__(None, None, None)

@@ -17,12 +17,11 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from .._containers import leaves
-from .dispatch import wrap
 
 __all__ = [
     "DTensorSpec",
     "StridedShard",
-    "all_gather",
+    "all_gather_single",
     "backward_operator",
     "current_mesh",
     "is_tracing",
@@ -30,16 +29,15 @@ __all__ = [
     "new_group",
     "norm_partial",
     "partition",
-    "reduce_scatter",
+    "reduce_scatter_single",
     "reduced",
     "sharding",
     "with_placements",
-    "wrap",
 ]
 
 # renamed in torch 2.13, which warns of the old names
-all_gather: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter: Callable = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch import debugging as _torch
+from .._torch.debugging import cause_of, mesh_in
 from ._source import SourceLine, callers, is_users, line_of
 
 __all__ = ["CallSite", "call_site"]
@@ -34,6 +34,6 @@ def call_site() -> CallSite:
         if is_users(frame):
             line = line_of(frame)
             break
-        mesh = mesh or _torch.mesh_in(frame)
-        cause = cause or _torch.cause_of(frame)
+        mesh = mesh or mesh_in(frame)
+        cause = cause or cause_of(frame)
     return CallSite(line, mesh, cause)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch import debugging as _torch
+from .._torch import debugging
 from .._torch.patches import Op
 from ._call_site import call_site
 from ._module_path import ModulePath
@@ -111,7 +111,7 @@ class _Axes:
         return "ranks " + " ".join(map(str, dist.get_process_group_ranks(group)))
 
 
-class _Recorder(_torch.TorchDispatchMode):
+class _Recorder(debugging.TorchDispatchMode):
     """Add a record to ``log`` for every collective that is dispatched."""
 
     def __init__(self, log: CommLog, axes: _Axes, path: ModulePath):
@@ -126,15 +126,15 @@ class _Recorder(_torch.TorchDispatchMode):
                     self.axes.learn(leaf.device_mesh)
             return NotImplemented  # DTensor runs the operator, and this mode gets its collectives
         result = op(*args, **kwargs)
-        if _torch.is_visible_collective(op):
+        if debugging.is_visible_collective(op):
             self._record(op, args, kwargs, result)
         return result
 
     def _record(self, op: Op, args: tuple, kwargs: dict, result: object) -> None:
-        inside, outside = _torch.tensors_in(op, args, kwargs, result)
+        inside, outside = debugging.tensors_in(op, args, kwargs, result)
         site = call_site()
         self.axes.learn(site.mesh)
-        group = _torch.group_of(op, args, kwargs)
+        group = debugging.group_of(op, args, kwargs)
         module, phase = self.path.now()
         name = operator_name(op)
         if name == "barrier":  # its tensor is only there to be dispatched
@@ -159,7 +159,7 @@ class _Recorder(_torch.TorchDispatchMode):
 
 def operator_name(op: Op) -> str:
     """Return the name of a collective, the same for every form in which torch has it."""
-    name = _torch.base_name(op).strip("_")
+    name = debugging.base_name(op).strip("_")
     return OPERATORS.get(name, name)
 
 

@@ -17,7 +17,7 @@ import contextlib
 
 from torch import nn
 
-from .._torch import debugging as _torch
+from .._torch.debugging import backward_position, sequence_number
 
 __all__ = ["ModulePath"]
 
@@ -52,7 +52,7 @@ class ModulePath:
 
     def now(self) -> tuple[str, str]:
         """Return the path of the running module in this thread, and ``"forward"`` or ``"backward"``."""
-        backward = _torch.backward_position()
+        backward = backward_position()
         if backward is None:
             return self._current(), "forward"
         if self._running:  # recomputation
@@ -82,5 +82,5 @@ class ModulePath:
         self._mark()
 
     def _mark(self) -> None:
-        self._numbers.append(_torch.sequence_number())
+        self._numbers.append(sequence_number())
         self._paths.append(self._current())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .._layout.shards import pieces
-from .._torch import debugging as _torch
+from .._torch.debugging import local_tensor
 from ._holdings import boxes_text
 from ._text import axis_names, mesh_text, placements_text
 
@@ -35,7 +35,7 @@ def repr_with_layout(stock: Callable[[DTensor], str]) -> Callable[[DTensor], str
             text = f"{_header(tensor)}\n{_whose(tensor)}:\n"
         except Exception:  # an error in repr would hide the bug that the user is debugging
             return stock(tensor)
-        return f"{text}{_torch.local_tensor(tensor)!r}"
+        return f"{text}{local_tensor(tensor)!r}"
 
     return dtensor_repr
 

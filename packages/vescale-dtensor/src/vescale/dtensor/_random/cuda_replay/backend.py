@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..._torch import dispatch as _torch
+from ..._torch.dispatch import Op
 from .geometry import Grid
 
 __all__ = ["CUDA", "Backend", "PhiloxGenerator"]
@@ -52,7 +52,7 @@ class Backend(Protocol):
 
     def fill(
         self,
-        op: _torch.Op,
+        op: Op,
         tensor: Tensor,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._layout.boxes import Box
-from ..._torch import dispatch as _torch
+from ..._torch.dispatch import Op
 from .backend import CUDA, Backend
 from .geometry import values_per_block
 from .replay import Fill, UnexpectedAdvance, bernoulli_part, dropout_part, fill_part
@@ -32,7 +32,7 @@ MOST_BERNOULLI = 2**31 - 1
 
 
 def replay_fill(
-    op: _torch.Op,
+    op: Op,
     views: Views,
     *,
     shape: Sequence[int],

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..._torch import dispatch as _torch
+from ..._torch.dispatch import Op
 
 __all__ = [
     "BERNOULLI_ADVANCE",
@@ -256,7 +256,7 @@ def bernoulli_word(element: int) -> Word:
 # ------------------------------------------------------------------------------------------------- operators
 
 
-def values_per_block(op: _torch.Op, dtype: torch.dtype, args: Sequence[object]) -> int | None:
+def values_per_block(op: Op, dtype: torch.dtype, args: Sequence[object]) -> int | None:
     """Return how many values of each Philox block a fill uses: 4, 2, or None where that is not known.
 
     Args:
@@ -280,7 +280,7 @@ def values_per_block(op: _torch.Op, dtype: torch.dtype, args: Sequence[object]) 
     return WIDE if size >= WIDE_RANGE else NARROW
 
 
-def _range(op: _torch.Op, dtype: torch.dtype, args: Sequence[object]) -> int | None:
+def _range(op: Op, dtype: torch.dtype, args: Sequence[object]) -> int | None:
     """Return the number of integers that `random_` chooses from."""
     if op is aten.random_.to and len(args) == 1:
         start, stop = 0, args[0]
@@ -295,7 +295,7 @@ def _range(op: _torch.Op, dtype: torch.dtype, args: Sequence[object]) -> int | N
     return stop - start
 
 
-def trial_args(op: _torch.Op, dtype: torch.dtype, *, wide: bool) -> tuple[object, ...]:
+def trial_args(op: Op, dtype: torch.dtype, *, wide: bool) -> tuple[object, ...]:
     """Return arguments for a test draw that uses blocks as ``wide`` says, for any dtype that has such draws.
 
     Example:

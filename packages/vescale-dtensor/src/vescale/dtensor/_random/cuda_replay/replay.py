@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._layout.boxes import Box, flat_offset, index_from
-from ..._torch import dispatch as _torch
+from ..._torch.dispatch import Op
 from ..philox.cipher import words_of_subsequences
 from .backend import Backend, PhiloxGenerator
 from .geometry import (
@@ -76,7 +76,7 @@ class Fill:
         kwargs: keyword arguments but the generator.
     """
 
-    op: _torch.Op
+    op: Op
     values: int
     dtype: torch.dtype
     args: Sequence[Any] = ()

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ..._torch import dispatch as _torch
+from ..._torch.dispatch import wrap
 from ...errors import UnsupportedRandomOperator
 from ..global_position import local_of, position_of
-from . import values as _values
 from .elements import Draw
 from .fills import Rule
+from .values import OpenUnit, Uniform, Words64
 
 __all__ = ["choice_rules"]
 
@@ -39,7 +39,7 @@ def _randperm(draw: Draw, args: tuple, kwargs: dict) -> Tensor:
     options = {key: value for key, value in kwargs.items() if key != "generator" and value is not None}
     dtype = options.pop("dtype", torch.int64)
     words = torch.empty(args[0], dtype=torch.int64, **options)
-    draw.fill(_values.Words64(), words, Tensor.copy_)
+    draw.fill(Words64(), words, Tensor.copy_)
     return words.argsort(stable=True).to(dtype)
 
 
@@ -54,13 +54,13 @@ def _multinomial(draw: Draw, args: tuple, kwargs: dict) -> Tensor:
         chosen = _with_replacement(draw, weights, local, num_samples)
     else:
         exponential = torch.empty_like(local)
-        for unit, _, view in draw.each(_values.OpenUnit(), weights, exponential):
+        for unit, _, view in draw.each(OpenUnit(), weights, exponential):
             view.copy_(unit.log().neg_())
         chosen = (local / exponential).topk(num_samples, dim=-1).indices
     if not isinstance(weights, DTensor):
         return chosen
     like = torch.empty((*weights.shape[:-1], num_samples), dtype=torch.int64, device="meta")
-    return _torch.wrap(chosen, weights.device_mesh, weights.placements, like)
+    return wrap(chosen, weights.device_mesh, weights.placements, like)
 
 
 def _with_replacement(draw: Draw, weights: Tensor, local: Tensor, num_samples: int) -> Tensor:
@@ -69,8 +69,8 @@ def _with_replacement(draw: Draw, weights: Tensor, local: Tensor, num_samples: i
     like = unit
     if isinstance(weights, DTensor):
         meta = torch.empty(shape, dtype=unit.dtype, device="meta")
-        like = _torch.wrap(unit, weights.device_mesh, weights.placements, meta)
-    for values, view in draw.each(_values.Uniform(torch.float64), like):
+        like = wrap(unit, weights.device_mesh, weights.placements, meta)
+    for values, view in draw.each(Uniform(torch.float64), like):
         view.copy_(values)
     cumulated = local.cumsum(dim=-1)
     index = torch.searchsorted(cumulated, unit.mul_(cumulated[..., -1:]), right=True)

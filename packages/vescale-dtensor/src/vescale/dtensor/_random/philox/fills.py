@@ -18,11 +18,22 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..._torch import dispatch as _torch
+from ..._torch.dispatch import wrap
 from ...errors import UnsupportedRandomOperator
 from ..global_position import local_of
-from . import values as _values
 from .elements import Draw
+from .values import (
+    Bernoulli,
+    Cauchy,
+    Distribution,
+    Exponential,
+    Geometric,
+    Integers,
+    LogNormal,
+    Normal,
+    Uniform,
+    Unit24,
+)
 
 __all__ = ["FILLS", "Rule", "fill_rules", "new_rules", "positional_rules"]
 
@@ -33,61 +44,61 @@ Rule = Callable[[Draw, tuple, dict], object]
 # ------------------------------------------------------------------------------------------------- distributions
 
 
-def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> _values.Distribution:
+def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Distribution:
     _check_floating("uniform_", dtype)
     _check_at_least("uniform_", "to - from", high - low, 0.0)
-    return _values.Uniform(dtype, low, high)
+    return Uniform(dtype, low, high)
 
 
-def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> _values.Distribution:
+def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Distribution:
     _check_floating("normal_", dtype)
     _check_at_least("normal_", "std", std, 0.0)
-    return _values.Normal(dtype, mean, std)
+    return Normal(dtype, mean, std)
 
 
-def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> _values.Distribution:
+def _log_normal(dtype: torch.dtype, mean: float = 1.0, std: float = 2.0) -> Distribution:
     _check_floating("log_normal_", dtype)
     _check_between("log_normal_", "std", std, 0.0)
-    return _values.LogNormal(dtype, mean, std)
+    return LogNormal(dtype, mean, std)
 
 
-def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> _values.Distribution:
+def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> Distribution:
     _check_real("bernoulli_", dtype)
     _check_probability("bernoulli_", p)
-    return _values.Bernoulli(dtype, p)
+    return Bernoulli(dtype, p)
 
 
-def _exponential(dtype: torch.dtype, rate: float = 1.0) -> _values.Distribution:
+def _exponential(dtype: torch.dtype, rate: float = 1.0) -> Distribution:
     _check_floating("exponential_", dtype)
     _check_between("exponential_", "lambda", rate, 0.0)
-    return _values.Exponential(dtype, rate)
+    return Exponential(dtype, rate)
 
 
-def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> _values.Distribution:
+def _cauchy(dtype: torch.dtype, median: float = 0.0, sigma: float = 1.0) -> Distribution:
     _check_floating("cauchy_", dtype)
     _check_between("cauchy_", "sigma", sigma, 0.0)
-    return _values.Cauchy(dtype, median, sigma)
+    return Cauchy(dtype, median, sigma)
 
 
-def _geometric(dtype: torch.dtype, p: float) -> _values.Distribution:
+def _geometric(dtype: torch.dtype, p: float) -> Distribution:
     _check_real("geometric_", dtype)
     _check_between("geometric_", "p", p, 0.0, 1.0)
-    return _values.Geometric(dtype, p)
+    return Geometric(dtype, p)
 
 
-def _random(dtype: torch.dtype) -> _values.Distribution:
+def _random(dtype: torch.dtype) -> Distribution:
     _check_real("random_", dtype)
     if dtype.is_floating_point:  # all integers up to the largest that the dtype holds without gaps
-        return _values.Integers(dtype, 0, round(2 / torch.finfo(dtype).eps) + 1)
-    return _values.Integers(dtype, 0, 2 if dtype is torch.bool else torch.iinfo(dtype).max + 1)
+        return Integers(dtype, 0, round(2 / torch.finfo(dtype).eps) + 1)
+    return Integers(dtype, 0, 2 if dtype is torch.bool else torch.iinfo(dtype).max + 1)
 
 
-def _random_from(dtype: torch.dtype, low: int, high: int | None) -> _values.Distribution:
+def _random_from(dtype: torch.dtype, low: int, high: int | None) -> Distribution:
     _check_real("random_", dtype)
     if high is None:
         high = 2 if dtype is torch.bool else round(_largest(dtype)) + 1
     _check_integer_range("random_", dtype, low, high)
-    return _values.Integers(dtype, low, high - low)
+    return Integers(dtype, low, high - low)
 
 
 def _largest(dtype: torch.dtype) -> float:
@@ -138,7 +149,7 @@ def _check_integer_range(op: str, dtype: torch.dtype, low: int, high: int) -> No
         raise RuntimeError(f"{op} expects from={low} and to - 1={high - 1} to be in the range of {dtype}")
 
 
-FILLS: dict[str, Callable[..., _values.Distribution]] = {
+FILLS: dict[str, Callable[..., Distribution]] = {
     "uniform_": _uniform,
     "normal_": _normal,
     "log_normal_": _log_normal,
@@ -177,7 +188,7 @@ def fill_rules() -> dict[str, Rule]:
     return {name: functools.partial(_fill, make) for name, make in FILLS.items()}
 
 
-def _fill(make: Callable[..., _values.Distribution], draw: Draw, args: tuple, kwargs: dict) -> Tensor:
+def _fill(make: Callable[..., Distribution], draw: Draw, args: tuple, kwargs: dict) -> Tensor:
     tensor, *rest = args
     distribution = make(tensor.dtype, *rest, **_without(kwargs, "generator"))
     return draw.fill(distribution, tensor, Tensor.copy_)
@@ -202,7 +213,7 @@ def new_rules() -> dict[str, Rule]:
     return rules
 
 
-def _functional(make: Callable[..., _values.Distribution], draw: Draw, args: tuple, kwargs: dict) -> Tensor:
+def _functional(make: Callable[..., Distribution], draw: Draw, args: tuple, kwargs: dict) -> Tensor:
     return _fill(make, draw, (torch.empty_like(args[0]), *args[1:]), kwargs)
 
 
@@ -272,7 +283,7 @@ def _bernoulli_tensor_(draw: Draw, args: tuple, _kwargs: dict) -> Tensor:
 
 
 def _below(draw: Draw, probabilities: Tensor, out: Tensor) -> Tensor:
-    for unit, view, chance in draw.each(_values.Unit24(), out, local_of(probabilities)):
+    for unit, view, chance in draw.each(Unit24(), out, local_of(probabilities)):
         view.copy_(unit < chance)
     return out
 
@@ -287,7 +298,7 @@ def _native_dropout(draw: Draw, args: tuple, kwargs: dict) -> tuple[Tensor, Tens
         return tensor.clone(), _wrapped(torch.ones_like(local, dtype=torch.bool), tensor)
     out, mask = torch.empty_like(local), torch.empty_like(local, dtype=torch.bool)
     scale = 0.0 if p == 1 else 1 / (1 - p)
-    for keep, x, y, m in draw.each(_values.Bernoulli(torch.bool, 1 - p), tensor, out, mask):
+    for keep, x, y, m in draw.each(Bernoulli(torch.bool, 1 - p), tensor, out, mask):
         m.copy_(keep)
         y.copy_((x * keep).mul_(scale))
     return _wrapped(out, tensor), _wrapped(mask, tensor)
@@ -316,4 +327,4 @@ def _normal_of_tensors(draw: Draw, args: tuple, kwargs: dict) -> Tensor:
 def _wrapped(local: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return local
-    return _torch.wrap(local, like.device_mesh, like.placements, like)
+    return wrap(local, like.device_mesh, like.placements, like)

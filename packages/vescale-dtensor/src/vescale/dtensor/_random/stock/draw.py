@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..._layout.boxes import flat_offset, index_from, overlaps
-from ..._torch import dispatch as _torch
+from ..._torch.dispatch import Op
 from ..cuda_replay import replay_fill
 from ..global_position import GlobalPosition
 from .spans import SKIP, Span, spans, steps
@@ -86,7 +86,7 @@ class Scratch:
 
 
 def draw_into(
-    op: _torch.Op,
+    op: Op,
     local: Tensor,
     position: GlobalPosition,
     args: tuple,
@@ -133,7 +133,7 @@ def _trial_generator() -> torch.Generator:
     return torch.Generator()
 
 
-def _replayed(op: _torch.Op, local: Tensor, position: GlobalPosition, args: tuple, kwargs: dict) -> bool:
+def _replayed(op: Op, local: Tensor, position: GlobalPosition, args: tuple, kwargs: dict) -> bool:
     """Draw this rank's part by replaying windows of the stock kernel, where that is exact."""
     rest = dict(kwargs)
     generator = rest.pop("generator", None)
@@ -141,14 +141,14 @@ def _replayed(op: _torch.Op, local: Tensor, position: GlobalPosition, args: tupl
     return replay_fill(op, position.boxed_views(local), shape=position.shape, layout=position.order, **options)
 
 
-def _draw_full(op: _torch.Op, local: Tensor, position: GlobalPosition, args: tuple, kwargs: dict) -> None:
+def _draw_full(op: Op, local: Tensor, position: GlobalPosition, args: tuple, kwargs: dict) -> None:
     """Draw the full tensor at once: on this device the map of elements depends on the length of the draw."""
     full = torch.empty_permuted(position.shape, position.order, dtype=local.dtype, device=local.device)
     op(full, *args, **kwargs)
     position.keep(full, local)
 
 
-def _draw_small(op: _torch.Op, local: Tensor, position: GlobalPosition, args: tuple, kwargs: dict) -> None:
+def _draw_small(op: Op, local: Tensor, position: GlobalPosition, args: tuple, kwargs: dict) -> None:
     """Draw a tensor that is not larger than a piece; this rank holds one box of it."""
     full = local.new_empty(position.memory_shape)
     op(full, *args, **kwargs)
@@ -157,7 +157,7 @@ def _draw_small(op: _torch.Op, local: Tensor, position: GlobalPosition, args: tu
 
 
 def _draw_spans(
-    op: _torch.Op,
+    op: Op,
     draw: Callable[..., object],
     local: Tensor,
     position: GlobalPosition,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..._torch import dispatch as _torch
+from ..._torch import dispatch
 from ...errors import UnsupportedRandomOperator
 from ..cuda_replay import replay_bernoulli, replay_native_dropout
 from ..global_position import GlobalPosition, fills_memory, local_of, position_of
@@ -30,7 +30,7 @@ __all__ = ["element_handlers"]
 aten = torch.ops.aten
 
 
-def element_handlers() -> dict[_torch.Op, _torch.Handler]:
+def element_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return the handlers of all operators of this file."""
     return {
         aten.native_dropout.default: _native_dropout,
@@ -52,7 +52,7 @@ def element_handlers() -> dict[_torch.Op, _torch.Handler]:
 # ------------------------------------------------------------------------------------------------- dropout
 
 
-def _native_dropout(op: _torch.Op, args: tuple, _kwargs: dict) -> tuple[Tensor, Tensor]:
+def _native_dropout(op: dispatch.Op, args: tuple, _kwargs: dict) -> tuple[Tensor, Tensor]:
     x, p, train = (*args, True)[:3]
     if x.numel() == 0 and train is not False:  # stock torch draws nothing for an empty tensor
         position_of(op, x)
@@ -90,7 +90,7 @@ def _dropout_full(
         position.keep(drawn, result)
 
 
-def _native_dropout_out(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
+def _native_dropout_out(op: dispatch.Op, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
     outs = kwargs["out0"], kwargs["out1"]
     for out in outs:
         check_out(op, out, args[0].shape, args[0])
@@ -101,29 +101,29 @@ def _native_dropout_out(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[Tenso
 # ------------------------------------------------------------------------------------------------- probabilities
 
 
-def _bernoulli(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _bernoulli(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     (p,) = args
     return _bernoulli_(op, (empty_like(p, memory_format=torch.contiguous_format), p), kwargs)
 
 
-def _bernoulli_out(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _bernoulli_out(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     (p,) = args
     check_out(op, kwargs["out"], p.shape, p)
     return _bernoulli_(op, (kwargs["out"], p), {"generator": kwargs.get("generator")})
 
 
-def _bernoulli_like(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _bernoulli_like(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     like, p = args
     return _bernoulli_(op, (empty_like(like), p), kwargs)
 
 
-def _bernoulli_like_out(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _bernoulli_like_out(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     check_out(op, kwargs["out"], args[0].shape, args[0])
     rest = {"generator": kwargs.get("generator")}
     return copy_to_out(_bernoulli_like(op, args, rest), kwargs["out"])
 
 
-def _bernoulli_(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _bernoulli_(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     tensor, p = args
     position = position_of(op, tensor)
     mine = _aligned_with(op, tensor, p)
@@ -154,7 +154,7 @@ def _bernoulli_full(position: GlobalPosition, local: Tensor, mine: Tensor, kwarg
     position.keep(drawn, local)
 
 
-def _aligned_with(op: _torch.Op, tensor: Tensor, operand: Tensor) -> Tensor:
+def _aligned_with(op: dispatch.Op, tensor: Tensor, operand: Tensor) -> Tensor:
     """Return the local elements of ``operand``, broadcast, that belong to those of ``tensor``.
 
     An operand in other placements is redistributed, an implicit redistribution.
@@ -173,13 +173,13 @@ def _aligned_with(op: _torch.Op, tensor: Tensor, operand: Tensor) -> Tensor:
     if torch.broadcast_shapes(tensor.shape, operand.shape) == tensor.shape:
         if not isinstance(tensor, DTensor) and not isinstance(operand, DTensor):
             return operand.expand(tensor.shape)
-        if isinstance(tensor, DTensor) and _torch.plain_operands_allowed() and not isinstance(operand, DTensor):
+        if isinstance(tensor, DTensor) and dispatch.plain_operands_allowed() and not isinstance(operand, DTensor):
             mesh = tensor.device_mesh
-            operand = _torch.wrap(operand, mesh, [Replicate()] * mesh.ndim, operand)
+            operand = dispatch.wrap(operand, mesh, [Replicate()] * mesh.ndim, operand)
         if isinstance(tensor, DTensor) and isinstance(operand, DTensor) and tensor.device_mesh == operand.device_mesh:
             if tensor.shape != operand.shape:
                 operand = operand.expand(tensor.shape)
-            return _torch.redistributed(operand, tensor.placements, for_op=op)
+            return dispatch.redistributed(operand, tensor.placements, for_op=op)
     raise UnsupportedRandomOperator.for_tensor(
         op, tensor, "give the tensor of its parameters the mesh of the result and a shape that broadcasts to its own"
     )
@@ -188,14 +188,14 @@ def _aligned_with(op: _torch.Op, tensor: Tensor, operand: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------- means and deviations
 
 
-def _normal(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _normal(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     """``normal(mean, std)``: the result has the memory format of a new contiguous tensor."""
     mean, std = _parameters(args)
     like = _result_like(mean, std)
     return _normal_into(op, empty_like(like, memory_format=torch.contiguous_format), mean, std, kwargs)
 
 
-def _normal_out(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _normal_out(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     mean, std = _parameters(args)
     like = _result_like(mean, std)
     check_out(op, kwargs["out"], like.shape, like)
@@ -213,7 +213,7 @@ def _result_like(mean: object, std: object) -> Tensor:
     return largest if largest.shape == shape else largest.expand(shape)
 
 
-def _normal_into(op: _torch.Op, out: Tensor, mean: object, std: object, kwargs: dict) -> Tensor:
+def _normal_into(op: dispatch.Op, out: Tensor, mean: object, std: object, kwargs: dict) -> Tensor:
     position_of(op, out)
     mine = [_aligned_with(op, out, each) if isinstance(each, Tensor) else each for each in (mean, std)]
     if isinstance(std, Tensor):

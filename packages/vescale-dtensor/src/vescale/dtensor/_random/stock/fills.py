@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..._torch import dispatch as _torch
+from ..._torch import dispatch
 from ...errors import UnsupportedRandomOperator
 from ..global_position import local_of, position_of
 from .draw import PIECEWISE_OPS, draw_into
@@ -35,7 +35,7 @@ RANDOM_FROM = getattr(aten.random_, "from")
 UNIFORM, NORMAL = aten.uniform_.default, aten.normal_.default
 
 # operator -> the fill that gives its values, and how its positional arguments become the fill's
-Recipe = tuple[_torch.Op, Callable[..., tuple]]
+Recipe = tuple[dispatch.Op, Callable[..., tuple]]
 
 LIKE: dict[str, Recipe] = {
     "rand_like": (UNIFORM, lambda: (0.0, 1.0)),
@@ -64,7 +64,7 @@ FACTORY: dict[str, Recipe] = {
 }
 
 # functional name -> in-place operator; all arguments after the tensor are the same
-FUNCTIONAL: dict[str, _torch.Op] = {
+FUNCTIONAL: dict[str, dispatch.Op] = {
     "uniform": UNIFORM,
     "normal_functional": NORMAL,
     "bernoulli.p": aten.bernoulli_.float,
@@ -108,21 +108,21 @@ SIZED_OUT = {
 }
 
 
-def fill_handlers() -> dict[_torch.Op, _torch.Handler]:
+def fill_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return the handlers of all operators of this file."""
-    named: dict[str, _torch.Handler] = {
+    named: dict[str, dispatch.Handler] = {
         **{name: functools.partial(_like, recipe) for name, recipe in LIKE.items()},
         **{name: functools.partial(_factory, recipe) for name, recipe in FACTORY.items()},
         **{name: functools.partial(_functional, name, op) for name, op in FUNCTIONAL.items()},
         **{name: functools.partial(_sized_out, FACTORY[source]) for name, source in SIZED_OUT.items()},
     }
     named |= {name: functools.partial(_out, named[source]) for name, source in OUT.items()}
-    table: dict[_torch.Op, _torch.Handler] = dict.fromkeys(PIECEWISE_OPS, fill)
+    table: dict[dispatch.Op, dispatch.Handler] = dict.fromkeys(PIECEWISE_OPS, fill)
     table[aten.resize_.default] = _resize_
-    return table | {op: handler for name, handler in named.items() if (op := _torch.overload(name)) is not None}
+    return table | {op: handler for name, handler in named.items() if (op := dispatch.overload(name)) is not None}
 
 
-def fill(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def fill(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     """Run an in-place fill and return the tensor."""
     tensor = args[0]
     draw_into(op, local_of(tensor), position_of(op, tensor), args[1:], kwargs)
@@ -136,22 +136,22 @@ def empty_like(tensor: Tensor, **options: object) -> Tensor:
     """
     if not isinstance(tensor, DTensor) or options.keys() - {"dtype", "memory_format"}:
         return torch.empty_like(tensor, **options)
-    spec, local_format = _spec_like(_torch.spec(tensor), options.get("dtype"), options.get("memory_format"))
+    spec, local_format = _spec_like(dispatch.spec(tensor), options.get("dtype"), options.get("memory_format"))
     local = torch.empty_like(local_of(tensor), dtype=spec.tensor_meta.dtype, memory_format=local_format)
-    return _torch.from_spec(local, spec)
+    return dispatch.from_spec(local, spec)
 
 
 def wrapped_like(tensor: Tensor, local: Tensor) -> Tensor:
     """Return ``local``, of the dtype of ``tensor``, as the shard of what ``empty_like(tensor)`` gives."""
     if not isinstance(tensor, DTensor):
         return local
-    return _torch.from_spec(local, _spec_like(_torch.spec(tensor), None, None)[0])
+    return dispatch.from_spec(local, _spec_like(dispatch.spec(tensor), None, None)[0])
 
 
 @functools.lru_cache(maxsize=4096)
 def _spec_like(
-    spec: _torch.Spec, dtype: torch.dtype | None, memory_format: torch.memory_format | None
-) -> tuple[_torch.Spec, torch.memory_format]:
+    spec: dispatch.Spec, dtype: torch.dtype | None, memory_format: torch.memory_format | None
+) -> tuple[dispatch.Spec, torch.memory_format]:
     """Return the spec of ``empty_like``, and a memory format for its shards."""
     known = spec.tensor_meta
     meta = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
@@ -159,26 +159,26 @@ def _spec_like(
     placements = [Replicate() if p.is_partial() else p for p in spec.placements]
     # values do not depend on the strides of a shard
     local_format = torch.contiguous_format if meta.is_contiguous() else torch.preserve_format
-    return _torch.spec_like(spec, placements, meta), local_format
+    return dispatch.spec_like(spec, placements, meta), local_format
 
 
 # ------------------------------------------------------------------------------------------------- new tensors
 
 
-def _like(recipe: Recipe, _op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _like(recipe: Recipe, _op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     op, to_fill = recipe
     tensor, *rest = args
     new = empty_like(tensor, **_options(kwargs))
     return fill(op, (new, *to_fill(*rest)), {"generator": kwargs.get("generator")})
 
 
-def _functional(name: str, op: _torch.Op, _op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _functional(name: str, op: dispatch.Op, _op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     tensor, *rest = args
     options = {"memory_format": torch.contiguous_format} if name.startswith("bernoulli") else {}
     return fill(op, (empty_like(tensor, **options), *rest), kwargs)
 
 
-def _factory(recipe: Recipe, _op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _factory(recipe: Recipe, _op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     op, to_fill = recipe
     size, *rest = to_fill(*args)
     options = _options(kwargs)
@@ -196,7 +196,7 @@ def _options(kwargs: dict) -> dict:
 # ------------------------------------------------------------------------------------------------- out
 
 
-def _sized_out(recipe: Recipe, op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _sized_out(recipe: Recipe, op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     fill_op, to_fill = recipe
     out = kwargs["out"]
     size, *rest = to_fill(*args)
@@ -205,19 +205,19 @@ def _sized_out(recipe: Recipe, op: _torch.Op, args: tuple, kwargs: dict) -> Tens
     return fill(fill_op, (out, *rest), {"generator": kwargs.get("generator")})
 
 
-def _resize_(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _resize_(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     """Run the resize of ``randn(out=)`` before its draw: do nothing if the size stays, else run the stock operator."""
     tensor, size = args[:2]
-    return tensor if tuple(size) == tuple(tensor.shape) else _torch.stock_dispatch(op, args, kwargs)
+    return tensor if tuple(size) == tuple(tensor.shape) else dispatch.stock_dispatch(op, args, kwargs)
 
 
-def _out(handler: _torch.Handler, op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _out(handler: dispatch.Handler, op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     check_out(op, kwargs["out"], args[0].shape, args[0])
     rest = {key: value for key, value in kwargs.items() if key != "out"}
     return copy_to_out(handler(op, args, rest), kwargs["out"])
 
 
-def check_out(op: _torch.Op, out: Tensor, shape: torch.Size, like: Tensor) -> None:
+def check_out(op: dispatch.Op, out: Tensor, shape: torch.Size, like: Tensor) -> None:
     """Refuse an ``out`` unless it has the result's shape, and the mesh and placements of ``like``.
 
     Raises:
@@ -250,7 +250,7 @@ def draw_as_one_device(stock: Callable) -> Callable:
 
     @functools.wraps(stock)
     def helper(init_op: Callable, *args: object, **kwargs: object) -> DTensor:
-        if init_op not in (torch.rand, torch.randn) or UNIFORM not in _torch.handler_table():  # other, or disabled
+        if init_op not in (torch.rand, torch.randn) or UNIFORM not in dispatch.handler_table():  # other, or disabled
             return stock(init_op, *args, **kwargs)
         tensor = stock(torch.empty, *args, **kwargs)
         with torch.no_grad():

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..._torch import dispatch as _torch
+from ..._torch import dispatch
 from ...errors import UnsupportedRandomOperator
 from ..global_position import WINDOWS, GlobalPosition, local_of, position_of
 from .draw import skip_words
@@ -37,13 +37,13 @@ aten = torch.ops.aten
 SAMPLERS = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 
 
-def gathered_handlers() -> dict[_torch.Op, _torch.Handler]:
+def gathered_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return the handlers of all operators of this file."""
-    table: dict[_torch.Op, _torch.Handler] = {}
+    table: dict[dispatch.Op, dispatch.Handler] = {}
     for name in SAMPLERS:
-        op = _torch.overload(name)
+        op = dispatch.overload(name)
         table[op] = _sample
-        table[_torch.overload(f"{name}.out")] = functools.partial(_sample_out, op)
+        table[dispatch.overload(f"{name}.out")] = functools.partial(_sample_out, op)
     return table | {
         aten.multinomial.default: _multinomial,
         aten.multinomial.out: _multinomial_out,
@@ -56,7 +56,7 @@ def gathered_handlers() -> dict[_torch.Op, _torch.Handler]:
     }
 
 
-def _full(op: _torch.Op, tensor: Tensor) -> Tensor:
+def _full(op: dispatch.Op, tensor: Tensor) -> Tensor:
     """Return the global tensor with its own strides, gathered where it is sharded.
 
     Raises:
@@ -68,25 +68,25 @@ def _full(op: _torch.Op, tensor: Tensor) -> Tensor:
         way_out = "draw it outside random.local_batch: its random numbers depend on the values of the whole batch"
     elif tensor.device_mesh.get_coordinate() is None:
         way_out = "this rank is not in its mesh, and the random numbers depend on its values: call it inside only"
-    elif not all(isinstance(p, (Shard, Replicate)) or _torch.is_strided_shard(p) for p in tensor.placements):
+    elif not all(isinstance(p, (Shard, Replicate)) or dispatch.is_strided_shard(p) for p in tensor.placements):
         way_out = "redistribute it to Shard or Replicate first"
     else:
-        full = _torch.redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim, for_op=op)
+        full = dispatch.redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim, for_op=op)
         if full.stride() == tensor.stride():
             return full
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=full.dtype, device=full.device).copy_(full)
     raise UnsupportedRandomOperator.for_tensor(op, tensor, way_out)
 
 
-def _kept(op: _torch.Op, full: Tensor, like: DTensor) -> DTensor:
+def _kept(op: dispatch.Op, full: Tensor, like: DTensor) -> DTensor:
     """Return this rank's part of a full result, with the placements of an input of the same shape."""
     position = position_of(op, like, ())
     local = torch.empty_like(local_of(like), dtype=full.dtype, memory_format=torch.contiguous_format)
     position.keep(full, local)
-    return _torch.wrap(local, like.device_mesh, like.placements, full)
+    return dispatch.wrap(local, like.device_mesh, like.placements, full)
 
 
-def _sample(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _sample(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     like = _check_same(op, tensors)
     rest = [arg for arg in args if not isinstance(arg, Tensor)]
@@ -96,14 +96,14 @@ def _sample(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
     raise AssertionError(f"{op} of {tuple(like.shape)} gave {tuple(drawn.shape)}")
 
 
-def _check_same(op: _torch.Op, tensors: Sequence[Tensor]) -> Tensor:
+def _check_same(op: dispatch.Op, tensors: Sequence[Tensor]) -> Tensor:
     first = tensors[0]
     for tensor in tensors[1:]:
         check_out(op, tensor, first.shape, first)
     return first
 
 
-def _sample_out(functional: _torch.Op, op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _sample_out(functional: dispatch.Op, op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     check_out(op, kwargs["out"], args[0].shape, args[0])
     rest = {key: value for key, value in kwargs.items() if key != "out"}
     return copy_to_out(_sample(functional, args, rest), kwargs["out"])
@@ -112,7 +112,7 @@ def _sample_out(functional: _torch.Op, op: _torch.Op, args: tuple, kwargs: dict)
 # ------------------------------------------------------------------------------------------------- rrelu
 
 
-def _rrelu(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _rrelu(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     """``rrelu_with_noise(x, noise, lower, upper, training)``, in place and with ``out`` alike; writes ``noise``."""
     x, noise, *rest = args
     out = x if op is aten.rrelu_with_noise_.default else kwargs.get("out")
@@ -125,14 +125,14 @@ def _rrelu(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
     return result if out is None else copy_to_out(result, out)
 
 
-def _rrelu_functional(op: _torch.Op, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
+def _rrelu_functional(op: dispatch.Op, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
     x, noise, *rest = args
     check_out(op, noise, x.shape, x)
     result, drawn = _rrelu_draw(op, x, rest, kwargs)
     return result, noise.clone() if drawn is None else drawn
 
 
-def _rrelu_draw(op: _torch.Op, x: Tensor, rest: list, kwargs: dict) -> tuple[Tensor, Tensor | None]:
+def _rrelu_draw(op: dispatch.Op, x: Tensor, rest: list, kwargs: dict) -> tuple[Tensor, Tensor | None]:
     """Return the activation, and the noise where there is one."""
     lower, upper, training = (*rest, *(1 / 8, 1 / 3, False)[len(rest) :])
     if not training:
@@ -146,7 +146,7 @@ def _rrelu_draw(op: _torch.Op, x: Tensor, rest: list, kwargs: dict) -> tuple[Ten
 # ------------------------------------------------------------------------------------------------- permutations
 
 
-def _randperm(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _randperm(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     out = kwargs["out"]
     (n,) = args
     if tuple(out.shape) != (n,) or WINDOWS.get():
@@ -162,7 +162,7 @@ def _randperm(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
 # ------------------------------------------------------------------------------------------------- multinomial
 
 
-def _multinomial(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _multinomial(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     """Draw ``num_samples`` category numbers (int64) from each row; rows that are sharded by columns are gathered."""
     p, num_samples, replacement = (*args, False)[:3]
     _check_arguments(p, num_samples, replacement)
@@ -179,16 +179,16 @@ def _multinomial(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
         drawn = _largest(rows, num_samples, kwargs)
     if not isinstance(rows, DTensor):
         return drawn
-    return _torch.wrap(drawn, rows.device_mesh, rows.placements, meta)
+    return dispatch.wrap(drawn, rows.device_mesh, rows.placements, meta)
 
 
-def _multinomial_out(op: _torch.Op, args: tuple, kwargs: dict) -> Tensor:
+def _multinomial_out(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     p, out = args[0], kwargs["out"]
     check_out(op, out, torch.Size((*p.shape[:-1], args[1])), _with_full_rows(op, p))
     return copy_to_out(_multinomial(aten.multinomial.default, args, {"generator": kwargs.get("generator")}), out)
 
 
-def _with_full_rows(op: _torch.Op, p: Tensor) -> Tensor:
+def _with_full_rows(op: dispatch.Op, p: Tensor) -> Tensor:
     """Return ``p`` sharded over rows only."""
     if not isinstance(p, DTensor):
         return p
@@ -199,9 +199,9 @@ def _with_full_rows(op: _torch.Op, p: Tensor) -> Tensor:
     kept = tuple(each if _is_over_rows(each, p.ndim) else Replicate() for each in p.placements)
     if kept == p.placements:
         return p
-    if not all(isinstance(each, (Shard, Replicate)) or _torch.is_strided_shard(each) for each in p.placements):
+    if not all(isinstance(each, (Shard, Replicate)) or dispatch.is_strided_shard(each) for each in p.placements):
         raise UnsupportedRandomOperator.for_tensor(op, p, "redistribute it to Shard(0) or Replicate first")
-    return _torch.wrap(_torch.redistributed(p, kept, for_op=op), p.device_mesh, kept, p)
+    return dispatch.wrap(dispatch.redistributed(p, kept, for_op=op), p.device_mesh, kept, p)
 
 
 def _is_over_rows(placement: object, ndim: int) -> bool:
@@ -235,7 +235,9 @@ def _largest(rows: Tensor, num_samples: int, kwargs: dict) -> Tensor:
     return q.argmax(dim=-1, keepdim=True) if num_samples == 1 else q.topk(num_samples).indices
 
 
-def _with_replacement(op: _torch.Op, rows: Tensor, position: GlobalPosition, num_samples: int, kwargs: dict) -> Tensor:
+def _with_replacement(
+    op: dispatch.Op, rows: Tensor, position: GlobalPosition, num_samples: int, kwargs: dict
+) -> Tensor:
     local, generator = local_of(rows), kwargs.get("generator")
     if local.device.type != "cpu":
         raise UnsupportedRandomOperator.for_tensor(op, rows, "draw one sample at a time, or without replacement")
