@@ -1,40 +1,50 @@
 """Fused attention kernels of other devices get operands whose heads were cut where the kernel can pair them.
 
-The kernels need a device that is not here; what is tested is what reaches stock torch's rule for them.
+The kernels need a device that is not here. A kernel for the CPU stands in for one: it reports the shards that it gets.
 """
 
 import pytest
 import torch
 
-from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, distribute_tensor, init_device_mesh
-from vescale.dtensor._operators import attention as _attention
+from vescale.dtensor import Shard, distribute_tensor, init_device_mesh
 from vescale_testing import ranks
 
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
+KERNEL = "_scaled_dot_product_flash_attention"
 
 
-def placements_that_arrive(monkeypatch, mesh, num_heads, num_key_heads, placement):
-    arrived = []
-    monkeypatch.setattr(_attention._torch, "stock_dispatch", lambda _op, args, _kwargs: arrived.extend(args[:3]))
-    query = distribute_tensor(torch.randn(2, num_heads, 3, 4), mesh, [placement])
-    key, value = (distribute_tensor(torch.randn(2, num_key_heads, 3, 4), mesh, [placement]) for _ in range(2))
-    _attention.run_fused(FLASH, (query, key, value, 0.0, True), {})
-    return [tensor.placements[0] for tensor in arrived]
+class ReachedKernelError(Exception):
+    """Ends the operator where the kernel would begin."""
+
+
+@pytest.fixture
+def shapes_in_the_kernel():
+    """`shapes_in_the_kernel(query, key, value)`: the shapes of the local tensors with which the kernel is called."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def kernel(query, key, value, *_args, **_kwargs):
+        raise ReachedKernelError(*(tuple(operand.shape) for operand in (query, key, value)))
+
+    library.impl(KERNEL, kernel, "CPU")
+
+    def call(*operands):
+        with pytest.raises(ReachedKernelError) as called:
+            getattr(torch.ops.aten, KERNEL)(*operands, 0.0, True)
+        return called.value.args
+
+    yield call
+    library._destroy()
 
 
 @ranks(2)
-def test_heads_that_do_not_divide_are_gathered():
+def test_heads_that_do_not_divide_are_gathered(shapes_in_the_kernel):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    with pytest.MonkeyPatch.context() as patch:
-        assert placements_that_arrive(patch, mesh, 12, 4, Shard(1)) == [Shard(1)] * 3
-        assert placements_that_arrive(patch, mesh, 12, 3, Shard(1)) == [Replicate()] * 3
-        assert placements_that_arrive(patch, mesh, 3, 3, Shard(1)) == [Replicate()] * 3
-        assert placements_that_arrive(patch, mesh, 3, 3, Shard(0)) == [Shard(0)] * 3
 
+    def shapes(num_heads, num_key_heads, placement):
+        query = distribute_tensor(torch.randn(2, num_heads, 3, 4), mesh, [placement])
+        key, value = (distribute_tensor(torch.randn(2, num_key_heads, 3, 4), mesh, [placement]) for _ in range(2))
+        return shapes_in_the_kernel(query, key, value)
 
-@ranks(2)
-def test_dropout_is_refused():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    operand = distribute_tensor(torch.randn(2, 4, 3, 4), mesh, [Shard(1)])
-    with pytest.raises(UnsupportedRandomOperator, match=r"flash_attention.*SDPBackend.MATH"):
-        _attention.run_fused(FLASH, (operand, operand, operand, 0.1, True), {})
+    assert shapes(12, 4, Shard(1)) == ((2, 6, 3, 4), (2, 2, 3, 4), (2, 2, 3, 4))
+    assert shapes(12, 3, Shard(1)) == ((2, 12, 3, 4), (2, 3, 3, 4), (2, 3, 3, 4))
+    assert shapes(3, 3, Shard(1)) == ((2, 3, 3, 4),) * 3
+    assert shapes(3, 3, Shard(0)) == ((1, 3, 3, 4),) * 3

@@ -8,18 +8,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale.dtensor import Replicate, Shard, _exit, distribute_tensor, init_device_mesh
+from vescale.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from vescale.dtensor.extension import wait_for_gloo_threads
 from vescale_testing import ranks
 
-# The order in which a program ends: ours comes before Python takes the lock away from other threads.
+# The order in which a program ends: ours comes before Python takes the lock away from other threads. Linux gives the
+# name of a thread in a file, which the thread may write.
 PROGRAM = """
 import atexit, threading, time
+from pathlib import Path
 atexit.register(lambda: print("late thread", "ran" if done.is_set() else "never ran"))
 import torch.distributed as dist
-from vescale.dtensor import _exit
-_exit._has_gloo_threads = lambda: True
-done, ending = threading.Event(), threading.Event()
-threading.Thread(target=lambda: (ending.wait(), done.set()), daemon=True).start()
+import vescale.dtensor
+named, done, ending = threading.Event(), threading.Event(), threading.Event()
+def late():
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(NAME)
+    named.set()
+    ending.wait()
+    time.sleep(0.01)
+    done.set()
+threading.Thread(target=late, daemon=True).start()
+named.wait()
 atexit.register(ending.set)
 """
 
@@ -27,8 +36,8 @@ atexit.register(ending.set)
 @ranks(1)
 def test_without_threads_nothing_waits(monkeypatch):
     dist.destroy_process_group()
-    monkeypatch.setattr(_exit.time, "sleep", lambda _seconds: pytest.fail("waited"))
-    assert not _exit.let_threads_finish()
+    monkeypatch.setattr(time, "sleep", lambda _seconds: pytest.fail("waited"))
+    assert not wait_for_gloo_threads()
 
 
 @ranks(2)
@@ -38,17 +47,19 @@ def test_dtensors_leave_threads_behind():
     distribute_tensor(torch.randn(4, 8), mesh, [Shard(1)]).redistribute(placements=[Replicate()])
     dist.destroy_process_group()
     began = time.monotonic()
-    assert _exit.let_threads_finish()
-    assert time.monotonic() - began >= _exit.SECONDS
+    assert wait_for_gloo_threads()
+    assert time.monotonic() - began >= 0.1
 
 
 @ranks(2)
 def test_plain_collectives_leave_none():
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
-    assert not _exit.let_threads_finish()
+    assert not wait_for_gloo_threads()
 
 
-def test_it_is_done_when_a_program_ends():
-    result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, check=True)
-    assert result.stdout == "late thread ran\n", result.stderr
+@pytest.mark.parametrize("name, end", [("gloo_loop", "ran"), ("other", "never ran")])
+def test_it_is_done_when_a_program_ends(name, end):
+    program = PROGRAM.replace("NAME", repr(name))
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert result.stdout == f"late thread {end}\n", result.stderr

@@ -1,4 +1,4 @@
-"""What other packages build on: walking nested values, and agreement between ranks."""
+"""What other packages build on: nested values, agreement between ranks, chunks, texts."""
 
 import collections
 import dataclasses
@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 
 from vescale.dtensor import extension, init_device_mesh
-from vescale.dtensor.extension import describe_difference, differing_texts, leaves, map_leaves, tensors_in
+from vescale.dtensor.extension import (
+    bytes_text,
+    chunk,
+    describe_difference,
+    differing_texts,
+    leaves,
+    map_leaves,
+    tensors_in,
+    text_table,
+)
 from vescale_testing import ranks
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -94,6 +103,26 @@ def test_texts_that_differ_are_known_to_all():
 )
 def test_descriptions(texts, expected):
     assert describe_difference("it", texts) == expected
+
+
+@pytest.mark.parametrize("total", range(10))
+def test_chunks_are_those_of_torch(total):
+    for num_chunks in range(1, 7):
+        parts = [part.tolist() for part in torch.arange(total).chunk(num_chunks)]
+        parts += [[]] * (num_chunks - len(parts))  # torch.chunk leaves out empty chunks
+        found = [chunk(total, num_chunks, index) for index in range(num_chunks)]
+        assert [list(range(start, start + length)) for start, length in found] == parts
+        assert all(0 <= start <= total for start, _ in found)
+
+
+def test_a_table_aligns_its_columns_and_rules_off_the_sum():
+    text = text_table(["name", "count"], [["a", "10"], ["all", "10"]], num_text=1)
+    assert text.splitlines() == ["name  count", "----  -----", "a        10", "----  -----", "all      10"]
+
+
+def test_bytes():
+    sizes = (0, 999, 1023, 1000 / 3, 1536, 3 * 2**40)
+    assert [bytes_text(n) for n in sizes] == ["0 B", "999 B", "1023 B", "333.3 B", "1.5 KiB", "3 TiB"]
 
 
 def test_every_name_is_documented():

@@ -4,23 +4,22 @@
     started by torchrun                   initialized from the environment, nccl for cuda and gloo for cpu
     started as a plain python process     a group of this one process, so that one script runs in both ways
 
-A group created here is destroyed at the end of the program, see Note [the last collective].
+A group created here is destroyed at the end of the program.
 """
 
 import atexit
 import logging
 import os
-import time
 
 import torch
 import torch.distributed as dist
 
+from vescale.dtensor.extension import wait_for_gloo_threads
 from vescale.plan import Plan
 
 logger = logging.getLogger("vescale")
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-_LAST_COLLECTIVE_SECONDS = 0.1
 
 
 def ensure_process_group(plan: Plan) -> None:
@@ -48,16 +47,10 @@ def ensure_process_group(plan: Plan) -> None:
 
 
 def _close_process_group() -> None:
-    """Destroy the group at the end of the program, and sleep until gloo's threads finish.
-
-    Note [the last collective]: a gloo worker thread frees the tensors of a collective after the collective returns to
-    the caller, and needs the GIL to do so. If the interpreter is already shutting down, it kills the thread, and the
-    process aborts after its last line: "terminate called without an active exception". The sleep releases the GIL while
-    the interpreter still runs.
-    """
+    """Destroy the group at the end of the program, then wait for gloo's threads, so that they cannot abort it."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    time.sleep(_LAST_COLLECTIVE_SECONDS)
+    wait_for_gloo_threads()
 
 
 def _select_gpu() -> None:

@@ -148,7 +148,8 @@ def _let_gloo_finish_at_exit() -> None:
     Note [the last collective]: a worker thread frees the tensors of a collective after the collective returns to the
     caller, and needs the GIL to do so. If the program ends right after a save or a load, the interpreter may already be
     shutting down; it then kills the thread, and the process aborts after its last line. A barrier does not help,
-    because it ends in the same way. The sleep releases the GIL while the interpreter still runs.
+    because it ends in the same way. The sleep releases the GIL while the interpreter still runs. ``vescale.dtensor``
+    has the same wait; this package does not import it.
     """
     atexit.register(time.sleep, _LAST_COLLECTIVE_SECONDS)
 

@@ -13,14 +13,17 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-__all__ = ["let_threads_finish"]
+__all__ = ["wait_for_gloo_threads"]
 
 SECONDS = 0.1
 THREADS = Path("/proc/self/task")
 
 
-def let_threads_finish() -> bool:
-    """Wait a moment if gloo threads exist, or if that is unknown; return whether the call waited."""
+def wait_for_gloo_threads() -> bool:
+    """Wait a moment if this process has threads of gloo, or if that is unknown; return whether the call waited.
+
+    To be called last, after all process groups are destroyed.
+    """
     waits = _has_gloo_threads()
     if waits:
         time.sleep(SECONDS)

@@ -21,7 +21,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ._exit import let_threads_finish
+from ._exit import wait_for_gloo_threads
 from ._operators import fallback, first_arguments, forget_copies, operator_handlers, review
 from ._operators.attention import attention_handlers
 from ._operators.decompose import composite_handlers
@@ -181,7 +181,7 @@ ROWS: tuple[Row, ...] = (
         "wait at exit",
         "process",
         "a late thread of gloo that needs Python's lock while Python ends aborts the process",
-        patches.ExitPatch(let_threads_finish),
+        patches.ExitPatch(wait_for_gloo_threads),
     ),
 )
 

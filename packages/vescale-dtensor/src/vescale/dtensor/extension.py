@@ -3,9 +3,11 @@
 Each section is one protocol, documented here once.
 
 **Boxes.** A *box* is ``(offsets, sizes)``, a rectangle of the global tensor. `local_views` returns the boxes that a
-rank holds of a DTensor, each with the view of the local tensor that stores it. `flat_range_boxes` cuts a flat range of
-a row-major tensor into boxes. A tensor class that offers ``__boxes__()`` and ``__global_shape__()`` is checkpointed by
-these boxes alone; no package needs to be imported for that.
+rank holds of a DTensor, each with the view of the local tensor that stores it. `pieces` and `local_shape` compute the
+same for any coordinate of a mesh from integers and placements. `flat_range_boxes` cuts a flat range of a row-major
+tensor into boxes. `chunk` returns the part of a dim that one rank holds, by the rule of ``torch.chunk``. A tensor class
+that offers ``__boxes__()`` and ``__global_shape__()`` is checkpointed by these boxes alone; no package needs to be
+imported for that.
 
 **Gradients of a parameter.** One `GradientReceiver` per parameter takes all its gradients, full or partial, from
 autograd and from the local tensors that stand in for a DTensor. `attach_gradient_receiver` replaces the receiver;
@@ -23,11 +25,17 @@ every rank if any two differ. `describe_difference` returns one sentence about i
 if nothing was drawn between them. Contexts such as ``random.local_batch`` intercept every operator on plain tensors.
 `is_watched` and `is_watched_alone` return whether they do; `unwatched` and `watched` switch the interception off and
 on.
+
+**Texts.** `bytes_text` and `text_table` format numbers of bytes and tables for reports.
+
+**End of the process.** `wait_for_gloo_threads` prevents an abort by late threads of gloo. Importing ``vescale.dtensor``
+registers it; a package that destroys process groups at exit calls it after that.
 """
 
 from __future__ import annotations
 
 from ._containers import leaves, map_leaves, tensors_in
+from ._exit import wait_for_gloo_threads
 from ._gradients import (
     GradientReceiver,
     aligned_gradient,
@@ -40,19 +48,23 @@ from ._gradients import (
     stand_in_for,
 )
 from ._layout.agreement import describe_difference, differing_texts
-from ._layout.boxes import Box, flat_range_boxes
+from ._layout.boxes import Box, chunk, flat_range_boxes
 from ._layout.groups import group_of_ranks
-from ._layout.shards import local_views
+from ._layout.shards import Piece, local_shape, local_views, pieces
 from ._random.state import Position, random_position
 from ._random.streams import is_watched, is_watched_alone, unwatched, watched
+from .debug._text import bytes_text, text_table
 
 __all__ = [
     "Box",
     "GradientReceiver",
+    "Piece",
     "Position",
     "aligned_gradient",
     "as_gradient",
     "attach_gradient_receiver",
+    "bytes_text",
+    "chunk",
     "describe_difference",
     "detach_gradient_receiver",
     "differing_texts",
@@ -64,11 +76,15 @@ __all__ = [
     "is_watched",
     "is_watched_alone",
     "leaves",
+    "local_shape",
     "local_views",
     "map_leaves",
+    "pieces",
     "random_position",
     "stand_in_for",
     "tensors_in",
+    "text_table",
     "unwatched",
+    "wait_for_gloo_threads",
     "watched",
 ]

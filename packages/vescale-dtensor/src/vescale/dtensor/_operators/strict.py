@@ -29,8 +29,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .._torch.debugging import DTensorSpec, Watch, backward_position
 from .._torch.dispatch import is_strided_shard
-from ..debug._call_site import CallSite, call_site
-from ..debug._source import SourceLine, forward_line
+from ..debug._source import CallSite, SourceLine, call_site, forward_line
 from ..debug._text import mesh_text, placements_text
 
 __all__ = ["ImplicitRedistributionError", "strict"]

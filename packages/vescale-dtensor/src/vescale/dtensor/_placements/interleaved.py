@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from .._torch.dispatch import wrap
-from .._torch.patches import Op
+from .._torch.dispatch import Op, wrap
 from .._torch.placements import StridedShard, backward_operator, local_of
 from .types import InterleavedShard
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._containers import tensors_in
-from .._torch.dispatch import schema, wrap
+from .._torch.dispatch import Op, schema, wrap
 from .._torch.placements import local_of
 from .move import move
 from .plan import crossed_axes
-from .ragged import Op, ragged_operands, refusal
+from .ragged import ragged_operands, refusal
 
 __all__ = ["is_pointwise", "run_pointwise", "runs_on_shards"]
 

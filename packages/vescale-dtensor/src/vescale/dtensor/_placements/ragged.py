@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from torch.distributed.tensor import DTensor
 
 from .._containers import tensors_in
-from .._torch.patches import Op
+from .._torch.dispatch import Op
 from ..errors import UnsupportedPlacement
 from .types import RaggedShard
 
-__all__ = ["Op", "is_ragged", "ragged_operands", "refusal"]
+__all__ = ["is_ragged", "ragged_operands", "refusal"]
 
 
 def is_ragged(tensor: object) -> bool:

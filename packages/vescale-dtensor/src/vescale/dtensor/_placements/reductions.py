@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from .._torch.dispatch import wrap
+from .._torch.dispatch import Op, wrap
 from .._torch.placements import local_of, norm_partial
-from .ragged import Op, is_ragged, refusal
+from .ragged import is_ragged, refusal
 
 __all__ = ["REDUCTIONS"]
 

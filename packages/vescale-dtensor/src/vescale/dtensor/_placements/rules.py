@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from .._torch.dispatch import is_composite
+from .._torch.dispatch import Op, is_composite
 from .._torch.dispatch import schema as operator_schema
 from .._torch.placements import sharding
 from .interleaved import run_interleaved
 from .pointwise import is_pointwise, run_pointwise, runs_on_shards
-from .ragged import Op, ragged_operands, refusal
+from .ragged import ragged_operands, refusal
 from .reductions import REDUCTIONS
 
 __all__ = ["decide", "refuse_ragged"]

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import debugging
 from .._torch.patches import Op
-from ._call_site import call_site
 from ._module_path import ModulePath
 from ._records import CommLog, CommRecord
+from ._source import call_site
 from ._text import axis_names
 
 __all__ = ["comm_log"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ._source import SourceLine
-from ._text import bytes_text, plural
+from ._text import bytes_text, plural, text_table
 
 __all__ = ["CommLog", "CommRecord"]
 
@@ -116,7 +116,7 @@ class CommLog(Sequence[CommRecord]):
         ordered = sorted(groups.items(), key=lambda item: -sum(r.num_bytes for r in item[1]))
         rows = [[*map(_cell, key), *_sums(records)] for key, records in ordered]
         rows.append(["total", *[""] * (len(by) - 1), *_sums(list(self))])
-        return _table([*by, "count", "implicit", "bytes"], rows, num_text=len(by))
+        return text_table([*by, "count", "implicit", "bytes"], rows, num_text=len(by))
 
     def to_csv(self, path: str | PathLike | None = None) -> str:
         """Return all records as comma-separated values with a header, and write them to ``path`` if it is given."""
@@ -156,15 +156,3 @@ def _cell(value: object) -> str:
 def _sums(records: Sequence[CommRecord]) -> list[str]:
     implicit = sum(r.implicit for r in records)
     return [str(len(records)), str(implicit or ""), bytes_text(sum(r.num_bytes for r in records))]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_text: int) -> str:
-    """Lay out rows under a header, the first ``num_text`` columns to the left and the others to the right."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [c.ljust(w) if i < num_text else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        return "  ".join(cells).rstrip()
-
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([line(header), rule, *map(line, rows[:-1]), rule, line(rows[-1])])

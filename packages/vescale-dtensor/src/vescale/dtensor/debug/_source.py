@@ -1,4 +1,8 @@
-"""The line of the user's program that an operator was called from: the first frame outside of torch and of veScale."""
+"""The origin of a collective, from the call stack.
+
+The source line is that of the first frame outside of torch and of veScale. The frames of torch up to there give
+the mesh over which DTensor communicates, and the operator that caused an implicit redistribution.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,11 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["SourceLine", "callers", "forward_line", "is_users", "line_of"]
+from .._torch import debugging
+
+__all__ = ["CallSite", "SourceLine", "call_site", "forward_line"]
 
 # the last two hold the wrappers of decorated functions
 LIBRARIES = ("torch", "vescale", "contextlib", "typing_extensions")
@@ -49,7 +56,7 @@ class SourceLine:
         return f"{inside}:{self.line}"
 
 
-def callers() -> Iterator[FrameType]:
+def _callers() -> Iterator[FrameType]:
     """Yield the frames of this thread, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -57,12 +64,12 @@ def callers() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def is_users(frame: FrameType) -> bool:
+def _is_users(frame: FrameType) -> bool:
     """Return whether a frame belongs to neither torch nor veScale."""
     return frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
 
 
-def line_of(frame: FrameType) -> SourceLine | None:
+def _line_of(frame: FrameType) -> SourceLine | None:
     """Return the current line of a frame; None for the start of a thread, which belongs to no program."""
     if frame.f_globals.get("__name__") == "threading":
         return None
@@ -77,3 +84,30 @@ def forward_line(stack: Sequence[str]) -> SourceLine | None:
         if match and not match["path"].startswith(installed) and f"{os.sep}vescale{os.sep}" not in match["path"]:
             return SourceLine(match["path"], int(match["line"]), match["function"])
     return None
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """The origin of a collective.
+
+    Attributes:
+        line: the innermost line of the user's program, or None in a thread without one.
+        mesh: the mesh over which DTensor communicates, or None if other code communicates.
+        cause: the operator whose operands are redistributed implicitly, or "".
+    """
+
+    line: SourceLine | None
+    mesh: DeviceMesh | None
+    cause: str
+
+
+def call_site() -> CallSite:
+    """Return the call site of the running code in this thread."""
+    line, mesh, cause = None, None, ""
+    for frame in _callers():
+        if _is_users(frame):
+            line = _line_of(frame)
+            break
+        mesh = mesh or debugging.mesh_in(frame)
+        cause = cause or debugging.cause_of(frame)
+    return CallSite(line, mesh, cause)
