@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Partial
 from vescale.dmodule import parallelize_module, report
 from vescale.dmodule._report.ranges import PREFIX
 from vescale.dmodule._report.report import Collective
-from vescale.dmodule._report.table import bytes_text, table
 from vescale.dtensor import Replicate, Shard, debug, init_device_mesh
+from vescale.dtensor.extension import bytes_text
 from vescale_testing import ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -158,9 +158,3 @@ def test_every_boundary_is_a_profiler_range():
         counts = {e.key.removeprefix(PREFIX): e.count for e in profile.key_averages() if e.key.startswith(PREFIX)}
         names = {"gradients"} | {f"{w}{side}" for w in BOUNDARIES for side in ("", " backward")}
         assert counts == dict.fromkeys(names, 1), mode
-
-
-def test_table():
-    text = table(["name", "count"], [["a", "10"], ["all", "10"]], num_text=1)
-    assert text.splitlines() == ["name  count", "----  -----", "a        10", "----  -----", "all      10"]
-    assert [bytes_text(n) for n in (0, 999, 1536, 3 * 2**40)] == ["0 B", "999 B", "1.5 KiB", "3 TiB"]

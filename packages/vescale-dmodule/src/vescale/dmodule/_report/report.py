@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from vescale.dtensor.debug import CommLog, CommRecord, comm_log
+from vescale.dtensor.extension import bytes_text, text_table
 
 from .._execution.modes import execution_of
 from .ranges import Meter, clock, placements_of
-from .table import bytes_text, table
 
 __all__ = ["BoundaryTraffic", "Collective", "Report", "report"]
 
@@ -223,7 +223,7 @@ class Report:
         for (module, phase), records in _by_module(self.others).items():
             rows.append(self._sums(f"other: {module}", _collectives(records), is_backward=phase == "backward"))
         rows.append(["total", *[""] * 5, self._bytes(self.num_bytes), "", ""])
-        return table([*header, "backward ms"], [row for row in rows if any(row[1:])], num_text=5)
+        return text_table([*header, "backward ms"], [row for row in rows if any(row[1:])], num_text=5)
 
     def __repr__(self) -> str:
         return f"Report({len(self.boundaries)} boundaries, {self._bytes(self.num_bytes)} a step)"
