@@ -39,7 +39,7 @@ def build():
             build(),
             torch.optim.SGD(build().parameters()),
             TypeError,
-            "expected a torch.optim class, or functools.partial of one",
+            "as optimizer_fn, got an instance of SGD; pass functools.partial(torch.optim.AdamW, lr=3e-4)",
         ),
         (
             vescale.Plan(),
@@ -48,7 +48,13 @@ def build():
             TypeError,
             "partial of one with keyword arguments",
         ),
-        (vescale.Plan(tp=2), build(), torch.optim.SGD, ValueError, "no ready plan for Sequential"),
+        (
+            vescale.Plan(tp=2),
+            build(),
+            torch.optim.SGD,
+            ValueError,
+            "(in parallelize: module_plan={...}, or Plan(module",
+        ),
         (vescale.Plan(module_plan="mixtrl"), build(), torch.optim.SGD, ValueError, "no ready plan for Sequential"),
         (
             vescale.Plan(dp=2),
@@ -64,6 +70,13 @@ def test_bad_arguments_are_refused_without_a_process_group(monkeypatch, plan, mo
     with pytest.raises(error, match=re.escape(message)):
         vescale.parallelize(plan, model, optimizer_fn)
     assert not dist.is_initialized()
+
+
+def test_name_of_a_ready_plan_belongs_into_the_plan():
+    with pytest.raises(
+        TypeError, match=r"expected a dict of sections as module_plan, got 'llama'; .* Plan\(module_plan"
+    ):
+        vescale.parallelize(vescale.Plan(), build(), torch.optim.SGD, module_plan="llama")
 
 
 @ranks(1)

@@ -74,6 +74,11 @@ def parallelize(
         ...     optimizer.zero_grad()
     """
     optimizer_class, hyperparameters = _read_arguments(plan, model, optimizer_fn)
+    if module_plan is not None and not isinstance(module_plan, Mapping):
+        raise TypeError(
+            f"parallelize: expected a dict of sections as module_plan, got {module_plan!r}; name a ready plan with "
+            "Plan(module_plan='llama')"
+        )
     resolved = _resolve_module_plan(plan, model, module_plan)
     ensure_process_group(plan)
     check_same_plan(plan)
@@ -116,9 +121,11 @@ def _read_arguments(
     if isinstance(optimizer_fn, functools.partial) and not optimizer_fn.args:
         optimizer_class, keywords = optimizer_fn.func, dict(optimizer_fn.keywords)
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        is_instance = isinstance(optimizer_fn, torch.optim.Optimizer)
+        found = f"an instance of {type(optimizer_fn).__name__}" if is_instance else repr(optimizer_fn)
         raise TypeError(
             "parallelize: expected a torch.optim class, or functools.partial of one with keyword arguments, as "
-            f"optimizer_fn, got {optimizer_fn!r}; pass functools.partial(torch.optim.AdamW, lr=3e-4)"
+            f"optimizer_fn, got {found}; pass functools.partial(torch.optim.AdamW, lr=3e-4)"
         )
     return optimizer_class, keywords
 
@@ -129,7 +136,10 @@ def _resolve_module_plan(plan: Plan, model: nn.Module, module_plan: ModulePlan |
     family = None if plan.module_plan == "auto" else plan.module_plan
     if plan.tp == 1 and family is None:
         return {}
-    return plan_for(model, degree=plan.tp, sequence_parallel=plan.sequence_parallel, family=family)
+    try:
+        return plan_for(model, degree=plan.tp, sequence_parallel=plan.sequence_parallel, family=family)
+    except ValueError as error:
+        raise type(error)(f"{error} (in parallelize: module_plan={{...}}, or Plan(module_plan='llama'))") from None
 
 
 def _resolve_mesh(plan: Plan, mesh: DeviceMesh | None) -> DeviceMesh:
