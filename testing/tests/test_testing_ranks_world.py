@@ -115,7 +115,9 @@ def test_many_worlds_in_a_row_leave_no_files_open():
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, None])
 def test_a_number_of_ranks_that_makes_no_sense_is_refused(number):
-    with pytest.raises(ValueError, match=r"number of ranks must be a positive integer, got .*write @ranks\(2\)"):
+    with pytest.raises(
+        ValueError, match=r"expected a positive integer as the number of ranks, got .*write @ranks\(2\)"
+    ):
         ranks(number)
     with pytest.raises(ValueError, match="number of ranks"):
         run_ranks(print, number)

@@ -1,70 +1,108 @@
-"""The manifest's text reads back to the same manifest, and a changed text is refused."""
+"""The manifest on disk is plain JSON that says everything about a checkpoint, and a changed one is refused."""
 
 import json
 
 import pytest
+import torch
 
-from vescale.ckpt import Box, CheckpointError, Manifest, Piece, StoredTensor, TensorMeta
-from vescale.ckpt._format.manifest import manifest_from_text, manifest_to_text
-
-
-def tensor(*boxes: Box) -> StoredTensor:
-    pieces = tuple(Piece(box, "data-0-0.safetensors", f"w{box}", 0xDEADBEEF) for box in boxes)
-    return StoredTensor(TensorMeta("bfloat16", (4, 2)), pieces)
+from vescale.ckpt import Box, CheckpointError, Manifest, StoredTensor, TensorMeta, load, read_manifest, save
 
 
-def manifest(stored: StoredTensor) -> Manifest:
-    return Manifest(
-        world_size=2,
+class TwoBoxes:
+    """The upper and the lower half of a tensor, held by one rank."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.__global_shape__, self.dtype, self.value = tuple(value.shape), value.dtype, value
+
+    def __boxes__(self):
+        return [((0, 0), self.value[:2]), ((2, 0), self.value[2:])]
+
+
+LEAVES = {"lr": 0.1, "best": float("inf"), "betas": [0.9, 0.999]}
+
+
+@pytest.fixture
+def path(tmp_path):
+    w = TwoBoxes(torch.arange(8.0).view(4, 2).bfloat16())
+    save(tmp_path / "step-1", {"w": w, **LEAVES}, metadata={"note": "größer"})
+    return tmp_path / "step-1"
+
+
+def test_manifest_says_what_was_saved(path):
+    manifest = read_manifest(path)
+    pieces = manifest.tensors["w"].pieces
+    assert [piece.box for piece in pieces] == [Box((0, 0), (2, 2)), Box((2, 0), (2, 2))]
+    assert [piece.key for piece in pieces] == ["w[0:2, 0:2]", "w[2:4, 0:2]"]
+    (file,) = path.glob("*.safetensors")
+    assert manifest == Manifest(
+        world_size=1,
         metadata={"note": "größer"},
-        leaves={"lr": 0.1, "best": float("inf"), "betas": [0.9, 0.999]},
-        files={"data-0-0.safetensors": 123},
-        tensors={"w": stored},
+        leaves=LEAVES,
+        files={file.name: file.stat().st_size},
+        tensors={"w": StoredTensor(TensorMeta("bfloat16", (4, 2)), pieces)},
     )
 
 
-WHOLE = manifest(tensor(Box((0, 0), (2, 2)), Box((2, 0), (2, 2))))
-
-
-def test_text_reads_back():
-    assert manifest_from_text(manifest_to_text(WHOLE), where="here") == WHOLE
-
-
-def test_every_tensor_and_value_has_a_line_of_its_own():
-    lines = manifest_to_text(WHOLE).splitlines()
-    assert '"lr": 0.1,' in lines
+def test_every_tensor_and_value_has_a_line_of_its_own(path):
+    lines = (path / "manifest.json").read_text().splitlines()
+    assert '"best": Infinity,' in lines
     assert sum(line.startswith('"w":') for line in lines) == 1
 
 
 @pytest.mark.parametrize(("old", "new"), [("0.999", "0.99"), ('"offsets": [2, 0]', '"offsets": [0, 0]')])
-def test_a_changed_number_is_noticed(old, new):
-    text = manifest_to_text(WHOLE)
-    assert old in text
-    with pytest.raises(CheckpointError, match=r"expected checksum .* of manifest\.json, got .*; it was changed"):
-        manifest_from_text(text.replace(old, new), where="here")
+def test_a_changed_number_is_noticed(path, old, new):
+    file = path / "manifest.json"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    for read in (read_manifest, lambda path: load(path, {})):
+        with pytest.raises(CheckpointError, match=r"expected checksum .* of manifest\.json, got .*; it was changed"):
+            read(path)
 
 
-def test_pieces_that_do_not_tile_their_tensor_are_refused_even_with_a_right_checksum():
-    shifted = manifest(tensor(Box((0, 0), (2, 2)), Box((1, 0), (2, 2))))
-    with pytest.raises(CheckpointError, match=r"tile tensor 'w', global shape \(4, 2\), got boxes .* overlap"):
-        manifest_from_text(manifest_to_text(shifted), where="here")
+def test_pieces_that_do_not_tile_their_tensor_are_refused_even_with_a_right_checksum(path, rewrite_manifest):
+    def shift(body):
+        body["tensors"]["w"]["pieces"][1]["offsets"] = [1, 0]
+
+    rewrite_manifest(path, lambda _: None)
+    read_manifest(path)
+    rewrite_manifest(path, shift)
+    with pytest.raises(
+        CheckpointError, match=r"tile tensor 'w', global shape \(4, 2\), got boxes .* overlap; use another"
+    ):
+        read_manifest(path)
+
+
+def test_a_piece_in_an_unlisted_file_is_refused(path, rewrite_manifest):
+    rewrite_manifest(path, lambda body: body["tensors"]["w"]["pieces"][0].update(file="other"))
+    with pytest.raises(CheckpointError, match=r"expected the file of tensor 'w' in the list of files, got 'other'"):
+        read_manifest(path)
+
+
+def test_a_missing_key_is_refused(path, rewrite_manifest):
+    rewrite_manifest(path, lambda body: body.pop("leaves"))
+    with pytest.raises(
+        CheckpointError, match=r"expected all keys in manifest.json, got KeyError: 'leaves'; use another"
+    ):
+        read_manifest(path)
 
 
 REFUSED = {
-    "cut": (lambda text: text[: len(text) // 2], "expected JSON in manifest"),
+    "cut": (lambda text: text[: len(text) // 2], "expected JSON in manifest.json, got .*, so use another checkpoint"),
     "foreign": (
         lambda _: json.dumps({"weights": []}),
-        "expected format 'vescale-checkpoint' .*, got None",
+        "expected format 'vescale-checkpoint' .*, got None; pass a directory of",
     ),
     "future": (
         lambda text: text.replace('"version": 1', '"version": 99'),
-        "expected .* version 1, got 99",
+        "expected .* version 1, got 99; load it with",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_other_texts_are_refused_with_the_path(case):
+def test_other_texts_are_refused_with_the_path(path, case):
     change, message = REFUSED[case]
-    with pytest.raises(CheckpointError, match=f"^/runs/step-1: .*{message}"):
-        manifest_from_text(change(manifest_to_text(WHOLE)), where="/runs/step-1")
+    file = path / "manifest.json"
+    file.write_text(change(file.read_text()))
+    with pytest.raises(CheckpointError, match=f"^{path}: .*{message}"):
+        read_manifest(path)

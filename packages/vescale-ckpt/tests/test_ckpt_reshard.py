@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from vescale.ckpt import Box, Manifest, Piece, StoredTensor, load, read_manifest, save, verify
-from vescale.ckpt._format.manifest import manifest_to_text
+from vescale.ckpt import Box, load, save, verify
 from vescale_testing import ranks, run_ranks
 
 LAYOUTS = {
@@ -175,20 +174,15 @@ def test_each_element_is_stored_once(saved, source):
             assert sum(piece.box.num_elements for piece in stored.pieces) == torch.Size(shape).numel()
 
 
-def test_two_swapped_pieces_fail_the_comparison(saved, tmp_path):
-    source = saved / "dp1 tp4"
-    manifest = read_manifest(source)
-    name = "model/layers.1.experts"
-    first, second, *others = manifest.tensors[name].pieces
-    assert first.box.sizes == second.box.sizes
-    swapped = (Piece(second.box, first.file, first.key, first.crc32), Piece(first.box, second.file, second.key,
-               second.crc32))  # fmt: skip
-    tensors = dict(manifest.tensors) | {name: StoredTensor(manifest.tensors[name].meta, (*swapped, *others))}
-    changed = Manifest(manifest.world_size, manifest.metadata, manifest.leaves, manifest.files, tensors)
-    for file in source.iterdir():
+def test_two_swapped_pieces_fail_the_comparison(saved, tmp_path, rewrite_manifest):
+    def swap(body):
+        first, second, *_ = body["tensors"]["model/layers.1.experts"]["pieces"]
+        assert first["sizes"] == second["sizes"]
+        first["offsets"], second["offsets"] = second["offsets"], first["offsets"]
+
+    for file in (saved / "dp1 tp4").iterdir():
         (tmp_path / file.name).symlink_to(file)
-    (tmp_path / "manifest.json").unlink()
-    (tmp_path / "manifest.json").write_text(manifest_to_text(changed))
+    rewrite_manifest(tmp_path, swap)
     state = build_state({}, filled=False)
     load(tmp_path, state)
     assert count_differences(state) == 1

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelinePlan, one_f_one_b, simulate
@@ -65,14 +66,23 @@ def test_equal_to_one_process(num_stages, num_microbatches, schedule, helpers):
     ranks(num_stages)(check_equal)(num_microbatches, schedule, helpers)
 
 
+def change_received(monkeypatch, change, *, later_stage):
+    """Change the float64 values of two rows that this rank receives from one side."""
+    receive = dist.recv
+
+    def receive_changed(buffer, source, **kwargs):
+        receive(buffer, source, **kwargs)
+        if (source > dist.get_rank()) == later_stage and buffer.nbytes == 2 * 6 * 8:
+            change(buffer.view(torch.float64))
+
+    monkeypatch.setattr(dist, "recv", receive_changed)
+
+
 @ranks(2)
 def test_a_wrong_gradient_on_the_wire_is_seen(helpers, monkeypatch):
-    """The sibling that breaks it: gradients sent to earlier stages are doubled."""
-    from vescale.pipe._run import backward as _backward
-
+    """The sibling that breaks it: gradients received from later stages are doubled."""
     train_one_process, pipeline_mesh, differences = helpers
-    real = _backward.local_gradient
-    monkeypatch.setattr(_backward, "local_gradient", lambda gradient, meta: 2 * real(gradient, meta))
+    change_received(monkeypatch, lambda values: values.mul_(2), later_stage=True)
     batch = data(4)
     expected = train_one_process(build(), loss_of, batch, 2)
     model = build()
@@ -83,11 +93,9 @@ def test_a_wrong_gradient_on_the_wire_is_seen(helpers, monkeypatch):
 
 @ranks(2)
 def test_a_wrong_value_on_the_wire_is_seen(helpers, monkeypatch):
-    """The sibling that breaks it: a transfer delivers zeros."""
-    from vescale.pipe._run import frame as _frame
-
+    """The sibling that breaks it: values received from earlier stages are zero."""
     train_one_process, pipeline_mesh, differences = helpers
-    monkeypatch.setattr(_frame, "from_local_part", lambda local, *_: torch.zeros_like(local))
+    change_received(monkeypatch, torch.Tensor.zero_, later_stage=False)
     batch = data(4)
     expected = train_one_process(build(), loss_of, batch, 2)
     model = build()

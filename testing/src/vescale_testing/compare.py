@@ -104,11 +104,11 @@ def assert_same_training(
         1 of 2 compared values differ
     """
     if (rtol is None) == (not bitwise):
-        raise ValueError(f"give either rtol=... or bitwise=True, got rtol={rtol}, bitwise={bitwise}")
+        raise ValueError(f"expected either rtol or bitwise=True, got rtol={rtol}, bitwise={bitwise}; give one of them")
     num_steps = max(len(expected.losses), len(expected.grad_norms))
     wanted, got = dict(_entries(expected, num_steps)), dict(_entries(actual, num_steps))
     if not wanted:
-        raise ValueError("the expected record is empty: there is nothing to compare with")
+        raise ValueError("expected a record with values to compare with, got an empty one; collect the reference first")
     _check_names(got, wanted)
     rtol = 0.0 if rtol is None else rtol
     differing = {name: text for name in wanted if (text := _difference(got[name], wanted[name], rtol))}
@@ -128,18 +128,18 @@ def _entries(record: TrainingRecord, num_steps: int) -> Iterator[tuple[str, torc
                 yield f"{kind} of step {step}", torch.tensor(value, dtype=torch.float64)
     after = f" after step {num_steps}" if num_steps else ""
     for name, tensor in record.grads.items():
-        yield f"gradient of {name}{after}", _whole(name, tensor)
+        yield f"gradient of {name}{after}", _full(name, tensor)
     for name, tensor in record.params.items():
-        yield f"parameter {name}{after}", _whole(name, tensor)
+        yield f"parameter {name}{after}", _full(name, tensor)
     for name, values in record.optimizer_state.items():
         for key, tensor in values.items():
-            yield f"optimizer state {key} of {name}{after}", _whole(name, tensor)
+            yield f"optimizer state {key} of {name}{after}", _full(name, tensor)
 
 
-def _whole(name: str, tensor: Any) -> torch.Tensor:
+def _full(name: str, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
         kind = type(tensor).__name__
-        raise TypeError(f"{name}: expected a whole torch.Tensor, got a {kind}; gather it with gather_named")
+        raise TypeError(f"{name}: expected a full torch.Tensor, got a {kind}; gather it with gather_named")
     return tensor.detach()
 
 
@@ -184,6 +184,9 @@ def _state_by_name(params: Mapping[str, torch.Tensor], optimizer: Any) -> dict[s
     for key, values in optimizer.state_dict()["state"].items():
         found = params.get(key) if isinstance(key, str) else numbered[key]
         if id(found) not in names:
-            raise ValueError(f"the optimizer holds state of parameter {key!r}, which is not in the model")
+            raise ValueError(
+                f"expected optimizer state of the model's parameters, got state of parameter {key!r}; pass the model "
+                "that the optimizer updates"
+            )
         by_name.update(dict.fromkeys(names[id(found)], values))
     return by_name

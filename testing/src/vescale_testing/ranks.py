@@ -128,7 +128,7 @@ def run_ranks(
 
 def _check_world_size(world_size: int) -> None:
     if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"the number of ranks must be a positive integer, got {world_size!r}; write @ranks(2)")
+        raise ValueError(f"expected a positive integer as the number of ranks, got {world_size!r}; write @ranks(2)")
 
 
 @dataclass(frozen=True)
