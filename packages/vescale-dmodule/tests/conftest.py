@@ -42,7 +42,6 @@ from transformers import (
 from transformers.utils import logging
 
 from vescale.dmodule import Repeat, parallelize_module
-from vescale.dmodule._compile import blocks as _compile
 from vescale.dtensor import Replicate, Shard
 from vescale_testing import gather_full, keep_float64
 
@@ -212,7 +211,9 @@ class Graphs:
 @pytest.fixture
 def graphs(monkeypatch):
     """The graphs that compile mode gives to the compiler, which leaves them as they are."""
-    monkeypatch.setattr(_compile, "BACKEND", kept := Graphs())
+    compile_, kept = torch.compile, Graphs()
+    backend = {"backend": kept, "options": None}
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, **options | backend))
     return kept
 
 

@@ -10,8 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale.dmodule import NotLocalFriendlyError, parallelize_module
-from vescale.dmodule._compile import dropout as _dropout
-from vescale.dtensor import Replicate, Shard, init_device_mesh, random
+from vescale.dtensor import Replicate, Shard, extension, init_device_mesh, random
 from vescale_testing import ranks
 
 PLAN = {
@@ -21,7 +20,7 @@ PLAN = {
 
 
 class Block(nn.Module):
-    """Drops a sharded and a whole tensor. All values are small integers: no order of additions changes a bit."""
+    """Drops a sharded and a replicated tensor. All values are small integers: no order of additions changes a bit."""
 
     def __init__(self, noise):
         super().__init__()
@@ -94,7 +93,7 @@ def test_masks_are_those_of_one_device(graphs, caplog, monkeypatch):
         assert sum("dropout_factors" in str(node.target) for node in graphs.forward[0].graph.nodes) == 2
         model.zero_grad()
         with monkeypatch.context() as without_the_part:
-            without_the_part.setattr(_dropout.extension, "watched", contextlib.nullcontext)
+            without_the_part.setattr(extension, "watched", contextlib.nullcontext)
             assert not equal(in_parts(model, 2, stream), expected)
     assert "static mode" not in caplog.text
 
@@ -110,13 +109,13 @@ def test_other_draws(graphs, caplog):
     reason = "only dropout can be compiled for a part of the batch, not torch.rand_like on (2, 3, 4) (Replicate(),)"
     assert f"block 'blocks.0' is not compiled and stays in static mode: {reason}" in caplog.text
 
-    # somebody else who watches operators
+    # another mode that watches operators
     model.zero_grad()
     with Watching():
         assert equal(in_parts(model, 2, "torch"), expected)
     assert "blocks of the root module run as in static mode while a TorchDispatchMode watches operators" in caplog.text
 
-    # a rate that was 0 in the rehearsal
+    # a rate that was 0 in the recording
     model = parallel()
     for block in model.blocks:
         block.drop.p = 0.0

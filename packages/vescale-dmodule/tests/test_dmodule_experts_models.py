@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from vescale.dmodule import parallelize_module, plans
-from vescale.dmodule._experts import Experts
+from vescale.dmodule import Experts, parallelize_module, plans
 from vescale.dtensor import init_device_mesh
 from vescale_testing import ranks
 

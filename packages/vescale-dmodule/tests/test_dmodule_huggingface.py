@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale.dmodule import parallelize_module, plans
-from vescale.dmodule._gradients.sync import GradientSync
+from vescale.dmodule import no_sync, parallelize_module, plans
 from vescale.dtensor import Replicate, disabled, init_device_mesh
 from vescale_testing import ranks
 
@@ -120,11 +119,11 @@ def test_an_attention_mask_and_position_ids(build, train, assert_same_pass):
 
 
 @ranks(2)
-def test_without_gradient_sync_norms_hold_a_part(build, train, monkeypatch):
+def test_without_the_sum_over_ranks_gradients_of_norms_are_partial(build, train):
     expected = train(build("llama"))
-    monkeypatch.setattr(GradientSync, "attach", lambda _sync, _module: None)
     model = parallel(build("llama"), sequence_parallel=True)
-    train(model)
+    with no_sync(model):
+        train(model)
     gradient = model.model.norm.weight.grad
     assert gradient.placements != (Replicate(),)
     assert not torch.allclose(gradient.to_local(), expected.grads["model.norm.weight"])

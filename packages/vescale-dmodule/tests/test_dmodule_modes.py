@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from vescale.dmodule import PlanError, parallelize_module, set_mode
-from vescale.dmodule._execution.modes import ATTRIBUTE, execution_of
 from vescale.dtensor import DTensor, init_device_mesh
 from vescale_testing import ranks
 
@@ -22,9 +21,10 @@ CHANGES = [
 def test_modes_change_at_run_time(tiny, in_all_modes):
     """A model that changes its modes gives what one does that stays in eager mode, and what the plain one gives."""
     mesh, ids = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), tiny.ids(2, 7)
+    modes = iter(("plain", "eager", "static"))  # in the order of `in_all_modes`
 
     def program(model):
-        found, changes = {}, hasattr(model, ATTRIBUTE) and execution_of(model).modes[""] == "static"
+        found, changes = {}, next(modes) == "static"
         for step, (mode, *parts) in enumerate(CHANGES):
             if changes:
                 assert set_mode(model, mode, *parts) is model

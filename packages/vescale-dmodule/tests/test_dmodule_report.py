@@ -5,14 +5,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
-from vescale.dmodule import parallelize_module, report
-from vescale.dmodule._report.ranges import PREFIX
-from vescale.dmodule._report.report import Collective
+from vescale.dmodule import Collective, parallelize_module, report
 from vescale.dtensor import Replicate, Shard, debug, init_device_mesh
 from vescale.dtensor.extension import bytes_text
 from vescale_testing import ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+PREFIX = "vescale.dmodule/"  # of profiler ranges
 
 
 class Block(nn.Module):

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from vescale.dtensor.extension import group_of_ranks
 
 __all__ = [
+    "CHILDREN",
     "DIRECT_CALL",
     "Collectives",
     "alias",
@@ -41,7 +42,6 @@ __all__ = [
     "leaf_states",
     "local_of",
     "module_hook_tables",
-    "module_table",
     "no_function_modes",
     "on_backward_end",
     "ordinary_call",
@@ -279,9 +279,8 @@ def flat_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
     return group_of_ranks(ranks, keep_order=True)
 
 
-def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the table of the children that ``module`` itself holds; changing it changes the module."""
-    return module._modules
+CHILDREN = "_modules"
+"""The attribute of a module that holds the table of its children, by name."""
 
 
 backward_number: Callable[[], int] = torch._C._current_graph_task_id

@@ -14,10 +14,10 @@ from vescale.dtensor.extension import describe_difference, differing_texts
 from ._boundary.hooks import install_inputs, install_outputs
 from ._boundary.local_region import install_local
 from ._execution.modes import ATTRIBUTE, MODES, Execution
+from ._execution.patch import set_attributes
 from ._experts import install_experts
 from ._plan.parameters import distribute
 from ._plan.resolve import resolve
-from ._static import set_attributes
 from .errors import PlanError
 
 __all__ = ["parallelize_module"]

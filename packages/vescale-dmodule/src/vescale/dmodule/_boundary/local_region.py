@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from vescale.dtensor import random
 
 from .. import _torch
+from .._execution.patch import ModulePatch, Row, attribute_rows
 from .._plan.inputs import InputPlan
 from .._plan.placements import is_placements, normalize
-from .._static.patch import ModulePatch, attribute_rows
 from ..errors import PlanError
 from .convert import place
 from .edges import depend_on, local_shards, unwrapped, wrapped
@@ -100,8 +100,12 @@ class LocalRegion:
             return tensor
 
         args, kwargs = map_tensors(localize, args), map_tensors(localize, kwargs)
+        rows = self._local_rows(module)
+        operands += [shard for _, _, shard in rows]
+        if not self.phase.local:  # else the static program has set the attributes
+            rows += attribute_rows(module, self.attributes)
         undo = contextlib.ExitStack()
-        operands += self._show_local(module, undo)
+        undo.enter_context(ModulePatch(rows))
         undo.enter_context(random.forbidden(RANDOM))
         self.running.append((undo, [t for t in operands if t.requires_grad], inputs))
         return args, kwargs
@@ -126,20 +130,14 @@ class LocalRegion:
             for axis, p in enumerate(placements)
         )
 
-    def _show_local(self, module: nn.Module, undo: contextlib.ExitStack) -> list[Tensor]:
-        places: list[tuple[dict, str]] = []
-        for part in module.modules():
-            for table in _torch.tensor_tables(part):
-                undo.callback(table.update, dict(table))
-                places += [(table, key) for key, t in table.items() if isinstance(t, nn.Parameter | DTensor)]
+    def _local_rows(self, module: nn.Module) -> list[Row]:
+        """Return the rows that put the local shards of parameters and buffers into the module."""
+        tables = [table for part in module.modules() for table in _torch.tensor_tables(part)]
+        places = [(table, key) for table in tables for key, t in table.items() if isinstance(t, nn.Parameter | DTensor)]
         tensors = [table[key] for table, key in places]
         gradients = [self._gradient(t.placements) if isinstance(t, DTensor) else None for t in tensors]
-        shown = local_shards(tensors, gradients)
-        for (table, key), local in zip(places, shown, strict=True):
-            table[key] = local
-        if not self.phase.local:  # else the program has done it
-            undo.enter_context(ModulePatch(attribute_rows(module, self.attributes)))
-        return shown
+        shards = local_shards(tensors, gradients)
+        return [(table, key, shard) for (table, key), shard in zip(places, shards, strict=True)]
 
     def _wrap(self, local: Tensor, placements: Placements, inputs: list[DTensor]) -> DTensor:
         gradient = tuple(Replicate() if p.is_partial() else p for p in placements)

@@ -36,8 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.dtensor import extension
 
 from .. import _torch
+from .._execution.patch import ModulePatch, Row
 from .._static.parts import Parts, describe, is_inside, join
-from .._static.patch import ModulePatch, Row
 from .._static.random_operators import RandomOperator, inactive
 from .._static.recording.layouts import RecordedLayouts
 from .dropout import CompiledDropout, accounted, dropout_obstacle, is_dropout

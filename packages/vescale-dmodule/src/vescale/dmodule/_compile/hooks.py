@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from .._boundary.hooks import InputBoundary, OutputBoundary
 from .._boundary.values import fields_of, rebuild_fields, rebuild_sequence
 from .._execution.module_hooks import OwnHook
+from .._execution.patch import Row
 from .._plan.placements import Repeat, is_placements
 from .._static.direct_calls import Steps
 from .._static.movement.conversions import identity
-from .._static.patch import Row
 from ..errors import NotLocalFriendlyError
 
 __all__ = ["compiled_hooks", "hook_kinds", "stays_outside"]

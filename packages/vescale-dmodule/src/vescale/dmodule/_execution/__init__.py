@@ -1,1 +1,7 @@
-"""The execution modes of a parallelized module, and eager mode."""
+"""How a parallelized module runs.
+
+patch           rows of (owner, key, value) that stand in a module for the duration of a call
+module_hooks    hooks that copies of a module do not inherit
+eager           eager mode
+modes           the modes of a model and of its parts
+"""

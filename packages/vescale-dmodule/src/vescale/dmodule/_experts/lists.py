@@ -17,6 +17,7 @@ which exchanges all tokens at once.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +31,10 @@ from vescale.dtensor import random
 from .. import _torch
 from .._boundary.edges import depend_on
 from .._boundary.values import map_tensors
+from .._execution.patch import ModulePatch, Row
 from ..errors import PlanError
 from .axes import axes_of
-from .local import from_local, gradient_placements, show_parameters, to_local
+from .local import from_local, gradient_placements, parameter_rows, to_local
 from .plan import ExpertLayout
 from .region import RANDOM
 
@@ -123,7 +125,9 @@ class _OneExpert:
         undo = contextlib.ExitStack()
         if any(isinstance(parameter, DTensor) for parameter in expert.parameters()):
             undo.enter_context(random.forbidden(RANDOM))  # static mode, with local parameters, forbids them itself
-        operands += self._show_local(expert, undo)
+        rows = parameter_rows(expert.named_modules(prefix=self.key), self.gradients)
+        operands += [shard for _, _, shard in rows.values()]
+        undo.enter_context(ModulePatch(rows.values() if self.here else self._without_memory(rows)))
         self._running.append(_Call(undo, tuple(operands), hidden))
         return args, kwargs
 
@@ -144,28 +148,18 @@ class _OneExpert:
         output = _FromOwner.apply(output, len(call.hidden), self.here, self.source, self.group)
         if not isinstance(call.hidden, DTensor):
             return output
-        whole = (Replicate(),) * self.mesh.ndim
-        return from_local(call.hidden, whole, whole, self.mesh)(output)
+        replicated = (Replicate(),) * self.mesh.ndim
+        return from_local(call.hidden, replicated, replicated, self.mesh)(output)
 
     @property
     def source(self) -> int:
         """The owner's rank in the world."""
         return dist.get_global_rank(self.group, self.owner)
 
-    def _show_local(self, expert: nn.Module, undo: contextlib.ExitStack) -> list[Tensor]:
-        """Show the expert its parameters: the owner its own, the others stand-ins of the same shape without memory.
-
-        Returns:
-            The shards of all, those of the others empty.
-        """
-        shards = show_parameters(expert.named_modules(prefix=self.key), self.gradients, undo)
-        if not self.here:
-            for owner, part in expert.named_modules():
-                table, _ = _torch.tensor_tables(part)
-                for key, shard in table.items():
-                    if shard is not None:
-                        table[key] = shard.new_zeros(()).expand(self.shapes[f"{owner}.{key}" if owner else key])
-        return list(shards.values())
+    def _without_memory(self, rows: Mapping[str, Row]) -> Iterator[Row]:
+        """Yield rows with zeros of the shapes of one device, which take no memory, in place of the empty shards."""
+        for leaf, (table, key, shard) in rows.items():
+            yield table, key, shard.new_zeros(()).expand(self.shapes[leaf.removeprefix(f"{self.key}.")])
 
 
 class _ToOwner(torch.autograd.Function):

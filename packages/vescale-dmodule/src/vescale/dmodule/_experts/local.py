@@ -1,14 +1,12 @@
 """The local tensors of an experts' region: its operands, and its experts.
 
-Operands are unwrapped to this rank's tokens and the output is wrapped again, differentiably. While the forward runs,
-parameters are local tensors, ``num_experts`` is the number of local experts, and experts that are submodules of other
-ranks are not there. Everything is put back when the forward ends, also by an exception. Nothing is copied: a local
-tensor shares the memory of the parameter.
+Operands are unwrapped to this rank's tokens and the output is wrapped again, differentiably. While the forward runs, a
+patch is in the module: parameters are local tensors, ``num_experts`` is the number of local experts, and submodules are
+this rank's experts only. No value is copied: a local tensor shares the memory of the parameter.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor, nn
@@ -18,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from .. import _torch
 from .._boundary.convert import as_dtensor
 from .._boundary.edges import local_shards, unwrapped, wrapped
+from .._execution.patch import Row
 from .axes import Axes, is_cut
 from .plan import ExpertLayout
 
@@ -26,8 +25,8 @@ __all__ = [
     "from_local",
     "gradient_placements",
     "layout_of_tokens",
-    "show_local",
-    "show_parameters",
+    "local_rows",
+    "parameter_rows",
     "to_local",
 ]
 
@@ -91,39 +90,36 @@ def expert_of(leaf: str) -> str:
 # ------------------------------------------------------------------------------------------------- experts
 
 
-def show_local(
+def local_rows(
     module: nn.Module,
     layout: ExpertLayout,
-    undo: contextlib.ExitStack,
     *,
     block: range,
     gradients: Mapping[str, Placements],
     silent: frozenset[str],
     absent: bool,
-) -> dict[str, Tensor]:
-    """Show ``module`` its local experts until ``undo`` is closed.
+) -> tuple[list[Row], dict[str, Tensor]]:
+    """Return the rows that put this rank's experts into ``module``, and the local shards of all parameters by name.
+
+    The shards of the experts of other ranks are empty.
 
     Args:
         module: the experts.
         layout: from the plan.
-        undo: closing it restores the module.
         block: this rank's experts.
         gradients: placements of the parameters' gradients, by name.
         silent: names of the parameters that another rank adds.
         absent: whether indices may mean an expert of another rank.
-
-    Returns:
-        The local shards of all parameters by name; those of absent experts are empty.
     """
-    local: dict[str, Tensor] = {}
+    parameters: dict[str, Row] = {}
     for parts in _experts(module, layout):
-        local |= show_parameters(parts, gradients, undo, silent=silent)
+        parameters |= parameter_rows(parts, gradients, silent=silent)
+    rows = list(parameters.values())
     if layout.kind == "modules":
-        _keep_children(module, block, undo)
-    _show(module, "num_experts", len(block), undo)
-    if absent:
-        _show(module, EXPERT_PARALLEL_FLAG, True, undo)
-    return local
+        rows.append((vars(module), _torch.CHILDREN, _children(module, block)))
+    changes = {"num_experts": len(block)} | ({EXPERT_PARALLEL_FLAG: True} if absent else {})
+    rows += [(vars(module), name, value) for name, value in changes.items() if name in vars(module)]
+    return rows, {leaf: shard for leaf, (_, _, shard) in parameters.items()}
 
 
 def _experts(module: nn.Module, layout: ExpertLayout) -> Iterable[Iterable[tuple[str, nn.Module]]]:
@@ -133,47 +129,28 @@ def _experts(module: nn.Module, layout: ExpertLayout) -> Iterable[Iterable[tuple
     return (expert.named_modules(prefix=name) for name, expert in module.named_children())
 
 
-def show_parameters(
+def parameter_rows(
     parts: Iterable[tuple[str, nn.Module]],
     gradients: Mapping[str, Placements],
-    undo: contextlib.ExitStack,
     *,
     silent: frozenset[str] = frozenset(),
-) -> dict[str, Tensor]:
-    """Put local shards in the place of the parameters of some modules until ``undo`` is closed; return them by name.
+) -> dict[str, Row]:
+    """Return the rows that replace the parameters of some modules by local shards, by name of the parameter.
 
-    If one of them gets a gradient, all do.
+    If one of the shards gets a gradient, all do.
     """
     places: dict[str, tuple[dict, str]] = {}
     for owner, part in parts:
         table, _ = _torch.tensor_tables(part)
-        undo.callback(table.update, dict(table))
         places.update({f"{owner}.{k}" if owner else k: (table, k) for k, p in table.items() if p is not None})
     parameters = [table[key] for table, key in places.values()]
     layouts = [gradients.get(leaf) for leaf in places]
-    shown = dict(zip(places, local_shards(parameters, layouts, [leaf in silent for leaf in places]), strict=True))
-    for leaf, (table, key) in places.items():
-        table[key] = shown[leaf]
-    return shown
+    shards = local_shards(parameters, layouts, [leaf in silent for leaf in places])
+    return {leaf: (*place, shard) for (leaf, place), shard in zip(places.items(), shards, strict=True)}
 
 
-def _keep_children(module: nn.Module, kept: range, undo: contextlib.ExitStack) -> None:
-    """Let a container hold only the children at the positions ``kept``; a list numbers them from 0."""
-    children = _torch.module_table(module)
-    everything = dict(children)
-
-    def restore() -> None:
-        children.clear()
-        children.update(everything)
-
-    undo.callback(restore)
-    names = list(everything)
-    children.clear()
-    listed = isinstance(module, nn.ModuleList)
-    children.update({str(i) if listed else names[p]: everything[names[p]] for i, p in enumerate(kept)})
-
-
-def _show(module: nn.Module, name: str, value: object, undo: contextlib.ExitStack) -> None:
-    if name in vars(module):
-        undo.callback(vars(module).__setitem__, name, vars(module)[name])
-        vars(module)[name] = value
+def _children(module: nn.Module, kept: range) -> dict[str, nn.Module]:
+    """Return the children of a container at the positions ``kept``; a list numbers them from 0."""
+    children = list(vars(module)[_torch.CHILDREN].items())
+    is_list = isinstance(module, nn.ModuleList)
+    return {str(number) if is_list else children[at][0]: children[at][1] for number, at in enumerate(kept)}

@@ -140,10 +140,10 @@ def plan_experts(name: str, module: nn.Module, entry: object, mesh: MeshAxes) ->
     if kind == "stacked":
         _check_stacked(where, module, num_experts)
     else:
-        _check_whole(where, module, kind, entry, expert_axes)
+        _check_modules(where, module, kind, entry, expert_axes)
     parameters = {leaf: placements for leaf, _ in module.named_parameters()}
     if kind != "stacked":
-        parameters = _whole(module, placements, expert_axes[0], mesh)
+        parameters = _on_owners(module, placements, expert_axes[0], mesh)
     inner_axes = _place_inner(where, module, kind, entry, mesh, parameters)
     return ExpertLayout(
         kind=kind,
@@ -213,7 +213,7 @@ def _check_stacked(where: str, module: nn.Module, num_experts: int) -> None:
 # ------------------------------------------------------------------------------------------------- experts as modules
 
 
-def _check_whole(where: str, module: nn.Module, kind: str, entry: Experts, expert_axes: tuple[int, ...]) -> None:
+def _check_modules(where: str, module: nn.Module, kind: str, entry: Experts, expert_axes: tuple[int, ...]) -> None:
     if len(expert_axes) != 1:
         raise PlanError(
             f"{where}: experts that are submodules go over one axis; Shard(0) is on {len(expert_axes)} axes"
@@ -235,7 +235,7 @@ def _check_whole(where: str, module: nn.Module, kind: str, entry: Experts, exper
         )
 
 
-def _whole(module: nn.Module, placements: Placements, axis: int, mesh: MeshAxes) -> dict[str, Placements]:
+def _on_owners(module: nn.Module, placements: Placements, axis: int, mesh: MeshAxes) -> dict[str, Placements]:
     """Return placements of the parameters of experts that are submodules: all of one expert on one rank of ``axis``."""
     num_ranks, found = mesh.size(axis), {}
     per_rank = len(module) // num_ranks

@@ -36,11 +36,12 @@ from vescale.dtensor import random
 
 from .. import _torch
 from .._boundary.edges import depend_on
+from .._execution.patch import ModulePatch, Row
 from ..errors import PlanError
 from .allocate import Allocation, initial_allocation
 from .axes import Axes, axes_of, lane_table
 from .dispatch import AllToAll, send_to_experts
-from .local import expert_of, from_local, gradient_placements, layout_of_tokens, show_local, to_local
+from .local import expert_of, from_local, gradient_placements, layout_of_tokens, local_rows, to_local
 from .operators import Group, share, sum_ranks
 from .plan import ExpertLayout
 
@@ -193,7 +194,8 @@ class ExpertRegion:
         *operands, back = start(module, hidden, index, weights, axes)
 
         undo = contextlib.ExitStack()
-        parameters = self._show_local(module, tokens, undo, absent=masked)
+        rows, parameters = self._local_rows(module, tokens, absent=masked)
+        undo.enter_context(ModulePatch(rows))
         if self._declared is None:  # static mode forbids them itself, at no cost per operator
             undo.enter_context(random.forbidden(RANDOM))
         self._called.clear()
@@ -272,9 +274,9 @@ class ExpertRegion:
             self._tables[key] = torch.tensor(table, device=device)
         return self._tables[key]
 
-    def _show_local(
-        self, module: nn.Module, tokens: Placements, undo: contextlib.ExitStack, *, absent: bool
-    ) -> dict[str, Tensor]:
+    def _local_rows(
+        self, module: nn.Module, tokens: Placements, *, absent: bool
+    ) -> tuple[list[Row], dict[str, Tensor]]:
         coord = self.mesh.get_coordinate()
         number = 0
         for axis in self.layout.expert_axes:
@@ -282,7 +284,7 @@ class ExpertRegion:
         block = range(number * self.num_local, (number + 1) * self.num_local)
         silent = self.layout.once if any(coord[axis] for axis in self.layout.inner_axes) else frozenset()
         gradients = self.gradient_placements(tokens)
-        return show_local(module, self.layout, undo, block=block, gradients=gradients, silent=silent, absent=absent)
+        return local_rows(module, self.layout, block=block, gradients=gradients, silent=silent, absent=absent)
 
     def _sum_group(self, axes: Axes) -> _torch.Collectives | None:
         """Return the ranks whose outputs are summed."""

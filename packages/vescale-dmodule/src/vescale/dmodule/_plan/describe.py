@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from vescale.dtensor import InterleavedShard, RaggedShard
+from vescale.dtensor.extension import chunk
 
 from .resolve import resolve
 
@@ -111,7 +112,7 @@ def _largest_shard(shape: tuple[int, ...], placements: tuple[Placement, ...], si
             numel = math.prod(local[:count])
             local = [max(placement.rows(numel, coord)[1] for coord in range(size)), *local[count:]]
         elif isinstance(placement, InterleavedShard):
-            local[placement.dim] = placement.k * -(-local[placement.dim] // placement.k // size)
+            local[placement.dim] = placement.k * chunk(local[placement.dim] // placement.k, size, 0)[1]
         elif isinstance(placement, Shard):
-            local[placement.dim] = -(-local[placement.dim] // size)
+            local[placement.dim] = chunk(local[placement.dim], size, 0)[1]
     return tuple(local)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, RaggedShard
+from vescale.dtensor.extension import chunk
 
 from ..errors import PlanError
 
@@ -202,19 +203,13 @@ def check_shards(
             _check_interleaved(placement, shape, num_ranks, where)
         elif isinstance(placement, Shard):
             dim = placement.dim % len(shape)
-            sizes[dim] = {part for size in sizes[dim] for part in _chunks(size, num_ranks)}
+            sizes[dim] = {chunk(size, num_ranks, coord)[1] for size in sizes[dim] for coord in range(num_ranks)}
             if 0 in sizes[dim] and shape[dim] and not allow_empty:
                 name = (mesh.mesh_dim_names or range(mesh.ndim))[axis]
                 raise PlanError(
                     f"{where}: {placement!r} of a tensor of shape {tuple(shape)} over the {num_ranks} ranks of axis "
                     f"{name!r} leaves a rank without any of it; use fewer ranks, another dim, or allow_empty=True"
                 )
-
-
-def _chunks(size: int, num_ranks: int) -> set[int]:
-    """Return the sizes into which ``torch.chunk`` cuts, with zero where there are fewer chunks than ranks."""
-    largest = -(-size // num_ranks)
-    return {max(0, min(largest, size - largest * coord)) for coord in range(num_ranks)}
 
 
 def _check_interleaved(placement: InterleavedShard, shape: Sequence[int], num_ranks: int, where: str) -> None:

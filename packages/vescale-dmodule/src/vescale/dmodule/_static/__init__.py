@@ -3,7 +3,6 @@
 Folder map; a file imports only files above it::
 
     parts              full names; the submodules, eager parts and experts of a program
-    patch              rows of (owner, key, value) that stand in the module while the program is open
     movement/          from one layout to another: steps, collectives, conversions, interleaved
     direct_calls       boundaries without hooks
     recording/observe  boundary records: one tensor at one boundary
@@ -39,7 +38,6 @@ program is one more kind of ``RandomOperator`` in ``Recording.operators``. A dat
 ``dry_run.record``. A pipeline stage owns a ``StaticProgram`` as ``Execution`` does, and calls ``enter`` and ``leave``.
 """
 
-from .patch import set_attributes
 from .program import StaticProgram
 
-__all__ = ["StaticProgram", "set_attributes"]
+__all__ = ["StaticProgram"]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._boundary.hooks import InputBoundary, OutputBoundary
+from .._execution.patch import ModulePatch
 from .parts import Parts
-from .patch import ModulePatch
 
 __all__ = ["Steps", "direct_calls"]
 

@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .patch import Row, attribute_rows
+from vescale.dtensor.extension import chunk
+
+from .._execution.patch import Row, attribute_rows
 
 __all__ = ["local_forward", "local_rows", "silent_axes"]
 
@@ -86,9 +88,8 @@ def _first_row(weight: DTensor, axes: list[int]) -> int:
     """Return the first row on this rank; several axes may cut the dim, each into chunks of chunks."""
     first, size = 0, weight.shape[0]
     for axis in axes:
-        chunk, coord = -(-size // weight.device_mesh.size(axis)), weight.device_mesh.get_local_rank(axis)
-        start = min(chunk * coord, size)
-        first, size = first + start, min(chunk, size - start)
+        start, size = chunk(size, weight.device_mesh.size(axis), weight.device_mesh.get_local_rank(axis))
+        first += start
     return first
 
 

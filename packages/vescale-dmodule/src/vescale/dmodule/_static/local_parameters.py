@@ -37,7 +37,7 @@ from vescale.dtensor.extension import as_gradient, has_gradient_hooks, stand_in_
 
 from .. import _torch
 from .._boundary.convert import as_dtensor
-from .patch import Row
+from .._execution.patch import Row
 
 __all__ = ["LocalParameter", "LocalParameters", "Memory"]
 
@@ -71,7 +71,7 @@ class LocalParameter:
 
     Attributes:
         name: fully qualified name; the first one of a tied parameter.
-        whole: the DTensor.
+        dtensor: the parameter or buffer that is registered in the module.
         local: the plain tensor that modules see; a leaf.
         gradient: layout of the local gradient; None until it is recorded.
         trained: whether the parameter requires a gradient.
@@ -81,7 +81,7 @@ class LocalParameter:
     """
 
     name: str
-    whole: DTensor
+    dtensor: DTensor
     local: Tensor
     gradient: tuple[Placement, ...] | None = None
     hooks: tuple[dict, dict] | None = None
@@ -102,16 +102,16 @@ class LocalParameter:
         if self.handle is not None:
             self.handle.remove()
         if hook is None:
-            self.handle = stand_in_for(self.whole, self.local, gradient)
+            self.handle = stand_in_for(self.dtensor, self.local, gradient)
         else:
             self.handle = self.local.register_post_accumulate_grad_hook(hook)
 
-    def whole_gradient(self, local: Tensor) -> DTensor:
+    def dtensor_gradient(self, local: Tensor) -> DTensor:
         """Return a local gradient as a DTensor in the placements of the parameter."""
-        wanted, gradient = tuple(self.whole.placements), self.gradient
+        wanted, gradient = tuple(self.dtensor.placements), self.gradient
         if gradient in (None, wanted) and not local.requires_grad:
-            return _torch.wrap_like(local, self.whole)
-        return as_gradient(self.whole, local, gradient or wanted).redistribute(placements=wanted)
+            return _torch.wrap_like(local, self.dtensor)
+        return as_gradient(self.dtensor, local, gradient or wanted).redistribute(placements=wanted)
 
 
 class LocalParameters:
@@ -124,7 +124,7 @@ class LocalParameters:
             :func:`silenced`.
 
     Attributes:
-        parameters: one per tensor; a tensor with several sets of silent axes has several.
+        tensors: one per parameter and per buffer; a tensor with several sets of silent axes has several.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class LocalParameters:
         modules: Iterable[tuple[str, nn.Module]],
         silent_axes: Callable[[nn.Module, str], tuple[int, ...]],
     ):
-        self.parameters: list[LocalParameter] = []
+        self.tensors: list[LocalParameter] = []
         self._places: list[tuple[dict, str, DTensor, Tensor, LocalParameter]] = []
         by_id: dict[int, dict[tuple, LocalParameter]] = {}
         for owner, module in modules:
@@ -146,34 +146,34 @@ class LocalParameters:
                         found[silent] = self._add(f"{owner}.{key}" if owner else key, tensor, silent)
                     self._places.append((table, key, tensor, found[silent].local, found[silent]))
         # columns that every call reads
-        self._tables, self._keys, self._wholes, *_ = _columns(self._places)
+        self._tables, self._keys, self._dtensors, *_ = _columns(self._places)
         self._buffers = [place for place in self._places if place[-1].hooks is None]
         self._buffer_tables, self._buffer_keys, _, self._buffer_locals, _ = _columns(self._buffers)
-        self._parameters = [parameter for parameter in self.parameters if parameter.hooks is not None]
-        self._fixed = [parameter.whole for parameter in self.parameters if not _is_freed(parameter.whole)]
-        self._refilled = [parameter.whole for parameter in self.parameters if _is_freed(parameter.whole)]
+        self._parameters = [parameter for parameter in self.tensors if parameter.hooks is not None]
+        self._fixed = [parameter.dtensor for parameter in self.tensors if not _is_freed(parameter.dtensor)]
+        self._refilled = [parameter.dtensor for parameter in self.tensors if _is_freed(parameter.dtensor)]
         self._state, self._refilled_state = _torch.leaf_states(self._fixed), _torch.train_flags(self._refilled)
         self._hooks_before, self._hooks_after = ([parameter.hooks[i] for parameter in self._parameters] for i in (0, 1))
         self._num_hooks = self._count_hooks()
         self._through = self._find_through()
 
-    def _add(self, name: str, whole: DTensor, silent: tuple[int, ...]) -> LocalParameter:
-        local = silenced(whole, silent)
-        parameter = LocalParameter(name, whole, local)
-        if isinstance(whole, nn.Parameter):
-            parameter.local = _torch.leaf_over(local, requires_grad=whole.requires_grad)
-            vars(parameter.local).update(vars(whole))
-            parameter.trained = whole.requires_grad
-            parameter.hooks = _torch.hook_tables(whole)
-            parameter.is_hooked = has_gradient_hooks(whole)
-            if (memory := _memory_of(whole)) is not None:
-                memory.share(whole, parameter.local, is_view=local is _torch.local_of(whole))
-        self.parameters.append(parameter)
+    def _add(self, name: str, dtensor: DTensor, silent: tuple[int, ...]) -> LocalParameter:
+        local = silenced(dtensor, silent)
+        parameter = LocalParameter(name, dtensor, local)
+        if isinstance(dtensor, nn.Parameter):
+            parameter.local = _torch.leaf_over(local, requires_grad=dtensor.requires_grad)
+            vars(parameter.local).update(vars(dtensor))
+            parameter.trained = dtensor.requires_grad
+            parameter.hooks = _torch.hook_tables(dtensor)
+            parameter.is_hooked = has_gradient_hooks(dtensor)
+            if (memory := _memory_of(dtensor)) is not None:
+                memory.share(dtensor, parameter.local, is_view=local is _torch.local_of(dtensor))
+        self.tensors.append(parameter)
         return parameter
 
     def stale(self) -> bool:
         """Return whether a tensor was replaced, moved, frozen or unfrozen since the local parameters were made."""
-        if not all(map(is_, map(getitem, self._tables, self._keys), self._wholes)):
+        if not all(map(is_, map(getitem, self._tables, self._keys), self._dtensors)):
             return True
         if self._refilled and _torch.train_flags(self._refilled) != self._refilled_state:
             return True
@@ -188,16 +188,16 @@ class LocalParameters:
         if self._count_hooks() != self._num_hooks:
             self._look_at_hooks()
         for table, key, parameter in self._through:
-            if has_gradient_hooks(parameter.whole):  # a dry run removes them temporarily
-                table[key] = _ThroughAutograd.apply(parameter.whole, parameter)
+            if has_gradient_hooks(parameter.dtensor):  # a dry run removes them temporarily
+                table[key] = _ThroughAutograd.apply(parameter.dtensor, parameter)
 
     def replaced_buffers(self) -> list[Row]:
         """Return rows for the buffers that the forward replaced, in the layouts of the previous buffers."""
         if all(map(is_, map(getitem, self._buffer_tables, self._buffer_keys), self._buffer_locals)):
             return []
         return [
-            (table, key, _in_layout(table[key], whole))
-            for table, key, whole, local, _ in self._buffers
+            (table, key, _in_layout(table[key], dtensor))
+            for table, key, dtensor, local, _ in self._buffers
             if table[key] is not local
         ]
 
@@ -211,10 +211,10 @@ class LocalParameters:
             # a dry run temporarily removes all hooks, by replacing their tables
             if (
                 counts[position] != self._num_hooks[position]
-                and _torch.hook_tables(parameter.whole)[0] is parameter.hooks[0]
+                and _torch.hook_tables(parameter.dtensor)[0] is parameter.hooks[0]
             ):
                 self._num_hooks[position] = counts[position]
-                parameter.is_hooked = has_gradient_hooks(parameter.whole)
+                parameter.is_hooked = has_gradient_hooks(parameter.dtensor)
         self._through = self._find_through()
 
     def _find_through(self) -> list[tuple[dict, str, LocalParameter]]:
@@ -224,10 +224,10 @@ class LocalParameters:
     @property
     def trained(self) -> frozenset[str]:
         """Names of the parameters that require gradients."""
-        return frozenset(parameter.name for parameter in self.parameters if parameter.trained)
+        return frozenset(parameter.name for parameter in self.tensors if parameter.trained)
 
     def __iter__(self) -> Iterator[LocalParameter]:
-        return iter(self.parameters)
+        return iter(self.tensors)
 
 
 def _columns(places: Sequence[tuple]) -> tuple[list, ...]:
@@ -242,26 +242,26 @@ def _is_freed(parameter: DTensor) -> bool:
     return (memory := _memory_of(parameter)) is not None and memory.frees
 
 
-def _in_layout(new: object, whole: DTensor) -> object:
+def _in_layout(new: object, dtensor: DTensor) -> object:
     """Return the value with which a forward replaced a buffer, in the buffer's layout."""
     if not isinstance(new, Tensor) or isinstance(new, DTensor):
         return new
-    local = _torch.local_of(whole)
+    local = _torch.local_of(dtensor)
     if new.shape == local.shape:
         return DTensor.from_local(
-            new, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            new, dtensor.device_mesh, dtensor.placements, run_check=False, shape=dtensor.shape, stride=dtensor.stride()
         )
-    return as_dtensor(new, whole.device_mesh)
+    return as_dtensor(new, dtensor.device_mesh)
 
 
-def silenced(whole: DTensor, axes: tuple[int, ...]) -> Tensor:
+def silenced(dtensor: DTensor, axes: tuple[int, ...]) -> Tensor:
     """Return the local tensor that this rank adds to a partial sum over ``axes``.
 
     The sum over ranks must contain the tensor once, so only the rank at coordinate 0 of those axes adds it. The other
     ranks add a tensor of negative zeros (``x + -0.0`` is ``x`` for every ``x``), which gets the same gradient.
     """
-    local = _torch.local_of(whole)
-    if all(whole.device_mesh.get_local_rank(axis) == 0 for axis in axes):
+    local = _torch.local_of(dtensor)
+    if all(dtensor.device_mesh.get_local_rank(axis) == 0 for axis in axes):
         return local
     return torch.full_like(local, -0.0)
 
@@ -270,12 +270,12 @@ class _ThroughAutograd(torch.autograd.Function):
     """Return the local tensor of a DTensor parameter; the gradient is a DTensor in the parameter's placements."""
 
     @staticmethod
-    def forward(ctx, _whole: DTensor, parameter: LocalParameter) -> Tensor:
+    def forward(ctx, _dtensor: DTensor, parameter: LocalParameter) -> Tensor:
         ctx.parameter = parameter
         # An alias is unguarded. Freed memory needs that: a guard would refuse values that are gathered later. With an
         # all-gather in flight, `detach` of the guarded leaf blocks until it completes.
-        return _torch.alias(parameter.local) if _is_freed(parameter.whole) else parameter.local.detach()
+        return _torch.alias(parameter.local) if _is_freed(parameter.dtensor) else parameter.local.detach()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[DTensor, None]:
-        return ctx.parameter.whole_gradient(grad), None
+        return ctx.parameter.dtensor_gradient(grad), None

@@ -10,7 +10,7 @@ from torch import nn
 
 from .._experts import ExpertRegion, experts_region, listed_gradients
 
-__all__ = ["Parts", "describe", "is_inside", "join", "ways_out"]
+__all__ = ["Parts", "describe", "is_inside", "join", "keep_on_dtensors", "ways_out"]
 
 CHECKPOINTING = "gradient_checkpointing"  # the switch of a layer in Hugging Face's models
 
@@ -115,20 +115,29 @@ def describe(name: str) -> str:
     return f"module {name!r}" if name else "the root module"
 
 
+def keep_on_dtensors(name: str) -> str:
+    """Return the text that tells how to keep a module in eager mode, for error messages.
+
+    Args:
+        name: of the module; it is escaped, because plans have regexes.
+    """
+    escaped = re.escape(name)
+    in_plan = f'"eager": [r"{escaped}"] in the plan, or set_mode(model, "eager", r"{escaped}")'
+    return f"keep the module on DTensors ({in_plan})" if name else 'run the model on DTensors (mode="eager")'
+
+
 def ways_out(name: str, *, is_random: bool = False) -> str:
     """Return the fixes for a module whose code is wrong on local tensors, for error messages.
 
     Args:
-        name: of the module; it is escaped, because plans have regexes.
+        name: of the module.
         is_random: whether the cause is a random operator. Only eager mode fixes that.
 
     Example:
         >>> ways_out("h.1", is_random=True)
         'keep the module on DTensors ("eager": [r"h\\\\.1"] in the plan, or set_mode(model, "eager", r"h\\\\.1"))'
     """
-    escaped = re.escape(name)
-    in_plan = f'"eager": [r"{escaped}"] in the plan, or set_mode(model, "eager", r"{escaped}")'
-    keep = f"keep the module on DTensors ({in_plan})" if name else 'run the model on DTensors (mode="eager")'
+    escaped, keep = re.escape(name), keep_on_dtensors(name)
     if is_random:
         return keep
     attribute = rf"{escaped}\.NAME" if name else "NAME"

@@ -21,7 +21,7 @@ CHECKING
 EAGER_ONCE
     The first call of a signature without gradients. Generation may never repeat it, so eager mode runs the call.
 OPEN
-    The patch is in the module (see ``patch``): local parameters, attributes, direct calls or compiled blocks.
+    The patch (see ``_execution.patch``) is in the module: local parameters, attributes, direct calls, compiled blocks.
     Boundaries run recorded conversions. The module's own code runs between them on plain tensors.
 
 Guarantee: every transition to IDLE restores the module, also after an exception. The signature of a call consists of
@@ -48,6 +48,7 @@ from .._boundary.values import describe_value, map_leaves
 from .._compile.blocks import CompiledProgram
 from .._execution.eager import EagerScope, hook_scope
 from .._execution.module_hooks import hook_calls
+from .._execution.patch import ModulePatch
 from .._gradients.sync import GradientSync
 from .._report.ranges import is_watched
 from ..errors import NotLocalFriendlyError
@@ -56,7 +57,6 @@ from .direct_calls import direct_calls
 from .local_modules import local_rows, silent_axes
 from .local_parameters import LocalParameter, LocalParameters
 from .parts import Parts, join
-from .patch import ModulePatch
 from .random_operators import OperatorHooks, QuietCall
 from .recording.compare import check_same, raise_together
 from .recording.dry_run import Run, check, new_run, record
@@ -159,7 +159,7 @@ class StaticProgram:
 
         def enter(_module: nn.Module, args: tuple, kwargs: dict) -> None:
             opened.append(self.call.state in (State.IDLE, State.CHECKING) and _torch.in_backward())
-            if len(self.recordings.layouts) > 1:
+            if self.recordings.recomputes or len(self.recordings.layouts) > 1:
                 self._choose_layouts(name, args, kwargs, is_recomputed=opened[-1])
             if opened[-1]:
                 self._refresh()

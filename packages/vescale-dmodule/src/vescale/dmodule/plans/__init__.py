@@ -1,4 +1,4 @@
-"""Ready plans for Hugging Face model families, and the pieces that they, and plans of your own, are made of."""
+"""Ready plans for Hugging Face model families, and the parts from which they and plans of users are merged."""
 
 from ._build import Plan, block, column, experts, merge, row, sequence, vocab
 from ._families import FAMILIES, plan_for

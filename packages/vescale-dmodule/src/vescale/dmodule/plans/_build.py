@@ -1,17 +1,17 @@
-"""Pieces of a plan, to be merged: what one would say of a layer in a sentence.
+"""Parts of a plan, to be merged: one function for each kind of layer.
 
 Activations are (batch, sequence, features). A transformer in tensor and sequence parallelism is a few lines::
 
     layer = r"layers\\.\\d+"
     plan = merge(
         vocab("embed", "head"),
-        sequence(r"layers\\.0", "norm"),                        # from here to there sharded over the sequence
-        block(rf"{layer}\\.(attn|mlp)"),                        # but these two see all of it
+        sequence(r"layers\\.0", "norm"),                        # sharded over the sequence between the two
+        block(rf"{layer}\\.(attn|mlp)"),                        # inputs of these two are full
         column(rf"{layer}\\.attn\\.(q|k|v)_proj"), row(rf"{layer}\\.attn\\.o_proj", output=Shard(SEQ)),
         column(rf"{layer}\\.mlp\\.up_proj"), row(rf"{layer}\\.mlp\\.down_proj", output=Shard(SEQ)),
     )
 
-Names are regexes of module names. Every piece is a plan of its own, a plain dict that can be looked at and changed.
+Names are regexes of module names. Every part is itself a plan, a plain dict that callers may print and change.
 The column and row split is that of Megatron-LM (Shoeybi et al. 2019, section 3), the sequence split that of Korthikanti
 et al. 2022, section 4.2.
 """
@@ -60,7 +60,7 @@ def merge(*plans: Plan) -> Plan:
 def column(
     name: str, *, axis: str = "tp", parts: int = 1, transposed: bool = False, output: Placement | None = None
 ) -> Plan:
-    """Shard linear layers over their output features; each rank computes its features from whole inputs.
+    """Shard linear layers over their output features; each rank computes its features from full inputs.
 
     Args:
         name: regex of the layers.
@@ -108,25 +108,25 @@ def row(name: str, *, axis: str = "tp", transposed: bool = False, output: Placem
 
 
 def vocab(embedding: str, head: str | None = None, *, axis: str = "tp") -> Plan:
-    """Shard an embedding, and the head that may be tied to it, over the vocabulary; their outputs are whole.
+    """Shard an embedding, and the head that may be tied to it, over the vocabulary; their outputs are replicated.
 
     Example:
         >>> list(vocab("embed", "head")["forward"])
         ['embed\\\\.output', 'head\\\\.input', 'head\\\\.output']
     """
-    whole = [{axis: Replicate()}]
+    replicated = [{axis: Replicate()}]
     names = [embedding] if head is None else [embedding, head]
     boundaries = [rf"{embedding}\.output"] + ([] if head is None else [rf"{head}\.input", rf"{head}\.output"])
     return {
         "parameter": {rf"{name}\.weight": {axis: Shard(0)} for name in names},
-        "forward": dict.fromkeys(boundaries, whole),
+        "forward": dict.fromkeys(boundaries, replicated),
     }
 
 
 def sequence(first: str, last: str, *, axis: str = "tp") -> Plan:
     """Shard activations over the sequence from the input of module ``first`` to the output of module ``last``.
 
-    What lies outside sees whole sequences, so that code which counts positions or builds masks is right.
+    Modules outside get full sequences, so code that counts positions or builds masks is correct.
 
     Example:
         >>> sequence(r"layers\\.0", "norm")["forward"]["norm\\\\.output"]
@@ -141,7 +141,7 @@ def sequence(first: str, last: str, *, axis: str = "tp") -> Plan:
 
 
 def block(name: str, *, axis: str = "tp", output: Placement | None = None) -> Plan:
-    """Give modules whole inputs, such as attention or a feed-forward between sequence-sharded activations.
+    """Replicate the input of modules, such as attention or a feed-forward between sequence-sharded activations.
 
     Args:
         name: regex of the modules. Their first argument is brought to ``Replicate()``.
@@ -159,7 +159,7 @@ def block(name: str, *, axis: str = "tp", output: Placement | None = None) -> Pl
 
 
 def experts(name: str, *, axis: str = "ep") -> Plan:
-    """Spread whole experts over an axis: modules of stacked experts, see the expert section of a plan.
+    """Shard experts over an axis, each expert on one rank; see the expert section of a plan.
 
     Example:
         >>> experts("mlp.experts", axis="tp")

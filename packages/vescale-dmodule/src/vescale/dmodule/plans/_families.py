@@ -1,4 +1,4 @@
-"""Which ready plan fits a model."""
+"""The ready plan of a model, by the type in its config."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def plan_for(
     Args:
         model: a causal language model with a ``config``; only attributes of the config are read.
         axis: name of the tensor-parallel mesh axis.
-        degree: size of that axis; given, heads and experts are checked to divide over it, and key-value heads that are
-            fewer than ranks are repeated.
+        degree: size of that axis. If given, the plan checks that it divides heads and experts, and repeats key-value
+            heads that are fewer than ranks.
         sequence_parallel: shard activations between layers over the sequence.
         replicate_attention: compute all heads on every rank, for head counts that do not divide.
         expert_axis: mesh axis over which experts are spread; by default ``axis``.
-        family: a key of ``FAMILIES``, for models whose config names another type.
+        family: a key of ``FAMILIES``, if the config of the model has another type.
 
     Raises:
         PlanError: no ready plan for the family, heads or experts that do not divide, or an expert axis for a model

@@ -2,7 +2,7 @@
 
 query heads divide, key-value heads divide      each rank has its own of both
 query heads divide, fewer key-value heads       key-value heads are repeated until they divide (``Repeat``)
-query heads do not divide                       refused, or attention computed whole on every rank
+query heads do not divide                       refused, or all heads are computed on every rank
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .._plan.placements import Repeat
 from ..errors import PlanError
 from ._build import FEATURES, Plan, block, column, merge, row, sequence, vocab
 
-__all__ = ["Heads", "Options", "around", "attention", "divide_heads", "whole_attention"]
+__all__ = ["Heads", "Options", "around", "attention", "divide_heads", "replicated_attention"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What ready plans are told.
+    """The arguments that all ready plans have.
 
     Attributes:
-        config: a Hugging Face config of which sizes are read; None where everything divides.
+        config: a Hugging Face config with the sizes; None if every size divides.
         axis: mesh axis of tensor parallelism.
         degree: number of ranks on that axis, if it is known.
         sequence_parallel: shard activations between the blocks over the sequence.
@@ -50,7 +50,7 @@ class Heads:
     Attributes:
         num_query: query heads.
         num_key_value: key-value heads of the model.
-        copies: how often each of them comes in the parallel model.
+        copies: how often each of them is repeated in the parallel model.
     """
 
     num_query: int = 1
@@ -67,7 +67,7 @@ def divide_heads(options: Options) -> Heads:
     """Return the heads of a model, key-value heads repeated until ``options.degree`` divides them.
 
     Raises:
-        PlanError: query heads that the ranks do not divide, unless all of them are to be computed on every rank.
+        PlanError: the ranks do not divide the query heads, and ``replicate_attention`` is False.
 
     Example:
         >>> from types import SimpleNamespace
@@ -83,39 +83,39 @@ def divide_heads(options: Options) -> Heads:
         return Heads(num_query, num_key_value)
     if num_query % options.degree:
         raise PlanError(
-            f"num_attention_heads is {num_query}, which {options.axis}={options.degree} ranks do not divide; use a "
+            f"expected num_attention_heads that {options.axis}={options.degree} ranks divide, got {num_query}; use a "
             "degree that divides it, or replicate_attention=True, which computes all heads on every rank"
         )
-    # The multiple divides the query heads too, because both of its numbers do.
+    # The multiple also divides the query heads, because both of its arguments do.
     return Heads(num_query, num_key_value, math.lcm(num_key_value, options.degree) // num_key_value)
 
 
 def around(options: Options, *, embedding: str, layers: str, norm: str) -> Plan:
-    """Embedding and head, and where activations between the layers lie, from the first layer to the final norm."""
+    """Return the plan of embedding and head, and of the activations from the first layer to the final norm."""
     plan = vocab(embedding, "lm_head", axis=options.axis)
     if not options.sequence_parallel:
         return plan
     return merge(plan, sequence(rf"{layers}\.0", norm, axis=options.axis))
 
 
-def whole_attention(projection: str, options: Options) -> Plan:
-    """Attention that every rank computes whole, up to ``projection``, which then takes this rank's features of it."""
+def replicated_attention(projection: str, options: Options) -> Plan:
+    """Return the plan of attention whose heads are all computed on every rank; ``projection`` takes a shard of them."""
     return {"forward": {rf"{projection}\.input": [{options.axis: Shard(FEATURES)}]}}
 
 
 def attention(name: str, options: Options, *, key_output: str = "k_proj", query_input: str = "q_proj") -> Plan:
-    """Attention with layers ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``: each rank computes its heads.
+    """Return the plan of attention with ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``: each rank computes its heads.
 
     Args:
         name: regex of the attention modules.
         options: see :class:`Options`.
-        key_output: submodule whose output are the keys.
-        query_input: submodule that sees the input first on the way to the queries.
+        key_output: submodule that returns the keys.
+        query_input: the first submodule on the path from the input to the queries.
     """
     axis, heads = options.axis, divide_heads(options)
     plan = merge(block(name, axis=axis), row(rf"{name}\.o_proj", axis=axis, output=options.between))
     if options.replicate_attention:
-        return merge(plan, whole_attention(rf"{name}\.o_proj", options))
+        return merge(plan, replicated_attention(rf"{name}\.o_proj", options))
     if heads.copies == 1:
         return merge(plan, column(rf"{name}\.(q|k|v)_proj", axis=axis))
     repeat = Repeat({axis: Shard(FEATURES)}, dim=FEATURES, parts=heads.num_key_value, times=heads.copies)
@@ -124,8 +124,9 @@ def attention(name: str, options: Options, *, key_output: str = "k_proj", query_
         column(rf"{name}\.q_proj", axis=axis),
         {
             "forward": {
-                # Keys and values are computed whole, so their share of the input's gradient is whole. That of the
-                # queries is summed here, before the two meet: on local tensors nothing could tell them apart.
+                # Keys and values are computed on every rank, so the gradient of the input through them is full. The
+                # gradient through the queries is partial. It is summed here, before both are added: a local tensor
+                # does not show which of them is partial.
                 rf"{name}\.{query_input}\.input": [{axis: Replicate()}],
                 rf"{name}\.{key_output}\.output": repeat,
                 rf"{name}\.v_proj\.output": repeat,

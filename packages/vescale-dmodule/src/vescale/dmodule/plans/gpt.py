@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .._plan.attributes import Divided
 from ._build import Plan, block, column, merge, row
-from ._heads import Options, around, divide_heads, whole_attention
+from ._heads import Options, around, divide_heads, replicated_attention
 
 __all__ = ["gpt2", "gpt_neox"]
 
@@ -20,11 +20,11 @@ def gpt2(
     """Return the plan of a GPT-2: heads, feed-forward and the (tied) vocabulary sharded over ``axis``.
 
     Its ``Conv1D`` weights are (in, out). ``c_attn`` merges query, key and value, so each rank has an interleaved shard:
-    a strip of each. Covers every matrix but the position embedding; norms are replicated. Not for cross attention. A
-    feed-forward that does not divide keeps its first layer in eager mode inside a static model.
+    a strip of each. Covers every matrix but the position embedding; norms are replicated. Cross attention is not
+    supported. If the ranks do not divide the feed-forward, its first layer stays in eager mode inside a static model.
 
     Args:
-        config: the model's config; without it, or without ``degree``, heads are taken to divide.
+        config: the model's config; without it, or without ``degree``, the plan assumes that heads divide.
         axis: mesh axis of tensor parallelism.
         degree: number of ranks on the axis.
         sequence_parallel: shard activations between the layers over the sequence.
@@ -42,7 +42,7 @@ def gpt2(
     layer = r"transformer\.h\.\d+"
     divide_heads(options)
     if replicate_attention:
-        projection = whole_attention(rf"{layer}\.attn\.c_proj", options)
+        projection = replicated_attention(rf"{layer}\.attn\.c_proj", options)
     else:
         projection = merge(
             column(rf"{layer}\.attn\.c_attn", axis=axis, parts=3, transposed=True),
@@ -59,10 +59,10 @@ def gpt2(
 
 
 def _feed_forward_size(name: str, options: Options) -> Plan:
-    """The number of features that ``c_fc`` shapes its output to, on local tensors."""
+    """Return the plan entry of the number of features to which ``c_fc`` shapes its output on local tensors."""
     hidden = getattr(options.config, "hidden_size", None) or 0
     size = getattr(options.config, "n_inner", None) or 4 * hidden
-    if options.degree and size % options.degree:  # another number on each rank
+    if options.degree and size % options.degree:  # the number differs between ranks
         return {"eager": [name]}
     return {"local_attribute": {rf"{name}\.nf": Divided(options.axis)}}
 
@@ -77,11 +77,11 @@ def gpt_neox(
 ) -> Plan:
     """Return the plan of a GPT-NeoX: heads, feed-forward and vocabulary sharded over ``axis``.
 
-    The merged projection holds query, key and value of one head after the other, so plain shards are whole heads.
+    The merged projection holds query, key and value of one head after the other, so a plain shard is several heads.
     Covers every matrix, with parallel residuals and without; norms are replicated.
 
     Args:
-        config: the model's config; without it, or without ``degree``, heads are taken to divide.
+        config: the model's config; without it, or without ``degree``, the plan assumes that heads divide.
         axis: mesh axis of tensor parallelism.
         degree: number of ranks on the axis.
         sequence_parallel: shard activations between the layers over the sequence.
@@ -98,7 +98,7 @@ def gpt_neox(
     layer = r"gpt_neox\.layers\.\d+"
     divide_heads(options)
     if replicate_attention:
-        projection = whole_attention(rf"{layer}\.attention\.dense", options)
+        projection = replicated_attention(rf"{layer}\.attention\.dense", options)
     else:
         projection = column(rf"{layer}\.attention\.query_key_value", axis=axis)
     return merge(

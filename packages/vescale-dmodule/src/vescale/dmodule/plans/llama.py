@@ -30,7 +30,7 @@ def llama(
     are repeated, with their projections replicated.
 
     Args:
-        config: the model's config; without it, or without ``degree``, heads are taken to divide.
+        config: the model's config; without it, or without ``degree``, the plan assumes that heads divide.
         axis: mesh axis of tensor parallelism.
         degree: number of ranks on the axis.
         sequence_parallel: shard activations between the layers over the sequence.
@@ -55,7 +55,7 @@ def olmo2(
     sequence_parallel: bool = False,
     replicate_attention: bool = False,
 ) -> Plan:
-    """Return the plan of an OLMo-2: as :func:`llama`, with norms over whole query and key projections.
+    """Return the plan of an OLMo-2: as :func:`llama`, with norms over full query and key projections.
 
     Each of these norms needs all features of a token, so queries and keys are gathered before and cut after them; the
     norms' weights are replicated.
@@ -81,12 +81,12 @@ def olmo2(
 
 
 def feed_forward(options: Options) -> Plan:
-    """Gated feed-forward of every layer."""
+    """Return the plan of the gated feed-forward of every layer."""
     return merge(block(rf"{LAYER}\.mlp", axis=options.axis), gated(rf"{LAYER}\.mlp", options, output=options.between))
 
 
 def gated(name: str, options: Options, *, output: Placement) -> Plan:
-    """The matrices of gated feed-forwards; their sum is brought to ``output``."""
+    """Return the plan of the matrices of gated feed-forwards; their sum is brought to ``output``."""
     return merge(
         column(rf"{name}\.(gate|up)_proj", axis=options.axis),
         row(rf"{name}\.down_proj", axis=options.axis, output=output),

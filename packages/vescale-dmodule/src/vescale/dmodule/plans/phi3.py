@@ -7,7 +7,7 @@ from vescale.dtensor import InterleavedShard
 from .._plan.attributes import Divided
 from .._plan.placements import Repeat
 from ._build import FEATURES, Plan, block, column, merge, row
-from ._heads import Heads, Options, around, divide_heads, whole_attention
+from ._heads import Heads, Options, around, divide_heads, replicated_attention
 from .llama import LAYER, OUTSIDE
 
 __all__ = ["phi3"]
@@ -23,14 +23,14 @@ def phi3(
 ) -> Plan:
     """Return the plan of a Phi-3: heads, feed-forward and vocabulary sharded over ``axis``.
 
-    The merged projections are interleaved shards: a strip of the gate and a strip of the up projection on each rank,
-    and likewise of queries, keys and values where there are as many key-value heads as query heads. With grouped
-    queries the three are not equally wide, and no interleaving gives a rank the query heads of its key-value heads:
-    ``qkv_proj`` is then replicated, its key-value heads are repeated to the number of query heads, and each rank
-    attends with its heads. Everything else is covered in either case; norms are replicated.
+    The merged projections are interleaved shards: each rank holds a strip of the gate and a strip of the up projection,
+    and, if there are as many key-value heads as query heads, a strip of queries, keys and values. With grouped queries
+    the three have different widths, and no interleaving gives a rank the query heads of its key-value heads. Then
+    ``qkv_proj`` is replicated, its key-value heads are repeated to the number of query heads, and each rank computes
+    its heads. All other matrices are sharded in both cases; norms are replicated.
 
     Args:
-        config: the model's config; without it queries are taken not to be grouped.
+        config: the model's config; without it the plan assumes that queries are not grouped.
         axis: mesh axis of tensor parallelism.
         degree: number of ranks on the axis.
         sequence_parallel: shard activations between the layers over the sequence.
@@ -58,8 +58,8 @@ def phi3(
 def _projections(name: str, options: Options, heads: Heads) -> Plan:
     axis = options.axis
     if options.replicate_attention:
-        return whole_attention(rf"{name}\.o_proj", options)
-    # The module cuts at sizes that it computes from these two.
+        return replicated_attention(rf"{name}\.o_proj", options)
+    # The module splits its projection at sizes that it computes from these two attributes.
     sizes = rf"{name}\.config\.num_attention_heads", rf"{name}\.num_key_value_heads"
     if heads.num_query == heads.num_key_value:
         local = {"local_attribute": dict.fromkeys(sizes, Divided(axis))}

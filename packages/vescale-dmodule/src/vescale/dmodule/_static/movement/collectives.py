@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn import functional as F
 
+from vescale.dtensor.extension import chunk
+
 from ... import _torch
 from . import steps as _steps
 
@@ -63,7 +65,7 @@ def _reduce(step: _steps.Reduce, group: _torch.Collectives, _index: int, mesh: D
 def _reduce_scatter(step: _steps.ReduceScatter, group: _torch.Collectives, index: int, _mesh: DeviceMesh) -> Local:
     dim, op, num = step.dim, step.op, group.size
     front = _Front(step.local, dim, num)
-    shape, length = front.part, _steps.chunk(step.local[dim], num, index)[1]
+    shape, length = front.part, chunk(step.local[dim], num, index)[1]
 
     def reduce_scatter(tensor: Tensor) -> Tensor:
         shard = group.reduce_scatter(front.bring(tensor.resolve_neg()), op, shape)
@@ -77,15 +79,15 @@ def _gather(step: _steps.Gather, group: _torch.Collectives, _index: int, _mesh: 
     back = _Back(step.local, dim, size, group.size)
 
     def gather(tensor: Tensor) -> Tensor:
-        whole = back.bring(group.all_gather(back.padded(tensor.resolve_neg())))
-        return whole if back.whole[dim] == size else whole.narrow(dim, 0, size).contiguous()
+        full = back.bring(group.all_gather(back.padded(tensor.resolve_neg())))
+        return full if back.joined[dim] == size else full.narrow(dim, 0, size).contiguous()
 
     return gather
 
 
 def _split(step: _steps.Split, group: _torch.Collectives, index: int, _mesh: DeviceMesh) -> Local:
     dim = step.dim
-    start, length = _steps.chunk(step.local[dim], group.size, index)
+    start, length = chunk(step.local[dim], group.size, index)
     if not length:
         return lambda tensor: tensor.new_empty((*step.local[:dim], 0, *step.local[dim + 1 :]))
     return lambda tensor: tensor.narrow(dim, start, length).clone()
@@ -93,17 +95,17 @@ def _split(step: _steps.Split, group: _torch.Collectives, index: int, _mesh: Dev
 
 def _exchange(step: _steps.Exchange, group: _torch.Collectives, index: int, _mesh: DeviceMesh) -> Local:
     dim, new_dim, num, size = step.dim, step.new_dim, group.size, step.size
-    full = list(step.local)
-    full[dim] = -(-size // num)
-    front = _Front(tuple(full), new_dim, num)
+    padded = list(step.local)
+    padded[dim] = _padded_length(size, num)
+    front = _Front(tuple(padded), new_dim, num)
     back = _Back(front.part, dim, size, num)
-    length = _steps.chunk(step.local[new_dim], num, index)[1]
+    length = chunk(step.local[new_dim], num, index)[1]
 
     def exchange(tensor: Tensor) -> Tensor:
-        tensor = _pad(tensor.resolve_neg(), dim, full[dim])
+        tensor = _pad(tensor.resolve_neg(), dim, padded[dim])
         shard = back.bring(group.all_to_all(front.bring(tensor).view(back.shape)))
-        shard = shard if back.whole[dim] == size else shard.narrow(dim, 0, size)
-        return shard if back.whole[new_dim] == length else shard.narrow(new_dim, 0, length)
+        shard = shard if back.joined[dim] == size else shard.narrow(dim, 0, size)
+        return shard if back.joined[new_dim] == length else shard.narrow(new_dim, 0, length)
 
     return exchange
 
@@ -115,6 +117,11 @@ _MAKERS: dict[type, Callable] = {
     _steps.Split: _split,
     _steps.Exchange: _exchange,
 }
+
+
+def _padded_length(size: int, num: int) -> int:
+    """Return the length of the largest of ``num`` shards; that of all others after padding."""
+    return chunk(size, num, 0)[1]
 
 
 def _pad(tensor: Tensor, dim: int, size: int) -> Tensor:
@@ -136,7 +143,7 @@ class _Front:
 
     def __init__(self, shape: tuple[int, ...], dim: int, num: int):
         self.num = num
-        full = -(-shape[dim] // num)
+        full = _padded_length(shape[dim], num)
         self.dim, self.size, self.first = dim, full * num, math.prod(shape[:dim]) == 1
         self.part = (*shape[:dim], full, *shape[dim + 1 :])
         self.flat = (num * self.part[0], *self.part[1:])
@@ -162,13 +169,13 @@ class _Back:
 
     Attributes:
         shape: of the parts of all ranks; the first dim is the rank.
-        whole: shape of the joined tensor, padding included.
+        joined: shape of the joined tensor, padding included.
     """
 
     def __init__(self, shape: tuple[int, ...], dim: int, size: int, num: int):
-        self.dim, self.full = dim, -(-size // num)
+        self.dim, self.full = dim, _padded_length(size, num)
         part = (*shape[:dim], self.full, *shape[dim + 1 :])
-        self.whole = (*shape[:dim], self.full * num, *shape[dim + 1 :])
+        self.joined = (*shape[:dim], self.full * num, *shape[dim + 1 :])
         self.first = math.prod(shape[:dim]) == 1
         self.shape, self.pads = (num, *part), shape[dim] != self.full
         self.order = (*range(1, dim + 1), 0, *range(dim + 1, len(self.shape)))  # the dim of ranks comes before dim
@@ -178,8 +185,8 @@ class _Back:
 
     def bring(self, came: Tensor) -> Tensor:
         if self.first:
-            return came.view(self.whole)
-        return came.view(self.shape).permute(self.order).reshape(self.whole).contiguous()
+            return came.view(self.joined)
+        return came.view(self.shape).permute(self.order).reshape(self.joined).contiguous()
 
 
 def through_dtensor(
@@ -192,7 +199,7 @@ def through_dtensor(
     @torch.no_grad()
     def redistribute(tensor: Tensor) -> Tensor:
         with _torch.no_function_modes():
-            whole = DTensor.from_local(tensor, mesh, source, run_check=False, shape=torch.Size(shape), stride=stride)
-            return whole.redistribute(placements=target).to_local()
+            value = DTensor.from_local(tensor, mesh, source, run_check=False, shape=torch.Size(shape), stride=stride)
+            return value.redistribute(placements=target).to_local()
 
     return redistribute

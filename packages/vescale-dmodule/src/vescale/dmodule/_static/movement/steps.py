@@ -23,7 +23,9 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-__all__ = ["Exchange", "Gather", "Reduce", "ReduceScatter", "Split", "Step", "chunk", "plan_steps", "without_partials"]
+from vescale.dtensor.extension import chunk
+
+__all__ = ["Exchange", "Gather", "Reduce", "ReduceScatter", "Split", "Step", "plan_steps", "without_partials"]
 
 Placements = tuple[Placement, ...]
 Ints = tuple[int, ...]
@@ -81,18 +83,6 @@ class Exchange(Step):
     new_dim: int
 
 
-def chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Return the offset and the length of a shard, as ``torch.chunk`` cuts it.
-
-    Example:
-        >>> [chunk(5, 4, index) for index in range(4)]
-        [(0, 2), (2, 2), (4, 1), (5, 0)]
-    """
-    full = -(-size // num_chunks)
-    start = min(full * index, size)
-    return start, min(full, size - start)
-
-
 def without_partials(placements: Sequence[Placement]) -> Placements:
     """Return the placements with Replicate instead of Partial, as a gradient has them."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)
@@ -133,11 +123,11 @@ def _reduced_together(mesh_shape: Ints, source: Placements, target: Placements) 
     then differs from the order here.
     """
     leaving = [axis for axis, p in enumerate(source) if p.is_partial() and p != target[axis] and mesh_shape[axis] > 1]
-    whole = [axis for axis in leaving if target[axis].is_replicate()]
+    replicated = [axis for axis in leaving if target[axis].is_replicate()]
     kinds = {source[axis].reduce_op for axis in leaving}
     if not kinds <= {"sum", "avg", "min", "max"} or (len(kinds) > 1 and kinds != {"sum", "avg"}):
         return None
-    return None if len(leaving) - len(whole) > 1 else whole
+    return None if len(leaving) - len(replicated) > 1 else replicated
 
 
 def _aligned(axis: int, source: Placements, target: Placements) -> bool:

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from ..._execution.patch import ModulePatch
 from ...errors import NotLocalFriendlyError
 from ..direct_calls import Steps
 from ..movement.conversions import Conversion, compile_conversion
-from ..parts import describe, ways_out
-from ..patch import ModulePatch
+from ..parts import describe, keep_on_dtensors, ways_out
 from ..random_operators import RandomOperator
 from .observe import BoundaryRecord, BoundaryRecords, replicated
 
@@ -168,6 +168,7 @@ class Recordings:
         gradients: layouts of the local gradients of parameters, by name.
         quiet: signatures of calls that draw no random numbers.
         seen: signatures of calls without gradients that ran once in eager mode.
+        recomputes: whether a recorded call recomputed parts in backward.
     """
 
     def __init__(self):
@@ -176,7 +177,8 @@ class Recordings:
         self.gradients: dict[str, Placements] = {}
         self.quiet: set[Hashable] = set()
         self.seen: set[Hashable] = set()
-        self._recomputed: dict[tuple[str, int], RecordedLayouts] = {}
+        self.recomputes = False
+        self._runs: dict[tuple[str, int | None], RecordedLayouts] = {}
 
     def adopt(self, new: Recording, mesh: DeviceMesh, returns: str | None) -> RecordedLayouts:
         """Add a recording to the layouts that it agrees with, or to new ones, and return them.
@@ -196,6 +198,7 @@ class Recordings:
             self.layouts.append(layouts)
         layouts.add(new, mesh, returns)
         self.gradients.update(new.gradients)
+        self.recomputes |= bool(new.recomputed)
         return layouts
 
     def know(self, signature: Hashable, layouts: RecordedLayouts, *, is_quiet: bool) -> None:
@@ -203,23 +206,40 @@ class Recordings:
         self.by_signature[signature] = layouts
         (self.quiet.add if is_quiet else self.quiet.discard)(signature)
 
-    # Note [layouts of a recomputation]: activation checkpointing calls a part again in backward. The layouts of its
-    # first run are looked up by the address of its first operand, which is alive until then, so its address is its own.
-    # Parts that ran before there was a choice are not listed, and ran by the first layouts.
+    # Note [layouts of a recomputation]: activation checkpointing calls a part again in backward, with the operands of
+    # its first run. Torch offers no identity of that run: reentrant checkpointing passes detached copies of the
+    # operands, and neither kind restores context or attributes. So the layouts are looked up by the address of the
+    # first operand. Checkpointing keeps its memory until then, so no other run has that address. If something moved the
+    # saved tensors, the address is unknown, and the recomputation is refused.
 
     def note_run(self, name: str, args: tuple, kwargs: Mapping, layouts: RecordedLayouts) -> None:
-        """Note by which layouts a part runs, see Note [layouts of a recomputation]."""
-        key = _key(name, args, kwargs)
-        self._recomputed.pop(key, None)
-        self._recomputed[key] = layouts
-        if len(self._recomputed) > MANY:
-            del self._recomputed[next(iter(self._recomputed))]
+        """Note the layouts with which a part runs, see Note [layouts of a recomputation]."""
+        key = name, _address(args, kwargs)
+        self._runs.pop(key, None)
+        self._runs[key] = layouts
+        if len(self._runs) > MANY:
+            del self._runs[next(iter(self._runs))]
 
     def of_run(self, name: str, args: tuple, kwargs: Mapping) -> RecordedLayouts:
-        """Return by which layouts a part ran with these operands."""
-        return self._recomputed.get(_key(name, args, kwargs)) or self.layouts[0]
+        """Return the layouts with which a part ran with these operands.
+
+        Raises:
+            NotLocalFriendlyError: there are several layouts, and none is noted for these operands.
+        """
+        if len(self.layouts) == 1:
+            return self.layouts[0]
+        address = _address(args, kwargs)
+        if address is None or (name, address) not in self._runs:
+            raise NotLocalFriendlyError(
+                f"{describe(name)} is recomputed in backward: expected the operands of its first run in their memory, "
+                "to find which of several recorded layouts they have, but got operands elsewhere, as with "
+                "torch.autograd.graph.save_on_cpu; leave saved tensors in place, pass the tensors as direct arguments "
+                f"of the checkpointed module, pad batches so that shards are even, or {keep_on_dtensors(name)}"
+            )
+        return self._runs[name, address]
 
 
-def _key(name: str, args: tuple, kwargs: Mapping) -> tuple[str, int]:
+def _address(args: tuple, kwargs: Mapping) -> int | None:
+    """Return the address of the first operand; None if no argument is a tensor."""
     first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    return name, 0 if first is None else first.data_ptr()
+    return None if first is None else first.data_ptr()

@@ -1,6 +1,7 @@
-"""Patch of a module while its program is open: rows of (owner, key, value).
+"""Patch of a module for the duration of a call: rows of (owner, key, value).
 
-A static program changes a module for the duration of a call. Every change is one row of one :class:`ModulePatch`::
+Static programs, local regions and experts change a module while it runs. Every change is one row of one
+:class:`ModulePatch`::
 
     row of                 owner                     key                     value
     a local parameter      module._parameters        "weight"                plain leaf over the same memory
@@ -10,6 +11,7 @@ A static program changes a module for the duration of a call. Every change is on
     a direct call          vars(module)              "_compiled_call_impl"   boundary, forward, boundary
     a compiled block       vars(entry)               "run"                   compiled function
     hooks in such a block  vars(module)              "_forward_hooks"        conversions without names
+    local experts          vars(module)              "_modules"              the experts of this rank
 
 Guarantee: :meth:`ModulePatch.restore` leaves every key as :meth:`ModulePatch.apply` found it, absent keys included,
 also if ``apply`` raised half way. Patches nest: the last one applied is restored first. A patch may be applied again
@@ -35,7 +37,7 @@ __all__ = ["ModulePatch", "Row", "attribute_rows", "set_attributes"]
 ABSENT = object()
 
 Row = tuple[dict[str, object], str, object]
-"""Owner, key, and the value while the program is open."""
+"""Owner, key, and the value while the patch is applied."""
 
 
 class ModulePatch:
@@ -99,7 +101,7 @@ def attribute_rows(module: nn.Module, changes: Mapping[str, object]) -> list[Row
 
     Args:
         module: the module.
-        changes: dotted path from the module -> value while the program is open. The objects along a path are copied,
+        changes: dotted path from the module -> value while the patch is applied. The objects along a path are copied,
             because other modules may share them.
     """
     return [(vars(module), name, value) for name, value in _own_attributes(module, changes).items()]
