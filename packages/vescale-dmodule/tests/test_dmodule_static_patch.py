@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from vescale.dmodule._static.patch import ModulePatch, attribute_rows
+from vescale.dmodule._execution.patch import ModulePatch, attribute_rows
 
 
 def test_restores_values_absent_keys_and_order():

@@ -15,7 +15,7 @@ X = torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual
 
 
 class NanoAttention(nn.Module):
-    """Knows how many heads there are, and divides the width by it, as nanoGPT does."""
+    """Reads the number of heads from an attribute and divides the width by it, as nanoGPT does."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ def test_a_hard_coded_number_of_heads(in_all_modes):
             model(X)
         for text in (
             "on local tensors module 'h.0.attn' fails, which runs in eager mode: RuntimeError: shape '[2, 4, 4, 2]' is",
-            "(a hard-coded number of heads, a size)",
+            "code before it is written for global shapes (a hard-coded number of heads, a size, ",
             r'"local_attribute": {r"h\.0\.attn\.NAME": Divided("tp")}',
             r'"eager": [r"h\.0\.attn"] in the plan, or set_mode(model, "eager", r"h\.0\.attn")',
             "bring the values that it reads to other placements by a boundary",
@@ -95,7 +95,7 @@ def test_a_hard_coded_number_of_heads(in_all_modes):
 
 
 class Piece(nn.Module):
-    """Two layers with some code of the program's own between them."""
+    """Two layers with a function of the caller between them."""
 
     def __init__(self, between, heads=4):
         super().__init__()
@@ -148,10 +148,10 @@ PIECE = {"parameter": {r"up\..*": S0, r"down\.weight": S1}, "forward": {r"up\.in
 
 
 @ranks(2)
-def test_values_that_are_merely_wrong(in_all_modes):
+def test_values_that_differ(in_all_modes):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    value = r"static and eager mode diverge after \"up\.input 'input'\": on DTensors 'down\.output' differs by"
-    gradient = r"on DTensors the gradient of .* differs by"
+    value = r"static and eager mode diverge after \"up\.input 'input'\": 'down\.output' differs by"
+    gradient = r"static and eager mode diverge: the gradient of .* differs by"
     cases = {mean: value, halved: value, by_size: value, norm: value, only_gradient: gradient}
     for between, text in cases.items():
         plan = {**PIECE, "forward": {**PIECE["forward"]}}
@@ -168,7 +168,7 @@ def test_values_that_are_merely_wrong(in_all_modes):
 
 
 class Weighted(nn.Module):
-    """Weighs features by where they are: on local tensors only the second rank is wrong, and nobody sees its result."""
+    """Weighs features by position: on local tensors only the second rank is wrong, and its result is not gathered."""
 
     def __init__(self):
         super().__init__()
@@ -206,6 +206,29 @@ class Averages(nn.Module):
 def test_statistics_of_sharded_values():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = parallelize_module(Averages(), mesh, {"forward": {"input": [S1], "output": [R]}}, mode="static")
-    with pytest.raises(NotLocalFriendlyError, match="on DTensors buffer 'average' after the call differs by"):
+    with pytest.raises(
+        NotLocalFriendlyError, match="static and eager mode diverge: buffer 'average' after the call differs by"
+    ):
         model(X)
     assert not model.average.any()
+
+
+@ranks(2)
+def test_a_sharded_tied_weight_without_a_boundary(tiny, in_all_modes):
+    mesh, plan = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), tiny.plan()
+    before = {name: entry for name, entry in plan["forward"].items() if name != r"head\.input"}
+    model = parallelize_module(tiny(1, tied=True), mesh, {**plan, "forward": before}, mode="static")
+    with pytest.raises(NotLocalFriendlyError) as info:
+        model(tiny.ids())
+    for text in (
+        ". 'head.weight' is sharded and tied to 'embed.weight': expected a boundary at the input of 'head', got none; ",
+        r"""add "forward": {r"head\.input": [{'tp': Replicate()}]} to the plan. """,
+    ):
+        assert text in str(info.value), str(info.value)
+
+    def train(model):
+        model(tiny.ids()).square().sum().backward()
+        return {}
+
+    fixed = {**plan, "forward": before | {r"head\.input": [{"tp": Replicate()}]}}
+    in_all_modes(lambda: tiny(1, tied=True), fixed, mesh, train)

@@ -1,4 +1,4 @@
-"""The parts of a static program: fully qualified names, and the kinds of modules, found before any call."""
+"""The parts of a static program: fully qualified names and kinds of modules, and how errors describe them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from .. import _torch
+from .._boundary.hooks import InputBoundary, OutputBoundary
 from .._experts import ExpertRegion, experts_region, listed_gradients
 
-__all__ = ["Parts", "describe", "is_inside", "join", "keep_on_dtensors", "ways_out"]
+__all__ = ["Parts", "describe", "is_inside", "join", "keep_on_dtensors", "likely_cause", "ways_out"]
 
 CHECKPOINTING = "gradient_checkpointing"  # the switch of a layer in Hugging Face's models
 
@@ -113,6 +116,54 @@ def describe(name: str) -> str:
         ("module 'h.1'", 'the root module')
     """
     return f"module {name!r}" if name else "the root module"
+
+
+def likely_cause(parts: Parts, name: str) -> str:
+    """Return why a part may be wrong on local tensors, and the fixes, for error messages.
+
+    Args:
+        parts: of the program.
+        name: of the part.
+    """
+    tied = _tied_without_boundary(parts)
+    start = f"{tied}. If the plan is right, its" if tied else "Its"
+    return (
+        f"{start} code or code before it is written for global shapes (a hard-coded number of heads, a size, a mean "
+        f"over a sharded dim) or communicates; {ways_out(name)}"
+    )
+
+
+def _tied_without_boundary(parts: Parts) -> str | None:
+    """Return the text about a sharded tied weight that a module uses without a boundary; None if there is none.
+
+    The uses of such a weight differ in layout: an embedding returns partial values, a linear layer has a partial
+    gradient of its input. A boundary at each use fixes the layout.
+    """
+    uses: dict[DTensor, list[tuple[str, str]]] = {}
+    for name, module in parts.local().items():
+        for key, parameter in _torch.tensor_tables(module)[0].items():
+            if isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements):
+                uses.setdefault(parameter, []).append((name, key))
+    for weight, names in uses.items():
+        for name, key in names if len(names) > 1 else ():
+            side = _missing_boundary(parts.modules[name])
+            if side is not None:
+                others = ", ".join(repr(join(*use)) for use in names if use != (name, key))
+                placements = zip(weight.device_mesh.mesh_dim_names, weight.placements, strict=True)
+                entry = {axis: Replicate() if p.is_shard(0) else Shard(-1) for axis, p in placements if p.is_shard()}
+                boundary = re.escape(join(name, side))
+                return (
+                    f"{join(name, key)!r} is sharded and tied to {others}: expected a boundary at the {side} of "
+                    f'{name!r}, got none; add "forward": {{r"{boundary}": [{entry}]}} to the plan'
+                )
+    return None
+
+
+def _missing_boundary(module: nn.Module) -> str | None:
+    """Return the side of a module at which a tied weight needs a boundary, if the module has none there."""
+    side, kind = ("output", OutputBoundary) if isinstance(module, nn.Embedding) else ("input", InputBoundary)
+    hooks = (hook for table in _torch.module_hook_tables(module) for hook in table.values())
+    return None if any(isinstance(hook, kind) for hook in hooks) else side
 
 
 def keep_on_dtensors(name: str) -> str:

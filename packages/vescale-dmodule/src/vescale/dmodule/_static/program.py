@@ -317,7 +317,7 @@ class StaticProgram:
                 self._refresh()
                 self._expect_gradients(checked=local)
                 check(local, self.parts, args, kwargs)
-            check_same(eager, local)
+            check_same(eager, local, self.parts)
             self.recordings.know(signature, self.call.layouts, is_quiet=recording.is_quiet)
         except Exception as found:
             error = found

@@ -1,15 +1,17 @@
-"""The comparison of two dry runs, value by value.
+"""The comparison of the two dry runs, value by value.
 
-What differs between the recording on DTensors and the check on local tensors is reported with the module in which it
-came about, before the caller's own call begins.
+A difference between the recording on DTensors and the check on local tensors is an error before the caller's own call
+begins. The error names the module that caused it.
 
-The comparison allows for rounding, because kernels may choose another order of additions for another layout in memory.
-A module that is not right on local tensors is wrong by far more.
+The comparison allows for rounding errors, because kernels may choose another order of additions for another memory
+layout. Modules that are incorrect on local tensors differ by much more.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,53 +19,55 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from ...errors import NotLocalFriendlyError
-from ..parts import ways_out
+from ..parts import Parts, likely_cause
 from .dry_run import Run
 
 __all__ = ["check_same", "raise_together"]
 
 
-def check_same(eager: Run, local: Run) -> None:
-    """Compare the two runs.
+def check_same(eager: Run, local: Run, parts: Parts) -> None:
+    """Compare the two runs of a program with ``parts``.
 
     Raises:
-        NotLocalFriendlyError: naming the first place where they differ, the modules before it, and the ways out.
+        NotLocalFriendlyError: naming the first value that differs, the last one that agrees, and the fixes.
     """
+    difference = functools.partial(_difference, eager, parts)
     last = None
     for expected, actual in zip(eager.observer.seen, local.observer.seen, strict=False):
         where = expected.record.where
         if actual.record.where != where:
-            raise _difference(f"{where!r} came next, but {actual.record.where!r}", eager, last, where)
+            raise difference(f"expected a value at {where!r}, but got one at {actual.record.where!r}", last, where)
         if expected.value.shape != actual.value.shape:
-            what = f"has local shape {tuple(expected.value.shape)}, but {tuple(actual.value.shape)}"
-            raise _difference(f"{where!r} {what}", eager, last, where)
+            shapes = f"{tuple(expected.value.shape)} at {where!r}, but got {tuple(actual.value.shape)}"
+            raise difference(f"expected local shape {shapes}", last, where)
         if not _close(actual.value, expected.value):
-            raise _difference(f"{where!r} {_by_how_much(actual.value, expected.value)}", eager, last, where)
+            raise difference(f"{where!r} {_by_how_much(actual.value, expected.value)}", last, where)
         last = where
     num_eager, num_local = len(eager.observer.seen), len(local.observer.seen)
     if num_eager != num_local:
-        raise _difference(f"{num_eager} values are at boundaries, but {num_local}", eager, last, "")
+        raise difference(f"expected {num_eager} values at boundaries, but got {num_local}", last, "")
     for name, expected in eager.buffers.items():
         actual = local.buffers.get(name)
         if actual is None or actual.shape != expected.shape or not _close(actual, expected):
             what = f"buffer {name!r} after the call {_by_how_much(actual, expected)}"
-            raise _difference(what, eager, None, name.rpartition(".")[0])
-    _check_gradients(eager, local)
+            raise difference(what, None, name.rpartition(".")[0])
+    _check_gradients(eager, local, difference)
 
 
-def _check_gradients(eager: Run, local: Run) -> None:
+def _check_gradients(eager: Run, local: Run, difference: Callable[..., NotLocalFriendlyError]) -> None:
     for expected, actual in zip(reversed(eager.observer.seen), reversed(local.observer.seen), strict=True):
         if not _same_gradient(actual.gradient, expected.gradient):
             what = f"the gradient of {expected.record.where!r} {_by_how_much(actual.gradient, expected.gradient)}"
-            raise _difference(what, eager, None, expected.record.where)
+            raise difference(what, None, expected.record.where)
     for name, (expected, _) in eager.gradients.items():
         actual = local.gradients.get(name, (None, None))[0]
         if not _same_gradient(actual, expected):
             what = f"the gradient of parameter {name!r} {_by_how_much(actual, expected)}"
-            raise _difference(what, eager, None, name.rpartition(".")[0])
+            raise difference(what, None, name.rpartition(".")[0])
     extra = [name for name in local.gradients if name not in eager.gradients]
     if extra:
-        raise _difference(f"parameter {extra[0]!r} has no gradient, but one", eager, None, extra[0].rpartition(".")[0])
+        what = f"expected no gradient of parameter {extra[0]!r}, but got one"
+        raise difference(what, None, extra[0].rpartition(".")[0])
 
 
 def _same_gradient(actual: Tensor | None, expected: Tensor | None) -> bool:
@@ -85,21 +89,19 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 
 def _by_how_much(actual: Tensor | None, expected: Tensor | None) -> str:
     if actual is None or expected is None:
-        return "is there, but missing" if actual is None else "is missing, but there"
+        return "exists in eager mode only" if actual is None else "exists in static mode only"
     if actual.shape != expected.shape:
-        return f"has local shape {tuple(expected.shape)}, but {tuple(actual.shape)}"
+        return f"has local shape {tuple(actual.shape)}, but {tuple(expected.shape)} in eager mode"
     distance = (actual.double() - expected.double()).abs().max() if actual.numel() else torch.zeros(())
-    return f"differs by up to {float(distance):.3g} from that"
+    return f"differs by up to {float(distance):.3g}"
 
 
-def _difference(what: str, eager: Run, last: str | None, where: str) -> NotLocalFriendlyError:
-    seen = eager.observer.seen
-    module = next((s.module for s in seen if s.record.where == where), "")
+def _difference(eager: Run, parts: Parts, what: str, last: str | None, where: str) -> NotLocalFriendlyError:
+    """Return the error about a difference at the boundary ``where``; ``last`` is the last boundary that agrees."""
+    module = next((seen.module for seen in eager.observer.seen if seen.record.where == where), "")
     since = f" after {last!r}" if last else ""
     return NotLocalFriendlyError(
-        f"static and eager mode diverge{since}: on DTensors {what} on local tensors. "
-        "Code before it is written for global shapes (a hard-coded number of heads, a size, a mean over a sharded dim) "
-        f"or communicates; {ways_out(_owner(where) or module)}"
+        f"static and eager mode diverge{since}: {what}. {likely_cause(parts, _owner(where) or module)}"
     )
 
 
@@ -110,10 +112,10 @@ def _owner(where: str) -> str:
 
 
 def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
-    """Raise ``error``, or an error that says that another rank has one; a collective over the mesh.
+    """Raise ``error``, or, if only another rank has an error, one that points to it. Collective over the mesh.
 
     Raises:
-        Exception: ``error`` where there is one; NotLocalFriendlyError on the other ranks.
+        Exception: ``error`` on the ranks that have one; NotLocalFriendlyError on the others.
     """
     found = torch.tensor([0.0 if error is None else 1.0], device=mesh.device_type)
     anywhere = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()

@@ -29,7 +29,7 @@ from ..._boundary.convert import as_dtensor
 from ..._boundary.values import copied, map_leaves
 from ..._execution.eager import EagerScope, hook_scope
 from ...errors import NotLocalFriendlyError
-from ..parts import Parts, describe, is_inside, join, ways_out
+from ..parts import Parts, describe, is_inside, join, likely_cause
 from ..random_operators import OperatorRecorder
 from .layouts import Recording
 from .observe import Observer, replicated
@@ -192,7 +192,7 @@ def _call_locally(run: Run, parts: Parts, args: tuple, kwargs: dict) -> object:
         name = run.names.failed or parts.name
         raise NotLocalFriendlyError(
             f"on local tensors {describe(name)} fails, which runs in eager mode: {type(error).__name__}: {error}. "
-            f"Its code is written for global shapes (a hard-coded number of heads, a size); {ways_out(name)}"
+            f"{likely_cause(parts, name)}"
         ) from error
 
 
