@@ -76,7 +76,7 @@ def test_layers_modules_and_functions(in_all_modes):
             in_all_modes(functools.partial(Recomputed, kind, use_reentrant), PLAN, mesh, train)
         # no hooks run for a function, so its random operators are unknown; refused before the caller's own backward
         model = parallelize_module(Recomputed("fn", use_reentrant), mesh, PLAN, mode="static")
-        with pytest.raises(NotLocalFriendlyError, match=r"on local tensors backward fails|static and eager mode diverge"):
+        with pytest.raises(NotLocalFriendlyError, match=r"local tensors backward fails|eager mode diverge"):
             train(model)
         assert all(parameter.grad is None for parameter in model.parameters())
         in_all_modes(functools.partial(Recomputed, "fn", use_reentrant), PLAN, mesh, train, modes=("eager",))
