@@ -290,7 +290,7 @@ def test_ready_plans_check_the_degree():
     model = nn.Module()
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 4, "num_hidden_layers": 1}
     model.config = SimpleNamespace(model_type="mixtral", **{**sizes, "num_local_experts": 6})
-    text = "num_local_experts is 6, which tp=4 ranks do not divide; use a degree that divides it"
+    text = "expected num_local_experts that tp=4 ranks divide, got 6; use a degree that divides it"
     with pytest.raises(PlanError, match=text):
         plans.plan_for(model, degree=4)
     plans.plan_for(model, degree=2)
@@ -298,7 +298,7 @@ def test_ready_plans_check_the_degree():
     for family in plans.FAMILIES:
         model.config = SimpleNamespace(model_type=family, **{**sizes, "num_attention_heads": 6})
         text = (
-            "num_attention_heads is 6, which tp=4 ranks do not divide; use a degree that divides it, or "
+            "expected num_attention_heads that tp=4 ranks divide, got 6; use a degree that divides it, or "
             "replicate_attention=True, which computes all heads on every rank"
         )
         with pytest.raises(PlanError, match=text):

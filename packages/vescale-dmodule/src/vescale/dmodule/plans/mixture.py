@@ -11,7 +11,7 @@ from .llama import LAYER, OUTSIDE, gated
 
 __all__ = ["mixtral", "qwen2_moe", "qwen3_moe"]
 
-# what configs call the number of experts
+# names of the number of experts in configs
 COUNTS = ("num_local_experts", "num_experts")
 
 
@@ -24,12 +24,12 @@ def mixtral(
     replicate_attention: bool = False,
     expert_axis: str | None = None,
 ) -> Plan:
-    """Return the plan of a Mixtral: heads and vocabulary sharded over ``axis``, whole experts spread over an axis.
+    """Return the plan of a Mixtral: heads and vocabulary sharded over ``axis``, experts sharded over an axis.
 
     Covers every matrix but the small router, which is replicated with the norms. Attention is that of :func:`llama`.
 
     Args:
-        config: the model's config; without it, or without ``degree``, heads and experts are taken to divide.
+        config: the model's config; without it, or without ``degree``, the plan assumes that heads and experts divide.
         axis: mesh axis of tensor parallelism.
         degree: number of ranks on the axis.
         sequence_parallel: shard activations between the layers over the sequence.
@@ -101,13 +101,13 @@ def qwen2_moe(
         replicate_attention=replicate_attention,
         expert_axis=expert_axis,
     )
-    # Its input is a boundary too: the gradients of router and experts are whole there, its own would be a partial sum.
+    # Its input is a boundary, too: there the gradient of router and experts is full, its own would be partial.
     name = rf"{LAYER}\.mlp\.shared_expert"
     return merge(plan, block(name, axis=axis), gated(name, Options(axis=axis), output=Replicate()))
 
 
 def _mixture(options: Options, expert_axis: str | None) -> Plan:
-    """Attention, experts and what is around them."""
+    """Return the plan of attention, experts, embedding, head and norms."""
     if expert_axis is None:
         _check_experts(options)
     return merge(
@@ -123,8 +123,8 @@ def _check_experts(options: Options) -> None:
         count = getattr(options.config, attribute, None)
         if options.degree and isinstance(count, int) and count % options.degree:
             raise PlanError(
-                f"{attribute} is {count}, which {options.axis}={options.degree} ranks do not divide; use a degree that "
-                "divides it"
+                f"expected {attribute} that {options.axis}={options.degree} ranks divide, got {count}; use a degree "
+                "that divides it"
             )
 
 
