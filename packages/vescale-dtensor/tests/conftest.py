@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_leaves
 
 from vescale.dtensor import InterleavedShard, RaggedShard
-from vescale.dtensor._layout import shards as _layout
+from vescale.dtensor.extension import pieces
 
 
 def _shard_of(tensor, mesh, placements):
@@ -159,7 +160,7 @@ def draw_placements():
         dim = draw(st.integers(0, len(shape) - 1))
         divisors = [k for k in (2, 3) if shape[dim] % k == 0]
         kinds = [Replicate(), Shard(dim), Shard(dim), *(InterleavedShard(dim, k) for k in divisors)]
-        kinds.append(_layout.StridedShard(dim, split_factor=draw(st.integers(1, 4))))
+        kinds.append(_StridedShard(dim, split_factor=draw(st.integers(1, 4))))
         if ragged:
             units = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size).filter(sum))
             kinds.append(RaggedShard(tuple(range(dim + 1)), tuple(units)))
@@ -171,7 +172,7 @@ def draw_placements():
             placements.append(one(draw, shape, size, ragged))
             ragged = ragged and not isinstance(placements[-1], RaggedShard)
         try:
-            _layout.check(tuple(shape), tuple(mesh_shape), tuple(placements))
+            pieces(tuple(shape), tuple(mesh_shape), None, tuple(placements))
         except ValueError:  # parts or units that do not divide what other axes leave
             placements = [p if type(p) is Shard else Replicate() for p in placements]
         return placements

@@ -178,16 +178,3 @@ def test_fused_dropout_is_refused(shard):
             getattr(torch.ops.aten, name)(q, k, v, 0.1)
     with pytest.raises(UnsupportedRandomOperator, match=text):
         torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p=0.1)
-
-
-@ranks(2)
-def test_a_mask_cut_wrongly_would_be_noticed(shard, monkeypatch):
-    from vescale.dtensor._operators import attention as _attention
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    mask = mask_of((1, H, L, S), torch.float64)
-    assert_attends_alike(shard, mesh, (HEADS,), mask)
-    # every rank takes the first heads' part of the mask
-    monkeypatch.setattr(_attention, "operand", lambda _op, x, _mesh, _placements: x.to_local()[:, : H // 2])
-    with pytest.raises(AssertionError):
-        assert_attends_alike(shard, mesh, (HEADS,), mask)

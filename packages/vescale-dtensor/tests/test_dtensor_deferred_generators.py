@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale.dtensor import deferred_init, materialize
+from vescale.dtensor import deferred_init, is_deferred, materialize
 
 
 def parameters_and_state(module):
@@ -183,18 +184,35 @@ def test_a_failing_constructor_leaves_the_generator_alone():
     torch.rand(1)
 
 
-def test_a_failing_replay_changes_neither_module_nor_generator(monkeypatch):
-    from vescale.dtensor._deferred import replay as _replay
+class FailAfter(TorchDispatchMode):
+    """Fail at a random operator, after some others."""
 
-    module, state = deferred_init(nn.Linear, 3, 3), torch.get_rng_state()
-    with monkeypatch.context() as patched:
-        patched.setattr(_replay.Replay, "shard", None)
-        patched.setattr(_replay.Replay, "value", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            materialize(module)
+    def __init__(self, count):
+        super().__init__()
+        self.left = count
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.left -= 1
+            if self.left < 0:
+                raise ZeroDivisionError
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_failing_replay_changes_neither_module_nor_generator(count):
+    torch.manual_seed(0)
+    eager = nn.Linear(3, 3)
+    torch.manual_seed(0)
+    module = deferred_init(nn.Linear, 3, 3)
+    state = torch.get_rng_state()
+    with FailAfter(count), pytest.raises(ZeroDivisionError):
+        materialize(module)
     assert torch.equal(torch.get_rng_state(), state)
+    assert all(is_deferred(parameter) for parameter in module.parameters())
     materialize(module)
-    assert module.weight.shape == (3, 3)
+    assert torch.equal(module.weight, eager.weight)
+    assert torch.equal(module.bias, eager.bias)
 
 
 def test_forgetting_the_returns_shows():

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale.dtensor import Shard, deferred_init, init_device_mesh, materialize
-from vescale.dtensor._random.stock.draw import MAX_PIECE
-from vescale.dtensor._torch.recording import TorchDispatchMode
 from vescale.dtensor.extension import leaves
 from vescale_testing import ranks
 
-PIECE = 4 * MAX_PIECE  # bytes of one piece of float32
+PIECE = 4 * 2**17  # bytes of one piece of float32: what a fill draws at a time
 ROWS, COLUMNS = 2048, 1024
 WEIGHT = 4 * ROWS * COLUMNS  # bytes of one parameter: two pieces
 

@@ -18,6 +18,12 @@ from vescale.dtensor import (
 from vescale_testing import ranks
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
+FILLS = {
+    "uniform": lambda x: x.uniform_(-1, 1),
+    "normal": lambda x: x.normal_(0.0, 0.02),
+    "exponential": lambda x: x.exponential_(),
+    "transposed": lambda x: x.permute(*range(x.ndim - 1, -1, -1)).normal_(),
+}
 SHAPES = [(7, 5), (1, 16), (16, 1), (17, 3), (2, 3), (33, 31), (3, 5, 4)]
 
 
@@ -60,12 +66,12 @@ def slice_of(tensor, mesh, placements):
     return tensor
 
 
-def compare(mesh, placements, shape, *, seed=4):
+def compare(mesh, placements, shape, *, seed=4, ctor=Model):
     torch.manual_seed(seed)
-    eager = Model(shape)
+    eager = ctor(shape)
     state = torch.get_rng_state()
     torch.manual_seed(seed)
-    module = deferred_init(Model, shape)
+    module = deferred_init(ctor, shape)
     materialize(module, mesh, lambda *_: placements)
     assert torch.equal(state, torch.get_rng_state())
     for name, parameter in eager.named_parameters():
@@ -147,15 +153,19 @@ def test_a_rank_outside_the_mesh_draws_along():
 
 
 @ranks(2)
-def test_pieces_smaller_than_a_shard(monkeypatch):
-    """Shards are put together from many pieces; the same values, whatever the size of a piece."""
-    from vescale.dtensor._random.stock import draw
-
-    monkeypatch.setattr(draw, "MAX_PIECE", 50)
+def test_shards_of_many_pieces():
+    """A fill draws 2^17 elements at a time: each shard is put together from several pieces of the global draw."""
     mesh = init_device_mesh("cpu", (2,))
-    for shape in ((33, 31), (3, 50, 4)):
+
+    def ctor(shape):
+        module = nn.Module()
+        for name, fill in FILLS.items():
+            module.register_parameter(name, nn.Parameter(fill(torch.empty(shape))))
+        return module
+
+    for shape in ((1030, 517), (3, 1030, 170)):
         for placements in ([S0], [S1]):
-            compare(mesh, placements, shape)
+            compare(mesh, placements, shape, ctor=ctor)
 
 
 @ranks(2)

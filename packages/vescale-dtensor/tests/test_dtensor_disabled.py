@@ -17,6 +17,7 @@ from vescale.dtensor._torch import patches
 from vescale_testing import ranks
 
 PROGRAM = Path(__file__).with_name("stock_program.py")
+PAGE = Path(__file__).parents[1] / "INTERNALS.md"
 BY_FAMILY = {family: [row for row in ROWS if row.family == family] for family in FAMILIES}
 
 
@@ -94,6 +95,18 @@ def test_rows_are_named_once_and_give_a_reason():
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert all(row.reason and row.patch.place for row in ROWS)
     assert {row.family for row in ROWS} == set(FAMILIES)
+
+
+def table_of_changes() -> str:
+    """Return the table of process-wide changes as the page must have it."""
+    lines = ["| change | family | what is replaced | reason |", "|---|---|---|---|"]
+    lines += [f"| {row.name.strip('_')} | `{row.family}` | `{row.patch.place}` | {row.reason} |" for row in ROWS]
+    return "\n".join(lines)
+
+
+def test_the_table_of_process_wide_changes_is_the_one_that_is_installed():
+    shown = PAGE.read_text().partition("<!-- rows -->\n")[2].partition("\n<!-- end of rows -->")[0]
+    assert shown == table_of_changes(), f"put this table into the page:\n{table_of_changes()}"
 
 
 def test_a_row_that_this_torch_does_not_need_is_not_installed(monkeypatch):

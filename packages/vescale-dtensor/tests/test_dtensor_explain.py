@@ -9,12 +9,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vescale.dtensor import Partial, Replicate, Shard, debug, init_device_mesh
-from vescale.dtensor._layout.shards import local_shape
-from vescale.dtensor._placements import InterleavedShard, RaggedShard
-from vescale.dtensor.debug._grid import draw, ranks_text
-from vescale_testing import ranks
+from vescale.dtensor import (
+    DeviceMesh,
+    InterleavedShard,
+    Partial,
+    RaggedShard,
+    Replicate,
+    Shard,
+    debug,
+    init_device_mesh,
+)
+from vescale.dtensor.extension import local_shape
+from vescale_testing import ranks, run_ranks
 
 
 def made(shape, mesh, placements, dtype=torch.float32):
@@ -163,16 +171,38 @@ def read(text, x):
     return held
 
 
+def in_a_world_of(world_size, body):
+    """Run `body` on rank 0 of a large world that does not communicate; return its result."""
+
+    def on_rank_0():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        return body()
+
+    return run_ranks(on_rank_0, 1, backend=None)[0]
+
+
 def test_rank_lists():
-    assert ranks_text([3]) == "rank 3"
-    assert ranks_text([0, 1, 2, 5]) == "ranks 0-2,5"
-    assert ranks_text(range(0, 64, 8)) == "ranks 0,8..56"
-    assert ranks_text([], word=False) == "-"
-    assert ranks_text([0, 2, 3, 7, 9, 20, 22, 30]) == "ranks 0,2,3,7,9.. (8 of them)"
+    lists = {
+        "rank 0": [0],
+        "ranks 0-2,5": [0, 1, 2, 5],
+        "ranks 0,8..56": list(range(0, 64, 8)),
+        "ranks 0,2,3,7,9.. (8 of them)": [0, 2, 3, 7, 9, 20, 22, 30],
+    }
+
+    def texts():
+        return [debug.explain(made((1,), DeviceMesh("cpu", members), [Replicate()])) for members in lists.values()]
+
+    for expected, text in zip(lists, in_a_world_of(64, texts), strict=True):
+        assert f" {expected} " in text, text
 
 
 def test_a_label_in_merged_cells_always_fits():
-    many = frozenset(range(0, 90, 7))
-    lines = draw(["0:1"], ["0:1", "1:2"], [[many, many]])
-    assert any(ranks_text(many) in line for line in lines)
-    assert len({len(line) for line in lines[1:]}) == 1
+    def text():
+        mesh = DeviceMesh("cpu", [list(range(0, 90, 7)), list(range(1, 91, 7))])
+        return debug.explain(made((2, 2), mesh, [RaggedShard((0, 1), (3, 1)), Replicate()], torch.int8))
+
+    lines = in_a_world_of(91, text).splitlines()
+    top = next(number for number, line in enumerate(lines) if "┌" in line)
+    picture = [line for line in lines[top:] if line.endswith(tuple("┐│┤┘"))]
+    assert any("ranks 0,7..84" in line for line in picture), lines
+    assert len({len(line) for line in picture}) == 1

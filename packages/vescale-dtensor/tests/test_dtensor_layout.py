@@ -17,7 +17,7 @@ from vescale.dtensor import (
     UnsupportedPlacement,
     init_device_mesh,
 )
-from vescale.dtensor._layout.shards import local_shape, local_views, pieces
+from vescale.dtensor.extension import local_shape, local_views, pieces
 from vescale_testing import ranks
 
 

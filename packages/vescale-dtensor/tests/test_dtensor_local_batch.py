@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 
 from vescale.dtensor import Replicate, Shard, UnsupportedRandomOperator, disabled, extension, init_device_mesh, random
-from vescale.dtensor._torch.dispatch import dispatch_modes
 from vescale_testing import ranks
 
 B = 3  # rows on each rank

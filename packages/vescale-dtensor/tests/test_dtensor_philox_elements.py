@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vescale.dtensor._random.philox import cipher as _cipher
 from vescale.dtensor._random.philox import elements as _elements
 from vescale.dtensor._random.philox import values as _values
 from vescale.dtensor._random.philox.cipher import Key, encrypt
@@ -66,3 +67,26 @@ def test_elements_use_the_words_of_their_index(where, start):
         counter = (KEY.offset + element // 4) % 2**64
         word = encrypt((counter % 2**32, counter >> 32, 0, 0), KEY.seed)[element % 4]
         assert float(actual[position]) == (word % 2**24) / 2**24
+
+
+def test_work_and_scratch_follow_the_shard_not_the_tensor(monkeypatch):
+    """One row of a tensor with 2**50 elements; and runs of five elements in pieces of whole runs."""
+    counted = []
+    real = _elements.blocks
+
+    def counting(key, first, count, device):
+        counted.append(len(first) * count)
+        return real(key, first, count, device)
+
+    monkeypatch.setattr(_elements, "blocks", counting)
+    uniform, cpu = _values.Uniform(torch.float32), CPU
+    box = ((2**30 + 1, 0), (1, 2**20))
+    pieces = list(_elements.sample_box(uniform, Key(1, 2), (2**31, 2**20), box, cpu))
+    assert sum(values.numel() for _, values in pieces) == 2**20
+    assert sum(counted) == 2**18
+    assert max(counted) <= _cipher.BLOCKS_AT_A_TIME
+    counted.clear()
+    pieces = list(_elements.sample_box(uniform, Key(1, 2), (10**5, 100), ((0, 37), (10**5, 5)), cpu))
+    assert sum(values.numel() for _, values in pieces) == 5 * 10**5
+    assert max(counted) <= 3 * _cipher.BLOCKS_AT_A_TIME
+    assert sum(counted) <= 3 * 10**5

@@ -9,7 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.dtensor import (
+    InterleavedShard,
     Partial,
+    RaggedShard,
     Replicate,
     Shard,
     UnsupportedRandomOperator,
@@ -18,11 +20,7 @@ from vescale.dtensor import (
     materialize,
     random,
 )
-from vescale.dtensor._layout.shards import local_shape, local_views
-from vescale.dtensor._placements.types import InterleavedShard, RaggedShard
-from vescale.dtensor._random.philox import cipher as _cipher
-from vescale.dtensor._random.philox import elements as _elements
-from vescale.dtensor._random.philox.values import Uniform
+from vescale.dtensor.extension import local_shape, local_views
 from vescale_testing import ranks
 
 S0, S1, S2, R = Shard(0), Shard(1), Shard(2), Replicate()
@@ -255,26 +253,3 @@ def test_in_the_stock_stream_strides_and_masks_do_differ():
     assert not torch.equal(torch.rand(1000) < 0.5, low.bool())
     expected, _ = draw_twice(lambda x: x.normal_(), torch.zeros(6, 4))
     assert not torch.equal(expected, contiguous)
-
-
-def test_work_and_scratch_follow_the_shard_not_the_tensor(monkeypatch):
-    """One row of a tensor with 2**50 elements; and runs of five elements in pieces of whole runs."""
-    counted = []
-    real = _elements.blocks
-
-    def counting(key, first, count, device):
-        counted.append(len(first) * count)
-        return real(key, first, count, device)
-
-    monkeypatch.setattr(_elements, "blocks", counting)
-    uniform, cpu = Uniform(torch.float32), torch.device("cpu")
-    box = ((2**30 + 1, 0), (1, 2**20))
-    pieces = list(_elements.sample_box(uniform, _cipher.Key(1, 2), (2**31, 2**20), box, cpu))
-    assert sum(values.numel() for _, values in pieces) == 2**20
-    assert sum(counted) == 2**18
-    assert max(counted) <= _cipher.BLOCKS_AT_A_TIME
-    counted.clear()
-    pieces = list(_elements.sample_box(uniform, _cipher.Key(1, 2), (10**5, 100), ((0, 37), (10**5, 5)), cpu))
-    assert sum(values.numel() for _, values in pieces) == 5 * 10**5
-    assert max(counted) <= 3 * _cipher.BLOCKS_AT_A_TIME
-    assert sum(counted) <= 3 * 10**5

@@ -110,3 +110,26 @@ def test_evaluation_between_steps_of_sharded_training(shard):
                 else:
                     F.dropout(x, 0.5)
                 assert torch.equal(F.dropout(x, 0.5).full_tensor(), steps[1]) == fork
+
+
+def test_a_stream_for_the_whole_program():
+    with random.stream("philox", seed=0):
+        expected = draws(), draws()
+    try:
+        random.set_stream("philox", seed=0)
+        assert random.current_stream() == "philox"
+        assert torch.equal(draws(), expected[0])
+        with random.stream("torch"):
+            draws()
+            with pytest.raises(RuntimeError, match="set_stream is for the whole program"):
+                random.set_stream("torch")
+        with random.fork(), pytest.raises(RuntimeError, match="set_stream is for the whole program"):
+            random.set_stream("torch")
+        assert torch.equal(draws(), expected[1])
+        random.set_stream("torch", seed=3)
+        assert random.current_stream() == "torch"
+        actual = draws()
+        torch.manual_seed(3)
+        assert torch.equal(actual, draws())
+    finally:
+        random.set_stream("torch")

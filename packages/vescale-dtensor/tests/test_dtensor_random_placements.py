@@ -6,10 +6,19 @@ The expected elements are cut by the layout of the placements, which has tests o
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from vescale.dtensor import DeviceMesh, DTensor, Replicate, Shard, disabled, init_device_mesh
-from vescale.dtensor._layout import shards as _layout
-from vescale.dtensor._placements.types import InterleavedShard, RaggedShard
+from vescale.dtensor import (
+    DeviceMesh,
+    DTensor,
+    InterleavedShard,
+    RaggedShard,
+    Replicate,
+    Shard,
+    disabled,
+    init_device_mesh,
+)
+from vescale.dtensor.extension import local_shape, local_views
 from vescale_testing import ranks
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -24,7 +33,7 @@ DRAWS = {
     "normal": lambda x: torch.normal(x, x),
 }
 
-STRIDED = _layout.StridedShard(0, split_factor=2)
+STRIDED = _StridedShard(0, split_factor=2)
 
 LAYOUTS = {
     (4,): [
@@ -32,7 +41,7 @@ LAYOUTS = {
         (InterleavedShard(1, 2),),
         (RaggedShard((0,), (1, 0, 3, 2)),),
         (RaggedShard((0, 1), (1, 2, 0, 3)),),
-        (_layout.StridedShard(1, split_factor=2),),
+        (_StridedShard(1, split_factor=2),),
     ],
     (2, 2): [
         (STRIDED, S0),
@@ -48,8 +57,8 @@ SHAPE = (12, 8)
 def place(whole, mesh, placements):
     """This rank's elements of a whole tensor."""
     coord = tuple(mesh.get_coordinate())
-    local = torch.zeros(_layout.local_shape(SHAPE, tuple(mesh.shape), coord, placements), dtype=whole.dtype)
-    for (offsets, sizes), view in _layout.local_views(local, SHAPE, mesh, placements):
+    local = torch.zeros(local_shape(SHAPE, tuple(mesh.shape), coord, placements), dtype=whole.dtype)
+    for (offsets, sizes), view in local_views(local, SHAPE, mesh, placements):
         view.copy_(whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))])
     return local
 

@@ -2,14 +2,14 @@
 
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from vescale.dtensor import Shard, disabled, init_device_mesh, random
-from vescale.dtensor._random.philox import state as _state
-from vescale.dtensor._random.state import STREAMS
 from vescale_testing import ranks
 
 
@@ -239,31 +239,6 @@ def test_nested_streams():
             pass
 
 
-def test_a_stream_for_the_whole_program():
-    with random.stream("philox", seed=0):
-        expected = draws(), draws()
-    STREAMS.num_open -= 1  # leave the fixture's context for a moment
-    try:
-        random.set_stream("philox", seed=0)
-        assert random.current_stream() == "philox"
-        assert torch.equal(draws(), expected[0])
-        with random.stream("torch"):
-            draws()
-            with pytest.raises(RuntimeError, match="set_stream is for the whole program"):
-                random.set_stream("torch")
-        with random.fork(), pytest.raises(RuntimeError, match="set_stream is for the whole program"):
-            random.set_stream("torch")
-        assert torch.equal(draws(), expected[1])
-        random.set_stream("torch", seed=3)
-        assert random.current_stream() == "torch"
-        actual = draws()
-        torch.manual_seed(3)
-        assert torch.equal(actual, draws())
-    finally:
-        random.set_stream("torch")
-        STREAMS.num_open += 1
-
-
 def test_what_does_not_follow_the_stream_gets_proper_numbers():
     """Elements drawn in spite of it come from a seeded generator, and the stream then never repeats itself."""
     with random.stream("philox", seed=0):
@@ -292,7 +267,7 @@ def test_shards_inside_disabled_are_stock(shard):
 
 
 def test_states_of_torch_inside_the_stream():
-    """`torch.get_rng_state` holds the position; batch windows mean something in the same process only."""
+    """`torch.get_rng_state` holds the position."""
     with random.stream("philox", seed=0):
         draws()
         state = torch.get_rng_state()
@@ -302,13 +277,33 @@ def test_states_of_torch_inside_the_stream():
         with torch.random.fork_rng():
             draws()
         assert not torch.equal(draws(), expected)
-        with random.micro_batches(2) as micro_batch, micro_batch(0):
-            inside = torch.get_rng_state()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_state._process, "id", _state._process.id ^ 1)
-            torch.set_rng_state(state)
-            assert torch.equal(draws(), expected)
-            torch.set_rng_state(inside)
-            with pytest.raises(ValueError, match=r"saved in another process by torch\.get_rng_state"):
-                draws()
+
+
+OTHER_PROCESS = """
+import sys
+import torch
+from vescale.dtensor import random
+with random.stream("philox", seed=0):
+    torch.rand(1)
+    outside = torch.get_rng_state()
+    with random.micro_batches(2) as micro_batch, micro_batch(0):
+        inside = torch.get_rng_state()
+        torch.rand(1)
+torch.save((outside, inside), sys.argv[1])
+"""
+
+
+def test_states_of_torch_from_another_process(tmp_path):
+    """Batch windows are kept by the process; a state that needs none is read everywhere."""
+    subprocess.run([sys.executable, "-c", OTHER_PROCESS, tmp_path / "states"], check=True, timeout=100)
+    outside, inside = torch.load(tmp_path / "states")
+    with random.stream("philox", seed=0):
+        torch.rand(1)
+        expected = draws()
+        torch.set_rng_state(outside)
+        assert torch.equal(draws(), expected)
+        state = torch.get_rng_state()
+        torch.set_rng_state(inside)
+        with pytest.raises(ValueError, match=r"saved in another process by torch\.get_rng_state"):
+            draws()
         torch.set_rng_state(state)

@@ -21,8 +21,7 @@ from vescale.dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
-from vescale.dtensor._layout.shards import check
-from vescale.dtensor._placements.move import redistribute_shard
+from vescale.dtensor.extension import pieces
 from vescale_testing import ranks
 
 PLACEMENTS = [
@@ -118,7 +117,7 @@ def random_layout(choose, shape, mesh_shape):
             units[choose.randrange(len(units))] += 1
             placements[axis] = RaggedShard(range(choose.choice(dims) + 1), units)
         try:
-            check(shape, mesh_shape, tuple(placements))
+            pieces(shape, mesh_shape, None, tuple(placements))
         except ValueError:
             continue
         return placements
@@ -309,11 +308,11 @@ def test_errors_name_the_way_out():
         tensor.redistribute(placements=[RaggedShard((0,), (1, 4)), Replicate()])
     with pytest.raises(NotImplementedError, match=r"to another mesh.*full_tensor"):
         tensor.redistribute(init_device_mesh("cpu", (4,)), [Replicate()])
-    mixed = DTensor.from_local(
-        tensor.to_local(), mesh, [RaggedShard((0,), (1, 3)), Partial("max")], shape=(8, 4), stride=(4, 1)
-    )
+    size = {"shape": (8, 4), "stride": (4, 1)}
+    mixed = DTensor.from_local(tensor.to_local(), mesh, [RaggedShard((0,), (1, 3)), Partial("max")], **size)
+    summed = DTensor.from_local(torch.zeros(8, 4), mesh, [Replicate(), Partial("sum")], **size)
     with pytest.raises(UnsupportedPlacement, match=r"Partial\(max\) cannot become Partial\(sum\); redistribute to"):
-        redistribute_shard(tensor.to_local(), (8, 4), mesh, mixed.placements, [Replicate(), Partial("sum")])
+        _redistribute.redistribute_local_tensor(mixed.to_local(), mixed._spec, summed._spec)  # as dispatch calls it
 
 
 @ranks(6)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from vescale.dtensor import InterleavedShard, RaggedShard, Replicate, Shard
-from vescale.dtensor._layout.shards import local_shape, pieces
+from vescale.dtensor._layout.boxes import intersect
 from vescale.dtensor._placements.plan import crossed_axes, is_axis_order, movement, peers
+from vescale.dtensor.extension import local_shape, pieces
 
 MESHES = [(1,), (2,), (3,), (8,), (1, 4), (2, 3), (4, 2), (2, 2, 2)]
 
@@ -144,3 +145,28 @@ def test_strided_shards_that_only_order_axes_are_torchs():
     assert not is_axis_order((_StridedShard(0, split_factor=2), Shard(1)), (2, 2))
     assert not is_axis_order((_StridedShard(0, split_factor=3), Shard(0)), (3, 2))
     assert not is_axis_order((Shard(0), _StridedShard(1, split_factor=2)), (2, 2))
+
+
+def elements(shape, box):
+    """Return the flat positions of the elements in a box."""
+    grid = torch.arange(math.prod(shape)).view(shape)
+    return set(grid[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].flatten().tolist())
+
+
+def boxes_within(shape):
+    ranges = [[(o, s) for o in range(n) for s in range(1, n - o + 1)] for n in shape]
+    for pairs in itertools.product(*ranges):
+        yield tuple(o for o, _ in pairs), tuple(s for _, s in pairs)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 3)], ids=str)
+def test_intersection_holds_the_common_elements(shape):
+    for a, b in itertools.product(boxes_within(shape), repeat=2):
+        common = elements(shape, a) & elements(shape, b)
+        box = intersect(a, b)
+        assert (elements(shape, box) if box else set()) == common
+
+
+def test_boxes_without_elements_meet_nothing():
+    assert intersect(((0,), (0,)), ((0,), (4,))) is None
+    assert intersect(((), ()), ((), ())) == ((), ())

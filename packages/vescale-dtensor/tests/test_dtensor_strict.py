@@ -1,7 +1,9 @@
 """`strict()` refuses operators that would communicate on their own, and nothing else."""
 
+import contextlib
 import inspect
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -14,8 +16,7 @@ from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import local_map
 
-from vescale.dtensor import ImplicitRedistributionError, Partial, Replicate, Shard, init_device_mesh, strict
-from vescale.dtensor._operators.strict import communicates
+from vescale.dtensor import DTensor, ImplicitRedistributionError, Partial, Replicate, Shard, init_device_mesh, strict
 from vescale_testing import ranks
 
 X = torch.arange(24, dtype=torch.float64).view(4, 6) / 10
@@ -276,21 +277,45 @@ def test_another_mode_is_refused():
         strict(mode="log")
 
 
-def test_which_changes_communicate():
+@ranks(4)
+def test_which_changes_communicate(shard):
+    """`target` is of another operand, to which DTensor redistributes the first one."""
     r, s0, s1, p = Replicate(), Shard(0), Shard(1), Partial()
-    for size, source, target, expected in [
-        ((2,), [s0], [r], True),
-        ((2,), [s0], [s1], True),
-        ((2,), [p], [r], True),
-        ((2,), [p], [s0], True),
-        ((2,), [r], [s0], False),
-        ((2,), [r], [p], False),
-        ((2,), [s0], [s0], False),
-        ((1,), [p], [r], False),
+    for sizes, source, target, expected in [
+        ((4,), [s0], [s1], True),
+        ((4,), [p], [s0], True),
+        ((4,), [r], [s0], False),
+        ((4,), [r], [p], False),
+        ((4,), [s0], [s0], False),
         ((2, 2), [s0, r], [s0, s0], False),
         ((2, 2), [r, s0], [s0, s0], True),  # the cuts nest the other way round
-        ((2, 1), [r, s0], [s0, s0], False),
+        ((4, 1), [r, s0], [s0, s0], False),
         ((2, 2), [r, s1], [s0, s1], False),
         ((2, 2), [r, s0], [s0, r], True),
     ]:
-        assert communicates(size, source, target) == expected, (size, source, target)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+        one, other = placed(shard, mesh, source), placed(shard, mesh, target)
+        with contextlib.nullcontext() if not expected else pytest.raises(ImplicitRedistributionError), strict():
+            total = one + other
+        if not expected:
+            torch.testing.assert_close(total.full_tensor(), 2 * X)
+    for sizes, source, expected in [
+        ((4,), [s0], True),
+        ((4,), [p], True),
+        ((1, 4), [p, r], False),
+        ((1, 4), [s0, r], False),
+    ]:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+        one = placed(shard, mesh, source)
+        with contextlib.nullcontext() if not expected else pytest.raises(ImplicitRedistributionError), strict():
+            result = one.softmax(0)
+        if not expected:
+            torch.testing.assert_close(result.full_tensor(), X.softmax(0))
+
+
+def placed(shard, mesh, placements):
+    """`X` in any placements; on a partial axis every rank has an equal share."""
+    num_shares = math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if placement.is_partial())
+    made = shard(X / num_shares, mesh, [Replicate() if p.is_partial() else p for p in placements])
+    size = {"shape": X.shape, "stride": X.stride()}
+    return DTensor.from_local(made.to_local(), mesh, placements, run_check=False, **size)

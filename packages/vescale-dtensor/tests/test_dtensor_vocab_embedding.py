@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.distributed.tensor.experimental import implicit_replication
 
 from vescale.dtensor import Partial, Replicate, Shard, disabled, init_device_mesh
-from vescale.dtensor._operators import vocabulary as _vocab
 from vescale_testing import ranks
 
 WHOLE, ROWS, COLUMNS = Replicate(), Shard(0), Shard(1)
@@ -95,12 +94,3 @@ def test_two_readers_and_two_lookups(shard):
     torch.testing.assert_close(norms(*arguments).full_tensor(), expected, rtol=1e-12, atol=0)
     with disabled(), pytest.raises((AssertionError, RuntimeError)):
         torch.testing.assert_close(norms(*arguments).full_tensor(), expected, rtol=1e-12, atol=0)
-
-
-@ranks(2)
-def test_rows_of_another_rank_would_be_noticed(shard, monkeypatch):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    stock = _vocab.local_index
-    monkeypatch.setattr(_vocab, "local_index", lambda indices, _offset, *rest: stock(indices, 0, *rest))
-    with pytest.raises(AssertionError):
-        assert_same_lookup(shard, mesh, (ROWS,), (WHOLE,))

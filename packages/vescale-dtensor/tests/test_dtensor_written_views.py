@@ -5,8 +5,7 @@ Stock DTensor gives a view over a sharded dim as a gathered copy; what is writte
 
 import torch
 
-from vescale.dtensor import Replicate, Shard, disabled, distribute_tensor, init_device_mesh
-from vescale.dtensor._torch.dispatch import handler_table
+from vescale.dtensor import DTensor, Replicate, Shard, disabled, distribute_tensor, init_device_mesh
 from vescale_testing import ranks
 
 WRITES = {
@@ -72,7 +71,8 @@ def test_random_fills_of_a_view():
 @ranks(2)
 def test_operators_are_watched_only_while_a_copy_is_alive():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    table, before = handler_table(), dict(handler_table())
+    table = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(table)
     sharded = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])
     row = sharded[3]
     assert torch.ops.aten.mul_.Tensor in table
