@@ -24,6 +24,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from vescale.dtensor.extension import chunk
+
 from .. import _torch
 from .plan import Bucket, ParamInfo
 
@@ -214,16 +216,9 @@ def local_shapes(tensor: Tensor) -> list[tuple[int, ...]]:
 
 
 def _cut(size: int, num_parts: int, num_ranks: int) -> set[int]:
-    """Return the sizes of a dim on all ranks, if each gets its chunk of every part; chunks are those of torch.chunk."""
-    held = []
-    for index in range(num_ranks):
-        held.append(sum(_chunk(_chunk(size, num_parts, part), num_ranks, index) for part in range(num_parts)))
-    return set(held)
-
-
-def _chunk(size: int, num_chunks: int, index: int) -> int:
-    full = -(-size // num_chunks)
-    return min(full, max(size - full * index, 0))
+    """Return the sizes of a dim on all ranks, if each gets its chunk of every part."""
+    parts = [chunk(size, num_parts, part)[1] for part in range(num_parts)]
+    return {sum(chunk(part, num_ranks, index)[1] for part in parts) for index in range(num_ranks)}
 
 
 def is_even(tensor: Tensor) -> bool:
