@@ -9,7 +9,6 @@ The axes need not be slices of one mesh: the ranks exchange their axes once, and
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from vescale.dtensor.extension import group_of_ranks
+from vescale.dtensor.extension import differing_texts, group_of_ranks
 
 from .axis import Axis
 
@@ -86,12 +85,9 @@ class Grid:
         """Raise on all ranks unless all have the same members, and each finds its own axes in them."""
         axes = self.axes.values()
         is_grid = all(tuple(members[place] for place in self.places([axis])) == axis.ranks for axis in axes)
-        digest = int.from_bytes(hashlib.sha256(str(members).encode()).digest()[:7], "big")
-        found = torch.tensor([digest, -digest, not is_grid], device=next(iter(axes)).device_type)
-        for axis in axes:
-            axis.all_reduce(found, dist.ReduceOp.MAX, what="a digest of ranks").wait()
-        largest, smallest, is_wrong = found.tolist()
-        if is_wrong or largest != -smallest:
+        for axis in axes:  # what the ranks of one axis have found is a part of what the next axis compares
+            is_grid = not differing_texts(f"{members} is a grid: {is_grid}", axis.group) and is_grid
+        if not is_grid:
             lines = ", ".join(f"{axis.name}: {list(axis.ranks)}" for axis in axes)
             raise ValueError(
                 f"matrices are shared over the axes {name}, whose ranks are no grid: on rank {dist.get_rank()} the "
