@@ -15,7 +15,6 @@ bits. Muon, whose update needs full matrices, brings the parts of a matrix to on
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -28,19 +27,26 @@ from torch.distributed.tensor import DTensor
 from ._gradients.placeholder import align_gradients
 from ._ranks.axis import Axis
 from ._state.build import Instance, build_optimizer, check_class, cut_pieces, group_pieces, take_apart
+from ._state.entries import (
+    MASTER,
+    StateTemplate,
+    check_names,
+    elementwise_names,
+    expose,
+    from_json,
+    probe_state,
+    take,
+    to_json,
+)
 from ._state.full_state import NOT_SAVED, gather_whole, named_state, numbered_state
 from ._state.loss_scaling import PieceList, Unscaler
 from ._state.masters import MasterWeights
 from ._state.pieces import Piece, StatePiece
 from ._state.state_dtype import KeptState, check_state_dtype
-from ._state.template import StateTemplate, elementwise_names, is_elementwise, probe_state
 from .clip import clip_grad_norm_, distribution_axes
 from .ddp import DDP
 
 __all__ = ["DistributedOptimizer"]
-
-#: Name of master weights in a state dict.
-MASTER = "master_weight"
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -254,10 +260,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             templates: dict[torch.dtype, StateTemplate] = {}
             for piece in pieces:
                 entries = self.state.get(piece.tensor) or self._fresh_state(templates, group, piece)
-                state[piece.fqn] = {k: _expose(piece, k, v) for k, v in entries.items() if v is not None}
+                state[piece.fqn] = {k: expose(piece, k, v) for k, v in entries.items() if v is not None}
                 if piece.value is not None:
                     state[piece.fqn][MASTER] = StatePiece(piece, piece.tensor.detach())
-        groups = [{k: _to_json(k, v) for k, v in group.items() if k not in NOT_SAVED} for group in self.param_groups]
+        groups = [{k: to_json(k, v) for k, v in group.items() if k not in NOT_SAVED} for group in self.param_groups]
         return {"state": {piece.fqn: state[piece.fqn] for piece in self.pieces}, "param_groups": groups}
 
     def _fresh_state(self, templates: dict[torch.dtype, StateTemplate], group: dict, piece: Piece) -> dict[str, Tensor]:
@@ -279,7 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: If names of parameters or of state differ, the number of groups differs, or a value has another
                 shape or layout; nothing has been changed then, except for a value of another layout.
         """
-        _check_names(state_dict["state"], {piece.fqn for piece in self.pieces}, "parameters")
+        check_names(state_dict["state"], {piece.fqn for piece in self.pieces}, "parameters")
         if len(state_dict["param_groups"]) != len(self.param_groups):
             raise ValueError(
                 f"the state dict has {len(state_dict['param_groups'])} param groups, this optimizer has "
@@ -287,17 +293,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         ours = self.state_dict()["state"]
         for fqn, entries in ours.items():
-            _check_names(state_dict["state"][fqn], set(entries), f"state of {fqn!r}")
+            check_names(state_dict["state"][fqn], set(entries), f"state of {fqn!r}")
         for piece in self.pieces:
             theirs = state_dict["state"][piece.fqn]
-            taken = {name: _take(entry, theirs[name]) for name, entry in ours[piece.fqn].items()}
+            taken = {name: take(entry, theirs[name]) for name, entry in ours[piece.fqn].items()}
             master = taken.pop(MASTER, None)
             if master is not None and master.data_ptr() != piece.tensor.data_ptr():
                 piece.tensor.detach().copy_(master)
             self.state[piece.tensor] = taken
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for key, value in loaded.items():
-                group[key] = _from_json(value, like=group.get(key))
+                group[key] = from_json(value, like=group.get(key))
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state dict that the torch optimizer of one process would have, on every rank.
@@ -365,43 +371,3 @@ def _num_views(pieces: Iterable[Piece], model: nn.Module) -> Counter[int]:
     """Return, by index of a bucket, how many pieces are in the memory of the parameters."""
     slots = model.slots() if isinstance(model, DDP) else {}
     return Counter(slots[piece.fqn].bucket.plan.index for piece in pieces if piece.fqn in slots and piece.value is None)
-
-
-def _check_names(came: Iterable[str], expected: set[str], what: str) -> None:
-    missing, unexpected = sorted(expected - set(came)), sorted(set(came) - expected)
-    if missing or unexpected:
-        raise ValueError(
-            f"the state dict is of another model or optimizer: {what} missing {missing}, unexpected {unexpected}"
-        )
-
-
-def _expose(piece: Piece, name: str, value: Any) -> Any:
-    """Return the state dict's form of a state entry: a tensor as large as the piece becomes a `StatePiece`."""
-    return StatePiece(piece, value) if is_elementwise(name, value, piece.tensor) else value
-
-
-def _take(entry: StatePiece | Tensor, value: Any) -> Tensor:
-    """Return this rank's state tensor with the loaded value: the one that the state dict exposed, or a copy into it."""
-    if isinstance(entry, StatePiece):
-        ours = isinstance(value, StatePiece) and value.piece is entry.piece
-        if ours and value.tensor.dtype == entry.tensor.dtype:
-            return value.tensor
-        entry.load(value)
-        return entry.tensor
-    return entry.copy_(torch.as_tensor(value)) if value is not entry else entry
-
-
-def _to_json(key: str, value: Any) -> Any:
-    value = value.item() if isinstance(value, Tensor) else value
-    try:
-        json.dumps(value)
-    except TypeError:
-        raise TypeError(f"hyperparameter {key!r} is not a JSON value: {value!r}") from None
-    return value
-
-
-def _from_json(value: Any, *, like: Any) -> Any:
-    """Return a loaded hyperparameter with the type of the current one."""
-    if isinstance(like, Tensor):
-        return like.fill_(value)
-    return tuple(value) if isinstance(value, list) and isinstance(like, tuple) else value

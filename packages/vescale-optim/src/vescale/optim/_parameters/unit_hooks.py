@@ -15,21 +15,32 @@ Note: modules that `vescale.dmodule` runs on local tensors
 
 Note: activation checkpointing
     A unit that is run again during backward stays unsharded until another unit is entered: its own backward follows.
+
+Note: the autograd nodes by which backward enters a unit
+    They belong to tensors in the unit's outputs, nested in containers and in objects of any type, and to tensors that
+    its modules store as attributes, such as an auxiliary loss.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from .. import _torch
 from .._checks import executions_of
-from .outputs import attribute_nodes, autograd_nodes, returns_memory_of
 from .units import Unit, Units
 
 __all__ = ["UnitHooks"]
+
+#: How deep to look for tensors in attributes of objects of unknown types.
+_DEPTH = 4
+
+#: Metadata of an autograd node that `_attribute_nodes` has returned.
+_MARK = "vescale.optim.unit"
 
 
 class _Call:
@@ -186,7 +197,7 @@ class UnitHooks:
             return  # what runs in one graph can be entered from outside only
         if torch.is_grad_enabled() and self._stack and self._stack[-1].unit is unit:
             call = self._stack[-1]
-            for node in autograd_nodes(output):
+            for node in _autograd_nodes(output):
                 node.register_prehook(lambda _grads: self._before_backward(call))
 
     def _forward_ended(self, well: bool, watched: bool) -> None:
@@ -200,9 +211,9 @@ class UnitHooks:
 
     def _watch(self, call: _Call, output: object) -> bool:
         """Put hooks on the autograd nodes by which backward enters a call; return whether there are any."""
-        nodes = autograd_nodes(output)
+        nodes = _autograd_nodes(output)
         for module in self._modules[call.unit]:
-            nodes |= attribute_nodes(module)
+            nodes |= _attribute_nodes(module)
         for node in nodes:
             node.register_prehook(lambda _grads: self._before_backward(call))
         if nodes:
@@ -260,9 +271,57 @@ class UnitHooks:
 
 def _refuse_views(unit: Unit, output: object) -> None:
     """Raise RuntimeError if a unit returns a view of its parameters, which are freed now."""
-    tensor = returns_memory_of(unit.buckets, output)
-    if tensor is not None:
-        raise RuntimeError(
-            f"unit {unit.label} returns a parameter, or a view of one, of shape {tuple(tensor.shape)}; with zero=3 it "
-            "has no values after the unit has run. Return a copy, or let it belong to the root unit (units=...)"
-        )
+    for tensor in _tensors_in(output):
+        if any(bucket.holds(_torch.local_tensor(tensor)) for bucket in unit.buckets):
+            raise RuntimeError(
+                f"unit {unit.label} returns a parameter, or a view of one, of shape {tuple(tensor.shape)}; with zero=3 "
+                "it has no values after the unit has run. Return a copy, or let it belong to the root unit (units=...)"
+            )
+
+
+def _autograd_nodes(output: object) -> set[Node]:
+    """Return the autograd nodes of what a module returned."""
+    tensors = list(_tensors_in(output))
+    # Writing to a view takes its own node out of the graph, and leaves that of its base.
+    bases = [base for tensor in tensors if (base := _torch.base_of(tensor)) is not None]
+    return {tensor.grad_fn for tensor in (*tensors, *bases) if tensor.grad_fn is not None}
+
+
+def _attribute_nodes(module: nn.Module) -> set[Node]:
+    """Return the autograd nodes of tensors that a module stores as attributes (an auxiliary loss), each node once.
+
+    Attributes that stand for a parameter are left out.
+    """
+    table = _torch.own_parameters(module)
+    values = [value for key, value in vars(module).items() if value is not table and key not in table]
+    nodes = set()
+    for tensor in (t for value in values for t in _tensors_in_container(value)):
+        if tensor.grad_fn is not None and _MARK not in tensor.grad_fn.metadata:
+            tensor.grad_fn.metadata[_MARK] = True
+            nodes.add(tensor.grad_fn)
+    return nodes
+
+
+def _tensors_in(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers and in attributes of objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_in(each, depth)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for each in value:
+            yield from _tensors_in(each, depth)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        for each in vars(value).values():
+            yield from _tensors_in(each, depth - 1)
+
+
+def _tensors_in_container(value: object) -> Iterator[Tensor]:
+    """Yield a tensor, or the tensors in a list, tuple or dict."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        yield from (each for each in value if isinstance(each, Tensor))
+    elif type(value) is dict:
+        yield from (each for each in value.values() if isinstance(each, Tensor))

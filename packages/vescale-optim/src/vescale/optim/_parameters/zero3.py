@@ -4,7 +4,6 @@
     sharded_values    the values of one buffer: shard, full, guarded
     units             the states of a unit, and how long it stays unsharded
     unit_hooks        when forward and backward use a unit
-    outputs           the autograd nodes by which backward enters a unit
     offload           shards in host memory
     this file         construction, and the calls of DDP
 

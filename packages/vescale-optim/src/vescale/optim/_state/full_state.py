@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from .. import _torch
 from .._gradients.bucket import FlatBucket
 from ..ddp import DDP
+from .entries import is_scalar
 from .pieces import Piece
-from .template import is_scalar
 
 __all__ = ["NOT_SAVED", "gather_whole", "named_state", "numbered_state"]
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .entries import is_elementwise
 from .pieces import Piece
-from .template import is_elementwise
 
 __all__ = ["KeptState", "check_state_dtype"]
 

@@ -1,21 +1,45 @@
-"""The state that an optimizer keeps for a parameter, found without a change of the optimizer.
+"""The entries of an optimizer's state: their kinds, their initial values, and their form in state dicts.
 
-Optimizers allocate state in their first step. A checkpoint that loads in place needs names, dtypes and shapes earlier.
-So an optimizer of the same class, with the same hyperparameters, takes one step on a dummy parameter of zeros with a
-gradient of zeros. The state of an element is then its initial value (zeros, or Adagrad's initial value), and the step
-count is reset to 0.
+    entry                             in the optimizer                   in a state dict
+    one value per element (moments)   tensor of the piece's shape        `StatePiece`: rectangles of the global tensor
+    one value per parameter (step)    0-dim tensor                       the same tensor
+    hyperparameter of a group         number, bool, tuple, 0-dim tensor  JSON value
+
+Note: state before the first step
+    Optimizers allocate state in their first step. A checkpoint that loads in place needs names, dtypes and shapes
+    earlier. So an optimizer of the same class, with the same hyperparameters, takes one step on a dummy parameter of
+    zeros with a gradient of zeros. The state of an element is then its initial value (zeros, or Adagrad's initial
+    value), and the step count is reset to 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StateTemplate", "elementwise_names", "is_elementwise", "is_scalar", "probe_state"]
+from .pieces import Piece, StatePiece
+
+__all__ = [
+    "MASTER",
+    "StateTemplate",
+    "check_names",
+    "elementwise_names",
+    "expose",
+    "from_json",
+    "is_elementwise",
+    "is_scalar",
+    "probe_state",
+    "take",
+    "to_json",
+]
+
+#: Name of master weights in a state dict.
+MASTER = "master_weight"
 
 #: State that optimizers of torch keep once per parameter, and its value before the first step.
 _SCALARS: dict[str, Callable[[dict], float]] = {
@@ -108,3 +132,52 @@ def _step_dummy(
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+# ---------------------------------------------------------------------------------------------- in state dicts
+
+
+def check_names(came: Iterable[str], expected: set[str], what: str) -> None:
+    """Raise ValueError unless the names of a state dict are the expected ones; ``what`` names them."""
+    missing, unexpected = sorted(expected - set(came)), sorted(set(came) - expected)
+    if missing or unexpected:
+        raise ValueError(
+            f"the state dict is of another model or optimizer: {what} missing {missing}, unexpected {unexpected}"
+        )
+
+
+def expose(piece: Piece, name: str, value: Any) -> Any:
+    """Return the state dict's form of a state entry: a tensor as large as the piece becomes a `StatePiece`."""
+    return StatePiece(piece, value) if is_elementwise(name, value, piece.tensor) else value
+
+
+def take(entry: StatePiece | Tensor, value: Any) -> Tensor:
+    """Return this rank's state tensor with the loaded value: the one that the state dict exposed, or a copy into it."""
+    if isinstance(entry, StatePiece):
+        ours = isinstance(value, StatePiece) and value.piece is entry.piece
+        if ours and value.tensor.dtype == entry.tensor.dtype:
+            return value.tensor
+        entry.load(value)
+        return entry.tensor
+    return entry.copy_(torch.as_tensor(value)) if value is not entry else entry
+
+
+def to_json(key: str, value: Any) -> Any:
+    """Return a hyperparameter as a JSON value.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    value = value.item() if isinstance(value, Tensor) else value
+    try:
+        json.dumps(value)
+    except TypeError:
+        raise TypeError(f"hyperparameter {key!r} is not a JSON value: {value!r}") from None
+    return value
+
+
+def from_json(value: Any, *, like: Any) -> Any:
+    """Return a loaded hyperparameter with the type of the current one."""
+    if isinstance(like, Tensor):
+        return like.fill_(value)
+    return tuple(value) if isinstance(value, list) and isinstance(like, tuple) else value
