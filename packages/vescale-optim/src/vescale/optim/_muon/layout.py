@@ -22,13 +22,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from vescale.dtensor import RaggedShard
-from vescale.dtensor.extension import group_of_ranks, local_views
+from vescale.dtensor.extension import group_of_ranks, pieces
 
 from .. import _torch
 from .._ranks.axis import Axis
@@ -172,23 +171,9 @@ class MatrixLayout:
         return f"{self.fqn}: {self.shape} {self.placements} over {self.mesh_shape}{place}"
 
 
-@dataclass(frozen=True)
-class _Seat:
-    """The mesh protocol of `local_views`, for any rank and not only this one."""
-
-    shape: tuple[int, ...]
-    coordinate: tuple[int, ...]
-
-    def get_coordinate(self) -> tuple[int, ...]:
-        return self.coordinate
-
-
 def _cell(shape: tuple[int, int], mesh_shape: Sequence[int], place: Sequence[int], placements: Sequence) -> Cell:
-    index = torch.empty(shape, device="meta")  # at least as large as any cell; a view's offset is its place in it
-    boxes = []
-    for (offsets, sizes), view in local_views(index, shape, _Seat(tuple(mesh_shape), tuple(place)), placements):
-        origin = divmod(view.storage_offset(), shape[1])
-        boxes.append((_slices(offsets, sizes), _slices(origin, sizes)))
+    found = pieces(shape, tuple(mesh_shape), tuple(place), tuple(placements))
+    boxes = [(_slices(*piece.box), _slices(piece.origin, piece.box[1])) for piece in found]
     ends = [(rows.stop, cols.stop) for _, (rows, cols) in boxes]
     return Cell(tuple(map(max, zip(*ends, strict=True))) if ends else (0, 0), tuple(boxes))
 

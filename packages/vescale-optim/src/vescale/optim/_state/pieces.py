@@ -17,11 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor.extension import flat_range_boxes, local_views
+from vescale.dtensor.extension import flat_range_boxes, pieces
 
 from .. import _torch
 from .._gradients.placeholder import ShardedGradient, local_gradient
@@ -212,17 +211,9 @@ def _rectangles(param: Tensor) -> list[Rectangle]:
         return [(nowhere, nowhere, tuple(local.shape))]
     if not _torch.has_strided_shard(param):
         return [(_torch.shard_offsets(param), nowhere, tuple(local.shape))]
-    index = torch.empty(local.shape, device="meta")  # contiguous, so that a view's offset is its position
-    views = local_views(index, param.shape, param.device_mesh, param.placements)
-    return [(there, _unravel(view.storage_offset(), index.stride()), sizes) for (there, sizes), view in views]
-
-
-def _unravel(position: int, stride: Iterable[int]) -> tuple[int, ...]:
-    index = []
-    for step in stride:
-        index.append(position // step)
-        position %= step
-    return tuple(index)
+    mesh = param.device_mesh
+    found = pieces(tuple(param.shape), tuple(mesh.shape), tuple(mesh.get_coordinate()), tuple(param.placements))
+    return [(piece.box[0], piece.origin, piece.box[1]) for piece in found]
 
 
 def _overlaps(
