@@ -100,9 +100,11 @@ class Given:
         if by_stand_in:
             leaf = torch.zeros(4, requires_grad=True)
             stand_in_for(self.parameter, leaf, placements)
-            return GivenGradient.apply(leaf, local)
-        gradient = DTensor.from_local(local, self.mesh, placements, run_check=False)
-        return GivenGradient.apply(self.parameter, gradient)
+            used: Tensor = GivenGradient.apply(leaf, local)
+        else:
+            gradient = DTensor.from_local(local, self.mesh, placements, run_check=False)
+            used = GivenGradient.apply(self.parameter, gradient)
+        return used
 
     def backward(self, placements: Sequence[Placement], *, by_stand_in: bool = False) -> Tensor:
         """Return the gradient after one backward pass, and clear it."""

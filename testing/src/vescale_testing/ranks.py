@@ -205,7 +205,7 @@ def _receive_until(
 
 def _receive(child: _Child) -> Report:
     try:
-        report = pickle.loads(child.pipe.recv_bytes())
+        report: Report = pickle.loads(child.pipe.recv_bytes())
         shapes.known.update(report.shapes)
         return report
     except (EOFError, OSError):

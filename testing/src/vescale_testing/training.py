@@ -72,7 +72,8 @@ class Training:
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
-            return getattr(transformers, model_name)(config).train()
+            model: torch.nn.Module = getattr(transformers, model_name)(config)
+            return model.train()
         finally:
             torch.set_default_dtype(default)
 

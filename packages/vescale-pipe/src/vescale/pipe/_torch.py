@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -47,19 +47,23 @@ __all__ = [
     "waited",
 ]
 
+Subclass = TypeVar("Subclass", bound=torch.Tensor)
+
 
 def make_wrapper(
-    cls: type, shape: Any, *, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
-) -> torch.Tensor:
+    cls: type[Subclass], shape: Any, *, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> Subclass:
     """Return a tensor of subclass ``cls`` that reports these properties and owns no storage."""
-    return torch.Tensor._make_wrapper_subclass(
+    wrapper: Any = torch.Tensor._make_wrapper_subclass(
         cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad
     )
+    return cast(Subclass, wrapper)
 
 
 def function_mode_on_top() -> TorchFunctionMode | None:
     """Return the innermost active function mode."""
-    return _get_current_function_mode()
+    mode: TorchFunctionMode | None = _get_current_function_mode()
+    return mode
 
 
 def push_mode(mode: TorchFunctionMode) -> None:
@@ -89,7 +93,7 @@ def is_random(operator: Any, args: tuple, kwargs: dict) -> bool:
     for position, argument in enumerate(operator._schema.arguments):
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return given != 0
+            return bool(given != 0)
     return True
 
 
@@ -113,9 +117,10 @@ def new_group(ranks: tuple[int, ...], number: int, **kwargs: Any) -> dist.Proces
     named: Any = lambda *_, **__: f"vescale.pipe:{ranks}:{number}"  # noqa: E731
     distributed_c10d._process_group_name = named
     try:
-        return dist.new_group(list(ranks), use_local_synchronization=True, **kwargs)
+        group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, **kwargs)
     finally:
         distributed_c10d._process_group_name = stock
+    return group
 
 
 def bound_device() -> torch.device | None:

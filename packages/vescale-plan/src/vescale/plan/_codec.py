@@ -7,7 +7,9 @@ import dataclasses
 import difflib
 import typing
 from types import NoneType, UnionType
-from typing import Any
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
 
 
 def to_data(value: Any) -> Any:
@@ -19,7 +21,7 @@ def to_data(value: Any) -> Any:
     return value
 
 
-def from_data(cls: type, data: Any, *, where: str) -> Any:
+def from_data(cls: type[T], data: Any, *, where: str) -> T:
     """Build dataclass ``cls`` from `to_data`'s output.
 
     Raises:
@@ -28,7 +30,7 @@ def from_data(cls: type, data: Any, *, where: str) -> Any:
     """
     if not isinstance(data, dict):
         raise ValueError(f"{where}: expected an object with the fields of {cls.__name__}, got {type(data).__name__}")
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
     for name in data:
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)

@@ -340,4 +340,5 @@ def _has_dropout(model: nn.Module, config: object) -> bool:
 
 def dtype_bytes(dtype: str) -> int:
     """Return the bytes of one element of a dtype given by name, ``"bfloat16" -> 2``."""
-    return getattr(torch, dtype).itemsize
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize

@@ -20,7 +20,7 @@ SAFETENSORS_CODES = {
     "float32": "F32",
     "float64": "F64",
 }
-ITEM_BYTES = {name: getattr(torch, name).itemsize for name in SAFETENSORS_CODES}
+ITEM_BYTES: dict[str, int] = {name: getattr(torch, name).itemsize for name in SAFETENSORS_CODES}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

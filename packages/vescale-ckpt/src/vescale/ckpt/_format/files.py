@@ -108,8 +108,9 @@ class DataFile:
             if found != (SAFETENSORS_CODES[dtype], piece.box.sizes):
                 raise CheckpointError(f"expected {dtype} {piece.box.sizes} by the manifest, got {found} in the file")
             if box != piece.box:
-                return stored[box.slices(inside=piece.box)]
-            values = self._file.get_tensor(piece.key)
+                part: torch.Tensor = stored[box.slices(inside=piece.box)]
+                return part
+            values: torch.Tensor = self._file.get_tensor(piece.key)
             crc = checksum(values)
             if crc != piece.crc32:
                 raise CheckpointError(f"expected checksum {piece.crc32:08x}, got {crc:08x}: bytes were changed or lost")

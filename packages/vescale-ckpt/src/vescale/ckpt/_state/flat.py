@@ -122,7 +122,8 @@ def to_json(node: Any) -> Json:
         if any(isinstance(key, int) for key in node):
             return {_ITEMS: [[key, to_json(item)] for key, item in node.items()]}
         return {key: to_json(item) for key, item in node.items()}
-    return node
+    scalar: bool | int | float | str | None = node
+    return scalar
 
 
 def from_json(value: Json, *, like: Any) -> Any:

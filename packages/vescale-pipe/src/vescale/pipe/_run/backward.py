@@ -227,7 +227,9 @@ def connect(loss: torch.Tensor, total: GradientSum, gate: HookGate) -> torch.Ten
 
     ``backward`` then accumulates into the parameters as in plain torch, with post-accumulate hooks and loss scaling.
     """
-    return _Accumulate.apply(loss, gate, torch.zeros((), requires_grad=True), total.totals, *total.parameters)
+    anchor = torch.zeros((), requires_grad=True)
+    connected: torch.Tensor = _Accumulate.apply(loss, gate, anchor, total.totals, *total.parameters)
+    return connected
 
 
 class HookGate:

@@ -63,7 +63,8 @@ class Call:
     def inputs(self) -> tuple[tuple, dict]:
         """Positional and keyword arguments of the call on its home stage."""
         assert self.real is not None, "the call runs on another stage"
-        return self.structure.rebuild(self.real)
+        args, kwargs = self.structure.rebuild(self.real)
+        return args, kwargs
 
 
 class Frame:

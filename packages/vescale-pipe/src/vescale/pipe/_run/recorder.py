@@ -79,7 +79,8 @@ class Recorder:
                     f"output of `{key.name}`: expected tensors and picklable plain values, got {error}; return plain "
                     "Python values, in tuples, lists, dicts or dataclasses"
                 ) from error
-        return self.synchronize("after", key, outcome)[key.home]
+        shared: Outcome = self.synchronize("after", key, outcome)[key.home]
+        return shared
 
     def fail(self, error: Exception) -> None:
         """Send this stage's error to the other stages, unless the error came from them."""

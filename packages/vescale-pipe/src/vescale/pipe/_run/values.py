@@ -178,7 +178,7 @@ class Placeholder(torch.Tensor):
     @staticmethod
     def __new__(cls, value: Value, *, device: torch.device, origin: str) -> Placeholder:
         meta = value.meta
-        self: Any = make_wrapper(
+        self = make_wrapper(
             cls, meta.shape, stride=meta.stride, dtype=meta.dtype, device=device, requires_grad=meta.requires_grad
         )
         self.value = value

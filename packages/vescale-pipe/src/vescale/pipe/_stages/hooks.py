@@ -68,4 +68,5 @@ def _unwrapped(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     leaves, _ = flatten((args, kwargs))
     if not any(isinstance(leaf, Placeholder) for leaf in leaves):
         return None
-    return map_leaves(unwrap, (args, kwargs))
+    args, kwargs = map_leaves(unwrap, (args, kwargs))
+    return args, kwargs
