@@ -166,7 +166,7 @@ def test_ties_and_shared_memory_that_shards_would_break():
         module.row = nn.Parameter(module.whole.detach()[0])
         return module
 
-    with pytest.raises(NotImplementedError, match=r"share memory, and their shards could not: 'whole'.*'row'"):
+    with pytest.raises(NotImplementedError, match=r"share memory, but their shards could not: 'whole'.*'row'"):
         materialize(deferred_init(sharing), mesh, {"whole": [Shard(0)]})
 
 

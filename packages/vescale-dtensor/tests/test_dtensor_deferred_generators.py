@@ -27,7 +27,7 @@ def test_a_draw_between_is_an_error_that_names_the_fix():
     state = torch.get_rng_state()
     torch.rand(1)
     with pytest.raises(
-        ValueError, match=r"not in the state that deferred_init found.*materialize before anything else draws"
+        ValueError, match=r"not in the state that deferred_init found.*materialize before any other random operator"
     ):
         materialize(module)
     torch.set_rng_state(state)

@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused_for_every_coordinate():
         ((5, 2), (2, 2), [Shard(0), RaggedShard((0,), (1, 2))], "2 is not divisible by 3"),  # parts of 3 and 2
         ((8,), (2,), [InterleavedShard(0, 3)], "dim made of 3 equal parts; dim 0 of shape .8,. has size 8"),
         ((8,), (2,), [Shard(1)], "names dim 1"),
-        ((8,), (2,), [], "0 placements"),
+        ((8,), (2,), [], r"expected one placement for each axis of a mesh of shape \(2,\), got \(\)"),
     ]
     for shape, mesh_shape, placements, message in cases:
         for coord in [None, *itertools.product(*map(range, mesh_shape))]:

@@ -190,13 +190,13 @@ def test_draws_that_have_no_slice_are_refused():
     axis = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     before = torch.get_rng_state()
     refused = {
-        "a tensor without dims has no batch dim: draw it outside random.local_batch": lambda: torch.rand(()),
+        "a tensor without dims has no batch dim: call it outside random.local_batch": lambda: torch.rand(()),
         "aten.randperm.default on these arguments cannot draw .* outside random.local_batch": lambda: torch.randperm(5),
         "aten.multinomial.default on a tensor of shape": lambda: torch.multinomial(torch.ones(4), 1),
         "aten.poisson.default on a tensor of .* depend on the values": lambda: torch.poisson(torch.ones(2, 4)),
         "aten.rrelu_with_noise.default on a tensor": lambda: F.rrelu(torch.ones(2, 4), training=True),
         "several of its elements share memory": lambda: torch.empty(4, 1).expand(4, 2).normal_(),
-        "one row does not tell the memory order": lambda: torch.empty(4, 1).t().normal_(),
+        "one row does not determine the memory order": lambda: torch.empty(4, 1).t().normal_(),
     }
     with random.local_batch(axis):
         for text, draw in refused.items():

@@ -197,7 +197,7 @@ WRONG = {
     r"from=5 >= to=5": lambda x: x.random_(5, 5),
     r"to - 1=299 to be in the range of torch.uint8": lambda x: x.to(torch.uint8).random_(0, 300),
     r"cannot take 4 samples from 3 categories": lambda x: torch.multinomial(x, 4),
-    r"weights are finite and not negative, and 2 categories": lambda x: torch.multinomial(x - 1, 2),
+    r"expects finite weights >= 0 with at least 2 positive": lambda x: torch.multinomial(x - 1, 2),
 }
 
 

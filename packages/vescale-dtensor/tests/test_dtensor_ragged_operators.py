@@ -198,16 +198,16 @@ def test_what_ragged_tensors_cannot_do_is_refused_everywhere_before_anything_is_
     other = distribute_tensor(x, mesh, (RaggedShard((0,), (3, 1)), Replicate()))
     shard = distribute_tensor(x, mesh, (Shard(0), Replicate()))
     cases = [
-        (lambda: d @ d.t(), "every element alike"),
-        (lambda: d.view(-1), "every element alike"),
-        (lambda: d[0], "every element alike"),
-        (lambda: torch.softmax(d, 0), "every element alike"),
-        (lambda: torch.cat([d, d]), "every element alike"),
+        (lambda: d @ d.t(), "neither pointwise nor a reduction"),
+        (lambda: d.view(-1), "neither pointwise nor a reduction"),
+        (lambda: d[0], "neither pointwise nor a reduction"),
+        (lambda: torch.softmax(d, 0), "neither pointwise nor a reduction"),
+        (lambda: torch.cat([d, d]), "neither pointwise nor a reduction"),
         (lambda: d.sum(0), "reduces dims"),
-        (lambda: d + other, "not every rank holds"),
-        (lambda: d + shard, "not every rank holds"),
-        (lambda: shard.add_(d), "written to is not placed like"),
-        (lambda: torch._foreach_add([d], [other]), "not every rank holds"),
+        (lambda: d + other, "ranks lack elements"),
+        (lambda: d + shard, "ranks lack elements"),
+        (lambda: shard.add_(d), "it writes to has other placements"),
+        (lambda: torch._foreach_add([d], [other]), "ranks lack elements"),
     ]
     for wrong, reason in cases:
         text = r"aten\..*RaggedShard\(dims=\(0,\), local_units=\(., .\)\).*DeviceMesh.*" + reason
@@ -225,5 +225,5 @@ def test_inference_mode():
         d = distribute_tensor(x, mesh, [RaggedShard((0,), (1, 3))])
         assert torch.equal((d.contiguous().to(torch.float64) + 1).square().full_tensor(), (x.double() + 1).square())
         torch.testing.assert_close(torch.linalg.norm(d).full_tensor(), torch.linalg.norm(x))
-        with pytest.raises(UnsupportedPlacement, match="every element alike"):
+        with pytest.raises(UnsupportedPlacement, match="neither pointwise nor a reduction"):
             d.reshape(-1)

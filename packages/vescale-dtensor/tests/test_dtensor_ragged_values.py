@@ -39,8 +39,8 @@ def test_unequal_values():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: RaggedShard((1,), (1, 1)), r"flattens leading dims.*got dims=\(1,\)"),
-        (lambda: RaggedShard((), (1, 1)), "flattens leading dims"),
+        (lambda: RaggedShard((1,), (1, 1)), r"expects the leading dims.*got dims=\(1,\)"),
+        (lambda: RaggedShard((), (1, 1)), "expects the leading dims"),
         (lambda: RaggedShard((0,), (1, -1)), "numbers of units >= 0 with a positive sum"),
         (lambda: RaggedShard((0,), (0, 0)), "numbers of units >= 0 with a positive sum"),
         (lambda: RaggedShard((0,), ()), "numbers of units >= 0 with a positive sum"),

@@ -61,7 +61,7 @@ def test_one_row_in_a_batch_must_tell_the_memory_order():
     assert position_of("dropout", torch.empty(1, 5), window).shape == (3, 5)
     assert position_of("dropout", torch.empty(1, 4, 5).transpose(1, 2), window).order == (0, 2, 1)
     for row in (torch.empty(5, 1).t(), torch.empty(1, 8)[:, :5]):  # the global batch is transposed, or has gaps
-        with pytest.raises(UnsupportedRandomOperator, match="one row does not tell the memory order of the batch"):
+        with pytest.raises(UnsupportedRandomOperator, match="one row does not determine the memory order of the batch"):
             position_of("dropout", row, window)
 
 

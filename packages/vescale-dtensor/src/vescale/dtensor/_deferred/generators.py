@@ -57,8 +57,8 @@ def generator_of(args: tuple, kwargs: dict, device: torch.device) -> torch.Gener
         torch.cuda.init()
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     raise NotImplementedError(
-        f"deferred_init does not know the random generator of device {device}; construct the model on cpu or cuda and "
-        "move it with materialize(..., device=...)"
+        f"deferred_init supports the random generators of cpu and cuda, got device {device}; construct the model on "
+        "one of these and move it with materialize(..., device=...)"
     )
 
 

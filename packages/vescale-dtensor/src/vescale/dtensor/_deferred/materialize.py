@@ -171,7 +171,7 @@ def _check_sharing(jobs: list[Job]) -> None:
     if len({_geometry(job) for job in jobs}) > 1 and not all(job.region.is_whole for job in jobs):
         described = ", ".join(f"'{job.name}' {tuple(job.target.tensor.shape)} {job.layout.placements}" for job in jobs)
         raise NotImplementedError(
-            f"these tensors share memory, and their shards could not: {described}. Leave them whole (placements None), "
+            f"these tensors share memory, but their shards could not: {described}. Leave them full (placements None), "
             "or give all of them the same shape and placements"
         )
 
@@ -194,7 +194,10 @@ def _check_recordings(recordings: Iterable[Recording]) -> None:
             "materialize was called inside deferred_init; call it on the result, after deferred_init"
         )
     if WINDOWS.get():
-        raise ValueError("materialize was called inside random.local_batch, which would draw parts of a larger batch")
+        raise ValueError(
+            "materialize was called inside random.local_batch, where it would draw parts of a larger batch; call it "
+            "outside"
+        )
     drawing = [recording.log for recording in recordings if not recording.is_replayed and recording.log.used]
     if len(drawing) > 1:
         raise ValueError(
@@ -207,8 +210,8 @@ def _check_recordings(recordings: Iterable[Recording]) -> None:
         ]
         if changed:
             raise ValueError(
-                f"the random generator of {changed[0].device} is not in the state that deferred_init found: something "
-                "drew random numbers or seeded between deferred_init and materialize, so the parameters would not be "
-                "those of the eager constructor. Call materialize before anything else draws, or restore the state "
-                "first (torch.set_rng_state(state) with the state from before deferred_init)"
+                f"the random generator of {changed[0].device} is not in the state that deferred_init found: random "
+                "numbers were drawn, or a seed was set, between deferred_init and materialize, so the parameters would "
+                "not be those of the eager constructor. Call materialize before any other random operator, or restore "
+                "the state first (torch.set_rng_state(state) with the state from before deferred_init)"
             )

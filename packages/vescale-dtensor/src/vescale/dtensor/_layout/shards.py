@@ -152,13 +152,13 @@ def _runs(
 ) -> tuple[list[Runs], tuple[int, int, int] | None]:
     """Return the runs of every dim, and ``(number of leading dims, first row, number of rows)`` of a ragged shard."""
     if len(placements) != len(mesh_shape):
-        raise ValueError(f"{len(placements)} placements {placements} for a mesh of shape {mesh_shape}")
+        raise ValueError(f"expected one placement for each axis of a mesh of shape {mesh_shape}, got {placements}")
     runs: list[Runs] = [((0, size),) for size in shape]
     ragged = None
     for placement, size, index in zip(placements, mesh_shape, coord, strict=True):
         if isinstance(placement, RaggedShard):
             if ragged is not None:
-                raise ValueError(f"a tensor has at most one RaggedShard; got placements {placements}")
+                raise ValueError(f"expected at most one RaggedShard, got placements {placements}")
             ragged = placement, size, index
         elif isinstance(placement, (Shard, StridedShard)):
             _check_dim(placement, shape)
@@ -179,11 +179,13 @@ def _runs(
 
 def _check_dim(placement: Placement, shape: tuple[int, ...]) -> None:
     if not 0 <= placement.dim < len(shape):
-        raise ValueError(f"{placement!r} names dim {placement.dim}; the tensor of shape {shape} has {len(shape)} dims")
+        raise ValueError(
+            f"{placement!r} names dim {placement.dim} of a tensor of shape {shape}, which has {len(shape)} dims"
+        )
     if isinstance(placement, InterleavedShard) and shape[placement.dim] % placement.k:
         raise ValueError(
             f"{placement!r} needs a dim made of {placement.k} equal parts; dim {placement.dim} of shape {shape} has "
-            f"size {shape[placement.dim]}"
+            f"size {shape[placement.dim]}, which {placement.k} does not divide"
         )
 
 

@@ -89,9 +89,11 @@ def redistribute_method(stock: Callable) -> Callable:
 def redistribute_shards(stock: Callable) -> Callable:
     """Return the redistribution of local tensors for all placements, meshes and numbers of Partial axes.
 
-    Torch calls it for gradients and operands, too. Ours differs from torch's in three cases. A placement is ragged or
-    interleaved. The ranks of the mesh do not ascend (torch gathers their shards in the wrong order). Several Partial
-    axes become Replicate (one collective here).
+    Torch calls it for gradients and operands, too. Ours differs from torch's in three cases:
+
+    * a placement is ragged or interleaved;
+    * the ranks of the mesh do not ascend: torch gathers their shards in the wrong order;
+    * several Partial axes become Replicate: one collective here, one per axis in torch.
     """
 
     @functools.wraps(stock)

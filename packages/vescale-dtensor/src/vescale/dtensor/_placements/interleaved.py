@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def run_interleaved(op: Op, args: tuple, kwargs: dict) -> object:
-    """Return the parts of an interleaved tensor, or their gradients joined; None for anything else."""
+    """Return the parts of an interleaved tensor, or the joined gradient of its parts; None if torch's rule applies."""
     if op is aten.split.Tensor:
         return _split(*_named(args, kwargs, ("self", "split_size", "dim")))
     if op in (aten.split_with_sizes.default, aten.split.sizes):

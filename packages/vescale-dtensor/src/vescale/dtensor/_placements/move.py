@@ -93,9 +93,9 @@ def _check_shard(local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh, source
     expected = local_shape(shape, tuple(mesh.shape), tuple(mesh.get_coordinate()), without_partials(source))
     if tuple(local.shape) != expected:
         raise ValueError(
-            f"the shard of shape {tuple(local.shape)} is not the {expected} that placements {source} give for shape "
-            f"{shape} at coordinate {tuple(mesh.get_coordinate())} of mesh {mesh}; pass shape and stride of the global "
-            "tensor to DTensor.from_local for uneven shards"
+            f"expected a shard of shape {expected}, as placements {source} give for global shape {shape} at coordinate "
+            f"{tuple(mesh.get_coordinate())} of mesh {mesh}, but got {tuple(local.shape)}; for uneven shards, pass "
+            "shape and stride of the global tensor to DTensor.from_local"
         )
 
 

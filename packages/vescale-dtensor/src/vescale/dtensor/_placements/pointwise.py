@@ -66,12 +66,12 @@ def run_pointwise(op: Op, args: tuple, kwargs: dict) -> object:
         UnsupportedPlacement: the operands hold different elements, or are unreduced.
     """
     if kwargs.get("out") is not None:
-        raise refusal(op, args, kwargs, "out= is not known for ragged tensors")
+        raise refusal(op, args, kwargs, "out= is not supported for ragged tensors")
     if any(isinstance(arg, (list, tuple)) and any(True for _ in tensors_in(arg)) for arg in args):
         return _run_lists(op, args, kwargs)
     like = ragged_operands(args, kwargs)[0]
     if schema(op).is_mutable and not _fits(args[0], like):
-        raise refusal(op, args, kwargs, "the tensor that is written to is not placed like the ragged one")
+        raise refusal(op, args, kwargs, "the tensor that it writes to has other placements than the ragged operand")
     _check_unreduced(op, args, kwargs, like)
     shards = [_fitting(op, arg, like, (args, kwargs)) for arg in args]
     options = {key: _fitting(op, value, like, (args, kwargs)) for key, value in kwargs.items()}
@@ -123,7 +123,7 @@ def _fitting(op: Op, value: object, like: DTensor, call: tuple) -> object:
             return move(local.expand(shape), shape, mesh, value.placements, like.placements)
         if value.shape == like.shape and not crossed_axes(tuple(mesh.shape), value.placements, like.placements):
             return move(local, shape, mesh, value.placements, like.placements)
-    reason = f"not every rank holds those elements placed {value.placements} that it needs for {like.placements}"
+    reason = f"ranks lack elements that they need: {value.placements} does not give those of {like.placements} locally"
     raise refusal(op, *call, reason)
 
 

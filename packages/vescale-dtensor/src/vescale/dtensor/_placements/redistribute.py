@@ -78,8 +78,8 @@ def redistribute(
         raise RuntimeError("placements is needed for redistribute!")
     if device_mesh is not None and device_mesh != tensor.device_mesh:
         raise NotImplementedError(
-            f"redistribute {tensor.placements} from mesh {tensor.device_mesh} to another mesh {device_mesh}: not "
-            "possible; use full_tensor() and distribute_tensor"
+            f"cannot redistribute a tensor placed {tensor.placements} from mesh {tensor.device_mesh} to another mesh "
+            f"{device_mesh}; gather it with full_tensor(), then use distribute_tensor"
         )
     placements = normalized(placements, tensor.ndim)
     for old, new in zip(tensor.placements, placements, strict=False):
@@ -168,7 +168,9 @@ def distribute_tensor(
     if known or isinstance(tensor, DTensor):
         return torch_distribute_tensor(tensor, mesh, placements, src_data_rank=src_data_rank)
     if not tensor.is_leaf:
-        raise RuntimeError("distribute_tensor distributes leaf tensors; this one was computed: detach it first")
+        raise RuntimeError(
+            "distribute_tensor expects a leaf tensor, but got the result of an operator; detach it first"
+        )
     target = normalized(placements, tensor.ndim)
     check(tuple(tensor.shape), tuple(mesh.shape), without_partials(target))
     copies = [placement if placement.is_partial() else Replicate() for placement in target]

@@ -36,7 +36,9 @@ def _all_dims(op: Op, args: tuple, kwargs: dict, position: int, *, linear: bool)
     keepdim = args[position + 1] if len(args) > position + 1 else kwargs.get("keepdim", False)
     dims = range(tensor.ndim) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
     if {dim % tensor.ndim for dim in dims} != set(range(tensor.ndim)) or keepdim:
-        raise refusal(op, args, kwargs, f"it reduces dims {tuple(dims)} only: ragged tensors are reduced whole")
+        raise refusal(
+            op, args, kwargs, f"it reduces dims {tuple(dims)} only, but a ragged tensor is reduced over all dims"
+        )
     allowed = {"sum", "avg"} if linear else set()
     if any(p.is_partial() and p.reduce_op not in allowed for p in tensor.placements):
         raise refusal(op, args, kwargs, "the operand is not reduced yet (Partial)")

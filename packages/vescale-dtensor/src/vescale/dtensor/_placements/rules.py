@@ -52,5 +52,5 @@ def refuse_ragged(op: Op, args: tuple, kwargs: dict) -> None:
         raise refusal(op, args, kwargs, _REASON)
 
 
-_REASON = "it does not treat every element alike"
+_REASON = "it is neither pointwise nor a reduction over all dims"
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)

@@ -42,9 +42,9 @@ class InterleavedShard(StridedShard):
     def __init__(self, dim: int, k: int | None = None, *, split_factor: int | None = None):
         k = split_factor if k is None else k  # torch's own code constructs strided shards with this keyword
         if not isinstance(k, int) or k < 1:
-            raise ValueError(f"InterleavedShard needs a positive number of parts, got k={k!r}")
+            raise ValueError(f"InterleavedShard expects a positive number of parts, got k={k!r}")
         if dim < 0:
-            raise ValueError(f"InterleavedShard needs a dim counted from the front, got dim={dim}")
+            raise ValueError(f"InterleavedShard expects a dim counted from the front, got dim={dim}")
         super().__init__(dim, split_factor=k)
 
     @property
@@ -87,9 +87,9 @@ class RaggedShard(Placement):
         self.dims = tuple(dims)
         self.local_units = tuple(local_units)
         if not self.dims or self.dims != tuple(range(len(self.dims))):
-            raise ValueError(f"RaggedShard flattens leading dims, (0,), (0, 1), …; got dims={self.dims}")
+            raise ValueError(f"RaggedShard expects the leading dims (0,) or (0, 1) and so on, got dims={self.dims}")
         if min(self.local_units, default=-1) < 0 or sum(self.local_units) == 0:
-            raise ValueError(f"RaggedShard needs numbers of units >= 0 with a positive sum, got {self.local_units}")
+            raise ValueError(f"RaggedShard expects numbers of units >= 0 with a positive sum, got {self.local_units}")
 
     def rows(self, numel: int, coord: int) -> tuple[int, int]:
         """Return ``(start, count)``: the range of ``numel`` flattened elements that the rank at ``coord`` holds.
@@ -101,7 +101,7 @@ class RaggedShard(Placement):
         if numel % total:
             raise ValueError(
                 f"{self} cuts {numel} elements of the flattened dims into {total} units: {numel} is not divisible by "
-                f"{total}"
+                f"{total}; choose units whose sum divides it"
             )
         unit = numel // total
         return sum(self.local_units[:coord]) * unit, self.local_units[coord] * unit
@@ -113,9 +113,12 @@ class RaggedShard(Placement):
             >>> RaggedShard((0,), (1, 2)).check((6, 4), 2)
         """
         if len(self.local_units) != axis_size:
-            raise ValueError(f"{self} names {len(self.local_units)} ranks; its mesh axis has {axis_size}")
+            raise ValueError(
+                f"{self} names {len(self.local_units)} ranks; its mesh axis has {axis_size}; give one number of units "
+                "for each rank of the axis"
+            )
         if len(self.dims) > len(shape):
-            raise ValueError(f"{self} flattens {len(self.dims)} dims; the tensor of shape {tuple(shape)} has too few")
+            raise ValueError(f"{self} flattens {len(self.dims)} dims, but a tensor of shape {tuple(shape)} has fewer")
         self.rows(math.prod(shape[: len(self.dims)]), 0)
 
     def __eq__(self, other: object) -> bool:

@@ -157,7 +157,7 @@ def _sharded(spec: dispatch.Spec) -> GlobalPosition | str:
     if any(placement.is_partial() for placement in spec.placements):
         return "redistribute to Shard or Replicate before the random operator"
     if not dispatch.has_default_order(spec):
-        return "its mesh axes cut one dim in an order of their own: redistribute to the default order first"
+        return "its mesh axes shard one dim in an order of their own: redistribute to the default order first"
     mesh, shape = spec.mesh, tuple(spec.shape)
     coord = mesh.get_coordinate()
     held = pieces(shape, tuple(mesh.shape), None if coord is None else tuple(coord), tuple(spec.placements))
@@ -193,12 +193,13 @@ def _cut(position: GlobalPosition, window: BatchWindow) -> GlobalPosition:
 
 def _check_window(op: object, tensor: Tensor, window: BatchWindow, *, logical: bool) -> None:
     if tensor.ndim == 0:
-        way_out = "a tensor without dims has no batch dim: draw it outside random.local_batch"
+        way_out = "a tensor without dims has no batch dim: call it outside random.local_batch"
     elif isinstance(tensor, DTensor) and len(rank_set(tensor.device_mesh).intersection(window.ranks)) > 1:
         way_out = "its mesh spans the axis of random.local_batch already: use one of the two"
     elif not logical and tensor.shape[0] == 1 and tensor.numel() > 0 and tensor.stride(0) != tensor.numel():
         # With more rows, dim 0 has a known position in memory order. The stride of a single row is arbitrary.
-        way_out = "one row does not tell the memory order of the batch: .clone(memory_format=torch.contiguous_format)"
+        contiguous = ".clone(memory_format=torch.contiguous_format)"
+        way_out = f"one row does not determine the memory order of the batch: call {contiguous} on it"
     else:
         return
     raise UnsupportedRandomOperator.for_tensor(op, tensor, way_out)

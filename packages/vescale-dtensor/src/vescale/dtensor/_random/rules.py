@@ -83,8 +83,8 @@ def _in_stream(stock: dispatch.Handler) -> dispatch.Handler:
             return philox_handle(op, args, kwargs)
         if in_backward() and philox_state.is_marked(torch.get_rng_state()):
             raise RuntimeError(
-                f'{op} repeats, in backward, a forward that ran inside random.stream("philox"), which has been left: '
-                "call backward() inside the same context"
+                f'{op} recomputes a forward pass that ran inside random.stream("philox"), but backward() runs outside '
+                "of it; call backward() inside the same context"
             )
         return stock(op, args, kwargs)
 
@@ -146,7 +146,7 @@ def _refuse(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     if isinstance(tensor, DTensor):
         way_out = "draw it on a plain tensor, or gather with full_tensor() first"
     else:
-        way_out = "draw it outside random.local_batch, or as a part of a draw that has the batch in front"
+        way_out = "call it outside random.local_batch, or draw a tensor whose dim 0 is the batch"
     raise UnsupportedRandomOperator.for_tensor(op, tensor, way_out)
 
 

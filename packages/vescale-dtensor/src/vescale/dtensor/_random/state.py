@@ -204,20 +204,24 @@ def _devices_of(state: dict[str, Any]) -> list[str]:
 def _check(state: dict[str, Any]) -> None:
     """Raise unless `set_state` can restore all of ``state``."""
     if not isinstance(state, dict):
-        raise TypeError(f"a random state is the dict that random.get_state() returns, got {type(state).__name__}")
+        raise TypeError(f"expected the dict that random.get_state() returns, got {type(state).__name__}")
     if state.get("version", VERSION) != VERSION:
-        raise ValueError(f"a random state of version {state['version']!r}; this vescale reads version {VERSION}")
+        raise ValueError(f"expected a random state of version {VERSION}, got version {state['version']!r}")
     if missing := sorted(REQUIRED.keys() - state.keys()):
-        raise ValueError(f"a random state without {', '.join(missing)}: it was not saved by random.get_state()")
+        raise ValueError(f"expected a state saved by random.get_state(), got one without {', '.join(missing)}")
     for key, kind in REQUIRED.items():
         if not isinstance(state[key], kind):
-            raise ValueError(f"random state: {key} is a {kind.__name__}, got {type(state[key]).__name__}")
+            raise ValueError(
+                f"random state: expected {key} to be of type {kind.__name__}, got {type(state[key]).__name__}"
+            )
     devices = _devices_of(state)
     if unknown := sorted(map(str, state.keys() - REQUIRED.keys() - {f"torch.{kind}" for kind in devices})):
-        raise ValueError(f"a random state with unknown entries {', '.join(unknown)}")
+        raise ValueError(f"expected a state saved by random.get_state(), got unknown entries {', '.join(unknown)}")
     _check_tensor(CPU, state[CPU], torch.uint8, torch.get_rng_state().shape)
     if not 0 <= state[SEED] < 2**64 or not 0 <= state[COUNTER] < 2**63:
-        raise ValueError(f"random state: seed {state[SEED]} or counter {state[COUNTER]} is out of range")
+        raise ValueError(
+            f"random state: expected 0 <= seed < 2**64 and 0 <= counter < 2**63, got {state[SEED]} and {state[COUNTER]}"
+        )
     for kind in devices:
         _check_devices(kind, state[f"torch.{kind}"])
 
@@ -225,20 +229,22 @@ def _check(state: dict[str, Any]) -> None:
 def _check_tensor(key: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
         raise ValueError(
-            f"random state: {key} is a {dtype} tensor of shape {tuple(shape)}, "
+            f"random state: expected {key} to be a {dtype} tensor of shape {tuple(shape)}, "
             f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
         )
 
 
 def _check_devices(kind: str, states: object) -> None:
     if not isinstance(states, Tensor) or states.dtype != torch.uint8 or states.ndim != 2:
-        raise ValueError(f"random state: torch.{kind} is a uint8 tensor of shape (devices, bytes)")
+        raise ValueError(f"random state: expected torch.{kind} to be a uint8 tensor of shape (devices, bytes)")
     try:
         here = torch.get_device_module(kind).device_count()
     except (RuntimeError, AttributeError):  # no such kind of device
         here = 0
     if here != len(states):
-        raise ValueError(f"a random state of {len(states)} {kind} devices; this process sees {here}")
+        raise ValueError(
+            f"expected a random state of {here} {kind} devices, as this process sees, got one of {len(states)}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- positions

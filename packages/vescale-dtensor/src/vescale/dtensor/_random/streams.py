@@ -164,9 +164,9 @@ TAKEN_OFF: ContextVar[tuple[dispatch.TorchDispatchMode, ...]] = ContextVar("vesc
 
 
 def is_watched() -> bool:
-    """Return whether random operators on plain tensors are watched here, also inside `unwatched`.
+    """Return whether random operators on plain tensors are intercepted here; `unwatched` does not change the answer.
 
-    They are in `local_batch`, in `micro_batches` and in the stream "philox".
+    They are intercepted in `local_batch`, in `micro_batches` and in the stream "philox".
 
     Example:
         >>> is_watched()
@@ -176,7 +176,7 @@ def is_watched() -> bool:
 
 
 def is_watched_alone() -> bool:
-    """Return whether operators on plain tensors are watched as in `is_watched`, and by no other dispatch mode."""
+    """Return whether operators on plain tensors are intercepted as in `is_watched`, and by no other dispatch mode."""
     modes = dispatch.dispatch_modes()
     return bool(modes) and all(map(_is_ours, modes))
 
@@ -190,9 +190,9 @@ def unwatched() -> Iterator[None]:
     """Run code without random operators outside the dispatch mode of `local_batch` and the other contexts.
 
     The mode takes some microseconds per operator, and a compiler refuses to run inside it. Random operators on DTensors
-    still draw their part of the batch. Those on plain tensors draw in torch's stream as if there were no other ranks,
-    unless `watched` is around them. If another dispatch mode is active, too, this context changes nothing:
-    `is_watched_alone` returns whether there is none.
+    still draw their part of the batch. Those on plain tensors draw from torch's stream as on a single rank, unless they
+    run inside `watched`. If another dispatch mode is active, too, this context changes nothing: `is_watched_alone`
+    returns whether there is none.
 
     Example:
         >>> with random.local_batch(mesh["dp"]), extension.unwatched():    # doctest: +SKIP
@@ -215,9 +215,9 @@ def unwatched() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Watch random operators again, inside `unwatched`; nothing changes elsewhere.
+    """Intercept random operators again, inside `unwatched`; nothing changes elsewhere.
 
-    For custom operators that draw and are called by compiled code.
+    For random operators in custom operators that compiled code calls.
 
     Example:
         >>> with random.local_batch(mesh["dp"]), extension.unwatched():    # doctest: +SKIP

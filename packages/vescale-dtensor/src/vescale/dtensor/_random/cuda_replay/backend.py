@@ -1,4 +1,4 @@
-"""What the replay needs of a device: its geometry, its generator and its native operators.
+"""The interface of a device for the replay: its geometry, its generator and its native operators.
 
 The rest of this sub-package runs on any backend, a simulated one in tests included.
 """

@@ -163,7 +163,7 @@ def replay_bernoulli(
         layout: its dims from the slowest to the fastest in memory; only row-major tensors are computed.
         generator: the generator to advance; None means the device's default one.
         backend: the device's operators.
-        least: elements of the global tensor from which on words are computed.
+        least: smallest number of elements of the global tensor for which words are computed.
 
     Example:
         >>> p = torch.full((2, 4), 0.5)

@@ -69,7 +69,7 @@ def distrust(backend: Backend, device: torch.device, op: object, key: tuple, rea
 
 
 def _decide(backend: Backend, device: torch.device, op: object, key: tuple, ask: Callable[[], object]) -> object:
-    """Return the answer of ``ask``, remembered; None means no. Out of memory is an answer for this time only."""
+    """Return the cached result of a test draw, where None means "not exact". Running out of memory is not cached."""
     with _results.lock:
         if (device, op, *key) in _results.decisions:
             return _results.decisions[(device, op, *key)]

@@ -34,7 +34,7 @@ def choice_rules() -> dict[str, Rule]:
 def _randperm(draw: Draw, args: tuple, kwargs: dict) -> Tensor:
     if draw.windows:
         raise UnsupportedRandomOperator.for_tensor(
-            draw.op, None, "draw it outside random.local_batch, or as a part of a draw that has the batch in front"
+            draw.op, None, "call it outside random.local_batch, or draw a tensor whose dim 0 is the batch"
         )
     options = {key: value for key, value in kwargs.items() if key != "generator" and value is not None}
     dtype = options.pop("dtype", torch.int64)
@@ -88,9 +88,11 @@ def _check(draw: Draw, weights: Tensor, num_samples: int, replacement: bool) -> 
     """Raise unless ``weights`` is a distribution and this rank holds full rows of it."""
     op = draw.op
     if weights.ndim not in (1, 2) or weights.shape[-1] == 0:
-        raise RuntimeError(f"{op}: weights have 1 or 2 dims and at least one category, got {tuple(weights.shape)}")
+        raise RuntimeError(
+            f"{op} expects weights of 1 or 2 dims with at least one category, got shape {tuple(weights.shape)}"
+        )
     if not weights.dtype.is_floating_point:
-        raise RuntimeError(f"{op}: weights are floating-point numbers, got {weights.dtype}")
+        raise RuntimeError(f"{op} expects floating-point weights, got {weights.dtype}")
     if num_samples <= 0 or (not replacement and num_samples > weights.shape[-1]):
         raise RuntimeError(
             f"{op}: cannot take {num_samples} samples from {weights.shape[-1]} categories, replacement={replacement}"
@@ -107,10 +109,10 @@ def _check(draw: Draw, weights: Tensor, num_samples: int, replacement: bool) -> 
 
 
 def _check_values(op: object, weights: Tensor, num_samples: int, replacement: bool) -> None:
-    if weights.numel() == 0 or weights.device.type != "cpu":  # elsewhere looking would make the host wait
+    if weights.numel() == 0 or weights.device.type != "cpu":  # elsewhere the check would block the host
         return
     needed = 1 if replacement else num_samples
     if not bool(torch.isfinite(weights).all() & (weights >= 0).all() & ((weights > 0).sum(-1) >= needed).all()):
         raise RuntimeError(
-            f"{op}: weights are finite and not negative, and {needed} categories or more have a positive one"
+            f"{op} expects finite weights >= 0 with at least {needed} positive ones in each row, and got others"
         )

@@ -5,7 +5,7 @@ fill           ``uniform_ normal_ random_`` …            every element of the 
 functional     ``bernoulli.p``, ``uniform`` …            a fill of a new tensor like the argument
 like, factory  ``randn_like``, ``randint`` …             a fill of a new tensor
 out            ``rand.out`` …                            the operator without ``out``, copied there
-positional     ``bernoulli native_dropout rrelu`` …      an input element meets a random element
+positional     ``bernoulli native_dropout rrelu`` …      one random number for each input element
 =============  ========================================  =========================================================
 """
 
@@ -246,7 +246,7 @@ def _without(kwargs: dict, name: str) -> dict:
 
 
 def positional_rules() -> dict[str, Rule]:
-    """Return the rules of operators in which input elements meet random elements, by name."""
+    """Return the rules of operators with one random number for each input element, by name."""
     return {
         "bernoulli": _bernoulli_of,
         "bernoulli_.Tensor": _bernoulli_tensor_,

@@ -45,7 +45,7 @@ _FREE = 9
 
 
 class _Process:
-    """What a 64-bit id inside a generator state stands for; it means something in this process and its forks only."""
+    """The meaning of the ids inside generator states. They are valid in this process and its forks only."""
 
     def __init__(self) -> None:
         self.id = int.from_bytes(os.urandom(4), "little")

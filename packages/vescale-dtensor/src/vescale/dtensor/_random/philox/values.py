@@ -65,7 +65,7 @@ class Distribution:
 
     @property
     def per_block(self) -> int:
-        """How many numbers a block gives."""
+        """The number of values per block."""
         return WORDS // 2 if self.dtype.itemsize == 8 else WORDS
 
     def values(self, words: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Distribution:
         raise NotImplementedError
 
     def unit(self, words: Tensor) -> Tensor:
-        """Return numbers in ``[0, 1)``: 53 bits where a block gives two, else 24 bits."""
+        """Return numbers in ``[0, 1)``: with 53 bits if a block gives two of them, else with 24 bits."""
         if self.per_block == WORDS:
             return unit_float32(words)
         return (words_64(words) & (BITS_53 - 1)).to(torch.float64).mul_(1 / BITS_53)
@@ -103,7 +103,7 @@ class Words64(Distribution):
 
 @dataclass(frozen=True)
 class Unit24(Distribution):
-    """Uniform in ``[0, 1)`` with 24 bits, what masks compare with probabilities."""
+    """Uniform in ``[0, 1)`` with 24 bits; masks compare it with a probability."""
 
     dtype: torch.dtype = torch.float32
 
@@ -224,7 +224,7 @@ class Cauchy(Distribution):
 
 @dataclass(frozen=True)
 class Geometric(Distribution):
-    """How many trials it takes to succeed once."""
+    """The number of trials until the first success."""
 
     p: float = 0.5
 

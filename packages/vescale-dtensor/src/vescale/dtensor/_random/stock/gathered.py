@@ -65,7 +65,7 @@ def _full(op: dispatch.Op, tensor: Tensor) -> Tensor:
     """
     position_of(op, tensor)
     if not isinstance(tensor, DTensor) or WINDOWS.get():
-        way_out = "draw it outside random.local_batch: its random numbers depend on the values of the whole batch"
+        way_out = "call it outside random.local_batch: its random numbers depend on the values of the whole batch"
     elif tensor.device_mesh.get_coordinate() is None:
         way_out = "this rank is not in its mesh, and the random numbers depend on its values: call it inside only"
     elif not all(isinstance(p, (Shard, Replicate)) or dispatch.is_strided_shard(p) for p in tensor.placements):
@@ -169,7 +169,7 @@ def _multinomial(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     meta = op(torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta"), num_samples, replacement)
     windows = WINDOWS.get()
     if windows and p.ndim < 2:
-        raise UnsupportedRandomOperator.for_tensor(op, p, "draw it outside random.local_batch: it has no batch dim")
+        raise UnsupportedRandomOperator.for_tensor(op, p, "call it outside random.local_batch: it has no batch dim")
     rows = _with_full_rows(op, p)
     position = position_of(op, rows, windows)
     _check(local_of(rows))
