@@ -2,13 +2,12 @@
 
 Files, each using only those before it::
 
-    ops          tables of operators                       replay       run a tape
-    tape         the recorded program                      demand       read contents while recording
+    ops          tables of operators                       shards       storages that are replayed as shards
+    tape         the recorded program                      replay       run a tape
     generators   generator states, recorded and replayed   mode         dispatch the operators of a constructor
     tensor       the tensor without storage                slots        where a module keeps its tensors
     record       append one operator to the tape           materialize  jobs, checks and results of a replay
     liveness     which calls are needed                    api          the public functions
-    shards       storages that are replayed as shards
 """
 
 from .api import deferred_init, is_deferred, materialize

@@ -1,4 +1,4 @@
-"""The dispatch mode that records the operators of a constructor.
+"""The dispatch mode that records the operators of a constructor, and computes the contents that it reads.
 
 ===============================================  ======================================================================
 operator                                         action
@@ -10,6 +10,17 @@ on real tensors only (made outside, numpy's)     runs normally; the result is re
 on the `meta` device                             runs normally
 result depends on data (`item`, `nonzero`, …)    the inputs are computed on demand; the result is real or a constant
 ===============================================  ======================================================================
+
+**Contents on demand.** `float(linspace(0, 0.1, 12)[3])`, `mask.any()` and similar reads need a number during
+recording. The calls that the value depends on are replayed on real memory, which is freed immediately afterwards.
+
+If these calls include draws, the random stream is replayed, too. It starts in the generator states of the latest
+**snapshot** before the first needed draw; afterwards the generators get their present states back. Each such read
+stores a snapshot of the states after its last draw. So the rejection loop of `trunc_normal_` (torch 2.12 and later),
+which tests after each round whether all elements are inside the bounds, replays only its own rounds. Its full tensor is
+in memory during each replay.
+
+Guarantee: a read returns the value that the eager constructor reads, so the recorded program takes the same branches.
 """
 
 from __future__ import annotations
@@ -19,9 +30,12 @@ from torch import Tensor
 
 from .._containers import leaves, map_leaves
 from .._torch.recording import Op, TorchDispatchMode, foreign_memory, is_random, written_arguments
-from .demand import Reader
+from .generators import GeneratorLog
+from .liveness import needed_calls
 from .ops import ALIAS, GEOMETRY_FACTORIES, SAME_KIND
 from .record import Recording
+from .replay import Replay, stream_entries, unskippable_draws
+from .tape import Tape
 from .tensor import DeferredTensor, DeferredTensorError
 
 __all__ = ["Recorder"]
@@ -40,7 +54,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.recording = Recording()
         self.recording.read = self.read
-        self._reader = Reader(self.recording.tape, self.recording.log)
+        self._reader = _Reader(self.recording.tape, self.recording.log)
         self._is_paused = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -108,3 +122,47 @@ class Recorder(TorchDispatchMode):
         with torch.no_grad():
             result = func(*real_args, **real_kwargs)
         return map_leaves(self.recording.constant, result, Tensor)
+
+
+class _Reader:
+    """Computes contents of the values of one tape."""
+
+    def __init__(self, tape: Tape, log: GeneratorLog):
+        self.tape = tape
+        self.log = log
+        self._snapshots: dict[int, list[Tensor]] = {0: list(log.initial)}
+
+    def read(self, value: int) -> Tensor:
+        """Return a real tensor with the present contents of a value."""
+        storage = self.tape.values[value].storage
+        needed = needed_calls(self.tape, {storage})
+        draws = self._draws(needed)
+        if not draws:
+            return self._run(needed, set(), value)
+        start, stop = self._snapshot_before(draws[0]), draws[-1] + 1
+        while True:
+            roots = frozenset(index for index in unskippable_draws(self.tape, start) if index < stop)
+            needed = needed_calls(self.tape, {storage}, roots=roots)
+            earlier = self._snapshot_before(self._draws(needed)[0])
+            if earlier >= start:
+                break
+            start = earlier  # a draw that cannot be skipped depends on a still earlier one
+        with self.log.borrowed(self._snapshots[start]):
+            result = self._run(needed, stream_entries(self.tape, start, stop), value)
+            self._snapshots[stop] = self.log.states()
+        return result
+
+    def _draws(self, calls: list[int]) -> list[int]:
+        return [index for index in calls if self.tape.entries[index].draws is not None]
+
+    def _snapshot_before(self, index: int) -> int:
+        """Return the latest snapshot at which the log has all states that the program restores later."""
+        lost = self.log.remembered - self.log.after.keys()
+        return max(start for start in self._snapshots if start <= min({index, *lost}))
+
+    def _run(self, needed: list[int], stream: set[int], value: int) -> Tensor:
+        replay = Replay(self.tape, self.log, needed)
+        found: list[Tensor] = []
+        storage = self.tape.values[value].storage
+        replay.run(stream=stream, wanted={storage}, hand_over=lambda _: found.append(replay.value(value)))
+        return found[0]
