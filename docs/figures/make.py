@@ -33,7 +33,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
     """Return a line with a head at its end."""
     head = f"head-{color[1:]}"
     return (
-        f"<marker id='{head}' viewBox='0 0 10 10' refX='8' refY='5' markerWidth='7' markerHeight='7' orient='auto'>"
+        f"<marker id='{head}' viewBox='0 0 10 10' refX='10' refY='5' markerWidth='7' markerHeight='7' orient='auto'>"
         f"<path d='M0 0L10 5L0 10z' fill='{color}'/></marker>"
         f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='{color}' stroke-width='2.5' marker-end='url(#{head})'/>"
     )
@@ -92,14 +92,14 @@ def mesh(x: float, y: float) -> str:
     front = (x + 40, y + 66)
     parts = [
         text(x, y - 14, "a mesh with named axes", size=15, more="font-weight='bold'"),
-        ranks(front[0] + 66, front[1] - 56, 1),
+        ranks(front[0] + 78, front[1] - 56, 1),
         ranks(*front, 0),
         arrow(front[0] + 12, front[1] + 178, front[0] + 150, front[1] + 178, TINTS["tp"]),
         text(front[0] + 78, front[1] + 198, "tp", color=TINTS["tp"], anchor="middle", more="font-weight='bold'"),
         arrow(front[0] - 18, front[1] + 12, front[0] - 18, front[1] + 150, TINTS["dp"]),
         text(front[0] - 38, front[1] + 86, "dp", color=TINTS["dp"], anchor="middle", more="font-weight='bold'"),
-        arrow(front[0] + 172, front[1] + 152, front[0] + 232, front[1] + 101, TINTS["pp"]),
-        text(front[0] + 216, front[1] + 142, "pp", color=TINTS["pp"], anchor="middle", more="font-weight='bold'"),
+        arrow(front[0] + 172, front[1] + 156, front[0] + 240, front[1] + 106, TINTS["pp"]),
+        text(front[0] + 224, front[1] + 148, "pp", color=TINTS["pp"], anchor="middle", more="font-weight='bold'"),
     ]
     return "\n".join(parts)
 
@@ -214,7 +214,7 @@ STEP_ROWS = (
             ("",),
             ("is planned: which rank", "owns which part"),
             ("unsharded before use", "(ZeRO 3)"),
-            ("full: reduce-scatter over", "dp while backward goes on"),
+            ("complete: reduce-scatter", "over dp, during backward"),
             ("reads of a bucket in", "flight wait (guard)"),
         ),
     ),

@@ -213,9 +213,9 @@ def parameter_difference(parameters: dict[str, torch.Tensor], reference: Path) -
     worst = (0.0, "")
     with safe_open(reference, framework="pt") as file:
         for name, value in parameters.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            full = value.full_tensor() if isinstance(value, DTensor) else value
             expected = file.get_tensor(name)
-            difference = (whole.cpu() - expected).abs().max() / expected.abs().max()
+            difference = (full.cpu() - expected).abs().max() / expected.abs().max()
             worst = max(worst, (difference.item(), name))
     everywhere: list = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, worst)

@@ -34,7 +34,7 @@ class _Held:
     boxes: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it is one box, the full tensor."""
         return len(self.boxes) == 1 and self.boxes[0][1].shape == self.shape and not any(self.boxes[0][0])
 
@@ -108,10 +108,10 @@ def gather_state(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Do as `gather_named` for the two levels of an optimizer's state, `{fqn: {name: value}}`."""
     flat = {(fqn, name): value for fqn, values in state.items() for name, value in values.items()}
-    whole: dict[str, dict[str, torch.Tensor]] = {}
+    full: dict[str, dict[str, torch.Tensor]] = {}
     for (fqn, name), tensor in gather_named(flat, group=group).items():
-        whole.setdefault(fqn, {})[name] = tensor
-    return whole
+        full.setdefault(fqn, {})[name] = tensor
+    return full
 
 
 def _is_boxed(value: Any) -> bool:
@@ -124,16 +124,16 @@ def _held(value: Any) -> _Held:
         return _Held(tuple(value.__global_shape__), boxes)
     if not isinstance(value, torch.Tensor):
         value = torch.as_tensor(value)
-    whole = value.detach()
-    whole = (whole.full_tensor() if isinstance(whole, DTensor) else whole).cpu()
-    return _Held(tuple(whole.shape), (((0,) * whole.ndim, whole),))
+    full = value.detach()
+    full = (full.full_tensor() if isinstance(full, DTensor) else full).cpu()
+    return _Held(tuple(full.shape), (((0,) * full.ndim, full),))
 
 
 def _unpack(name: Any, parts: dict[int, _Packed]) -> torch.Tensor:
     """Assemble one tensor from the packed parts of the ranks in `parts`."""
     first, packed = next(iter(parts.items()))
     held = _Held.unpacked(packed)
-    if held.is_whole and all(part == packed for part in parts.values()):
+    if held.is_full and all(part == packed for part in parts.values()):
         return held.boxes[0][1]
     return _assemble(
         name, {first: held} | {rank: _Held.unpacked(part) for rank, part in parts.items() if rank != first}
@@ -145,19 +145,19 @@ def _assemble(name: Any, parts: dict[int, _Held]) -> torch.Tensor:
     first, held = next(iter(parts.items()))
     dtypes = {box.dtype for part in parts.values() for _, box in part.boxes}
     assert len(dtypes) == 1, f"{name}: expected boxes of one dtype, got {sorted(map(str, dtypes)) or 'no boxes'}"
-    whole = torch.zeros(held.shape, dtype=dtypes.pop())
+    full = torch.zeros(held.shape, dtype=dtypes.pop())
     owner = np.full(held.shape, -1, dtype=np.int32)
     for rank, part in parts.items():
         assert part.shape == held.shape, f"{name}: rank {rank} has shape {part.shape}, rank {first} has {held.shape}"
         for offsets, box in part.boxes:
             region = tuple(slice(start, start + length) for start, length in zip(offsets, box.shape, strict=True))
-            _check_replica(name, rank, offsets, box, whole[region], owner[region])
-            whole[region] = box
+            _check_replica(name, rank, offsets, box, full[region], owner[region])
+            full[region] = box
             owner[region] = rank
     if (owner < 0).any():
         gaps = np.argwhere(owner < 0)
         raise AssertionError(f"{name}: no rank holds {len(gaps)} of {owner.size} elements, such as {_index(gaps[0])}")
-    return whole
+    return full
 
 
 def _check_replica(
