@@ -1,9 +1,9 @@
 """A training step under data parallelism: `vescale.optim` against torch's DistributedDataParallel and `fully_shard`.
 
-A dozen transformer blocks on two and on four gloo ranks, each with its own part of the batch: forward, backward and
-AdamW (foreach), one thread per process, and each case in processes of its own (`turns.py`). All cases start from the
-same weights and see the same data; the run stops if losses differ. Times are of the clock: ranks wait for each other,
-so run this where nothing else runs; the last column is the processor time of one rank. It takes 10 GiB.
+A dozen transformer blocks run forward, backward and AdamW (foreach) on two and on four gloo ranks. Each rank has its
+own part of the batch and one thread, and each case has its own processes (`turns.py`). All cases start from the same
+weights and get the same data; the run stops if losses differ. Times are wall-clock times, because ranks wait for each
+other: run this where nothing else runs. The last column is the processor time of one rank. It takes 10 GiB.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Deferred initialization of whole models: equal to the eager constructor, and how much memory a rank needs for it.
 
-Two models over 4 ranks of tensor parallelism: a tiny Mixtral, of which every element is compared, and a LLaMA of 1.1
-billion parameters (hidden 2048, 16 layers, vocabulary 32,768; 4.4 GB), of which every 997th element of each parameter
-is. The eager model is built once, in a process of its own; only the samples leave it. Memory is the peak of a process's
-resident set while it runs `deferred_init` and `materialize`, above what it had before.
+Two models run over 4 ranks of tensor parallelism. Of a tiny Mixtral every element is compared. Of a LLaMA with 1.1
+billion parameters (hidden 2048, 16 layers, vocabulary 32,768; 4.4 GB) every 997th element of each parameter is
+compared. The eager model is built once, in its own process, and only the samples leave it. Memory is the increase of a
+process's peak resident set while it runs `deferred_init` and `materialize`.
 """
 
 from __future__ import annotations

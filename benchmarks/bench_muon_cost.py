@@ -1,7 +1,7 @@
 """What Muon adds to a training step, simulated: Newton-Schulz of the busiest rank against the model's own arithmetic.
 
-Counted are floating-point operations: five iterations of about 4 n^2 m + 2 n^3 for every n x m matrix (n <= m) that its
-owner has, by the owners that `vescale.optim` chooses, against 6 per active parameter and token of a rank's share of the
+Floating-point operations are counted. Muon takes five iterations of about 4 n^2 m + 2 n^3 for every n x m matrix (n <=
+m), on the owner that `vescale.optim` chooses. The model takes 6 per active parameter and token of a rank's share of the
 batch. The matrices are those of the models' layers; embeddings and heads have AdamW. All data- and tensor-parallel
 ranks share the matrices; with fewer matrices than ranks, the busiest has one.
 """

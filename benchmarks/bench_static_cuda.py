@@ -1,8 +1,8 @@
 """The overhead table on a GPU: one rank of two LLaMA-3-8B layers at tp 8, with the gaps between its kernels.
 
-A fake process group, so that one GPU shows what a rank of eight computes; collectives return at once. At this size
-kernels take long enough to hide what Python costs, or they do not: the time between the first and the last kernel of a
-step in which no kernel runs says which. bfloat16, forward and backward, clock time up to the last kernel.
+With a fake process group one GPU computes what a rank of eight computes, and collectives return at once. The table
+shows whether kernels of this size hide the cost of Python: it has the time between the first and the last kernel of a
+step in which no kernel runs. bfloat16, forward and backward, wall-clock time up to the last kernel.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 As `static_overhead`, with unmodified models: one rank of four on a fake process group, processor time, tensor and
 sequence parallelism; forward and backward, and the same with fused AdamW. Hand-written: local shards in place of the
-parameters and a hook per boundary, see `huggingface`. Mixtral's tokens are dealt to the experts in turn; by hand it is
-written twice, as cheap as it can be and with the collectives of the package's plan, which adds at the experts.
+parameters and a hook per boundary, see `huggingface`. Mixtral's tokens are dealt to the experts in turn. By hand it is
+written twice: as cheap as possible, and with the collectives of the package's plan, which adds at the experts.
 
-Before anything is timed, every case is compared with one device on four gloo ranks in float64, as the router routes.
+Before anything is timed, every case is compared with one device on four gloo ranks in float64, with the router's
+routes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A step of a LLaMA of a billion parameters on four processes, with deferred initialization and ZeRO 3.
 
-float32 and AdamW take 16 bytes per parameter: 16 GB together, 4 GB per rank, and no rank ever holds the model. Counted
-are the tensors of a rank between the second backward and `step()`, when parameters, gradients and state are all there.
-The peak is that of the process over everything, including initialization, less what it took before; the C library is
-told to give memory back that is freed, which it otherwise keeps for later. The machine needs 24 GiB.
+float32 and AdamW take 16 bytes per parameter: 16 GB together, 4 GB per rank. No rank ever holds the full model. The
+tensors of a rank are counted between the second backward and `step()`, when parameters, gradients and state exist. The
+peak is the increase of the process's peak memory over the full program, including initialization. The C library is set
+to return freed memory to the system, which it otherwise keeps for later. The machine needs 24 GiB.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Transformer blocks written for one device, and their parallelization by plan and by torch's own styles.
 
-`GPTBlock` has biases, layer norm and GELU; `LlamaBlock` has none, RMS norm, rotary positions and SwiGLU. Nothing in
-them knows of ranks: the number of heads is `-1` in a view, as in Hugging Face's models, so that they run on all heads
-and on a rank's share of them.
+`GPTBlock` has biases, layer norm and GELU. `LlamaBlock` has no biases, RMS norm, rotary positions and SwiGLU. They have
+no code for ranks. The number of heads is `-1` in a view, as in Hugging Face's models, so they run on all heads and on a
+rank's share of them.
 """
 
 from __future__ import annotations

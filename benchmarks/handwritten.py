@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism written by hand: the yardstick of `static_overhead`.
 
 Plain local tensors and one autograd function per kind of boundary, as a careful engineer would write them into the
-model. Activations between the blocks are (batch, seq / n, hidden) on each of n ranks; attention and feed-forward gather
-the sequence and give each rank its share of heads or of the inner dim:
+model. Activations between the blocks are (batch, seq / n, hidden) on each of n ranks. Attention and feed-forward gather
+the sequence, and each rank has its share of heads or of the inner dim:
 
     norm -> all-gather -> column, attention, row -> reduce-scatter -> add the row's bias
 

@@ -169,9 +169,9 @@ def _shard(module: nn.Module, name: str, dim: int, group: dist.ProcessGroup) -> 
 def parallelize_as_stock(model: nn.Module, mesh: DeviceMesh, *, experts_by_hand: bool = False) -> nn.Module:
     """Parallelize a model of `build` with torch's own styles, with sequence parallelism, as its tutorial does.
 
-    There is no style for experts. What torch offers without a rewritten forward is to shard their weights as DTensors,
-    one share of the experts per rank, and let DTensor find out the rest, which gathers the weights; plain tensors
-    that meet DTensors in there must be taken as replicated, so the step runs in `implicit_replication()`.
+    There is no style for experts. Without a rewritten forward, torch can shard their weights as DTensors, one share of
+    the experts per rank, and DTensor then gathers the weights. Plain tensors in operators with DTensors must count as
+    replicated, so the step runs in `implicit_replication()`.
 
     Args:
         model: of `build`.

@@ -1,9 +1,9 @@
 """Times of cases that take turns, each in a process of its own, or in as many as it has ranks.
 
-What runs before a case decides about a tenth of its time: the interpreter specializes its bytecode to the types that it
-meets, memory comes from where the last case left holes. A training program has one way of being parallel, so each case
-has a process of its own, forked from one that has run none; and machines change speed from minute to minute, so the
-processes take turns on one core, one at a time, and a ratio is taken round by round:
+What runs before a case changes its time by about a tenth: the interpreter specializes its bytecode to the types that it
+meets, and memory is allocated in the holes that the last case left. A training program runs one case only, so each case
+has its own process, forked from one that has run none. Machines change speed from minute to minute, so the processes
+take turns on one core, one at a time, and ratios are taken within a round:
 
     parent     make all   | turn of a | turn of b | turn of c |   turn of a | ...
     process a  ======          ====                                  ====

@@ -3,8 +3,8 @@
     python tools/api_site.py runs/api        # then open runs/api/index.html
 
 pdoc imports ``vescale`` and follows ``__all__``: what a package exports is on the package's page, and a public
-submodule has a page of its own. These end the build with status 1 and a list: a package without a page, a public name
-without a docstring, a page that names nothing, and every warning of pdoc about our own names.
+submodule has a page of its own. The build ends with status 1 and a list if a package has no page, a public name has no
+docstring, a page names nothing, or pdoc warns about one of our names.
 """
 
 import importlib

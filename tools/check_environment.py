@@ -2,10 +2,14 @@
 
     python tools/check_environment.py vescale-dmodule vescale-dtensor
 
-asserts that exactly the named distributions of this project are installed and importable, that each comes from this
-environment (not from the source tree, a user's site-packages or PYTHONPATH), and that no other portion of the `vescale`
-namespace can be imported. Without it a package that forgot to declare a sibling would pass its tests by accident.
-Nothing is imported but the namespace itself, so the check takes no time.
+asserts that
+
+- exactly the named distributions of this project are installed and importable;
+- each comes from this environment, not from the source tree, a user's site-packages or PYTHONPATH;
+- no other portion of the `vescale` namespace can be imported.
+
+Without it a package that does not declare a sibling would pass its tests by accident. Only the namespace itself is
+imported, so the check takes no time.
 """
 
 import sys

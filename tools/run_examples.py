@@ -95,7 +95,7 @@ def programs(page: Path) -> list[Program]:
 
 
 def has_gpu() -> bool:
-    """Whether torch sees a CUDA device."""
+    """Return whether torch finds a CUDA device."""
     import torch
 
     return torch.cuda.is_available()

@@ -60,7 +60,7 @@ def draw(losses: dict[str, list[float]]) -> plt.Figure:
 
 
 def annotate(left: plt.Axes, right: plt.Axes, reference: list[float]) -> None:
-    """Say what the lines and the two clouds are."""
+    """Label the lines and the two groups of points."""
     handles = [
         plt.Line2D([], [], color=MUTED, linewidth=6, alpha=0.3, label="one process"),
         plt.Line2D([], [], color=INK, linewidth=1.3, label=f"{OURS}, all three"),

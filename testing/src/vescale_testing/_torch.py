@@ -57,7 +57,7 @@ def replace_shape_propagation(instead: Callable[[Callable, Any, Any], Any]) -> N
 
 
 def is_tracing() -> bool:
-    """Whether torch runs on tensors without storage now, or traces."""
+    """Return whether torch runs on tensors without storage now, or traces."""
     return detect_fake_mode() is not None or bool(_are_we_tracing())
 
 

@@ -152,7 +152,7 @@ def _check_names(got: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor, rtol: float) -> str:
-    """Say how `actual` differs from `expected` by more than `rtol`, or return an empty string."""
+    """Return how `actual` differs from `expected` by more than `rtol`, or an empty string."""
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         return f"in kind\nactual {_kind(actual)}, expected {_kind(expected)}"
     if not expected.numel():

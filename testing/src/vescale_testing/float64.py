@@ -8,8 +8,8 @@ float32 inside: norms, router softmax, rotary tables. One such cast rounds to 1e
         loss = model(tokens, labels=tokens).loss
         loss.backward()
 
-It is a `TorchFunctionMode`: it sees each call of a torch function before dispatch, so it works for plain tensors,
-DTensors and other subclasses alike, and during recomputation in backward, if backward is inside the context.
+It is a `TorchFunctionMode` and intercepts each call of a torch function before dispatch. It works for plain tensors,
+DTensors and other subclasses alike. If backward is inside the context, it also works during recomputation.
 `created_dtypes` shows whether a model slipped through.
 """
 

@@ -106,7 +106,7 @@ def gather_named(named: Mapping[Any, Any], *, group: dist.ProcessGroup | None = 
 def gather_state(
     state: Mapping[str, Mapping[str, Any]], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Do as `gather_named` for the two levels of an optimizer's state, `{fqn: {name: value}}`."""
+    """Return the full tensors of an optimizer's state, `{fqn: {name: value}}`, as `gather_named` does."""
     flat = {(fqn, name): value for fqn, values in state.items() for name, value in values.items()}
     full: dict[str, dict[str, torch.Tensor]] = {}
     for (fqn, name), tensor in gather_named(flat, group=group).items():

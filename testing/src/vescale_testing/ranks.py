@@ -9,10 +9,14 @@
         dist.all_reduce(x)
         assert x.item() == 1
 
-Guarantees: the call always returns within its time-out plus a few seconds; no process stays behind;
-an error names every rank that did not end well, with its traceback, or, if it had to be killed, with the stack of
-each of its threads. Ranks are forked, so fixtures, parameters and closures need not be picklable; only returned
-values must be.
+Guarantees:
+
+- The call always returns within its time-out plus a few seconds.
+- No process stays behind.
+- An error names every rank that failed, with its traceback. A rank that had to be killed is shown with the stack of
+  each of its threads.
+
+Ranks are forked, so fixtures, parameters and closures need not be picklable. Only returned values must be.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ default_timeout: ContextVar[float] = ContextVar("default_timeout", default=60.0)
 
 
 class RankFailure(pytest.fail.Exception, AssertionError):  # type: ignore[name-defined] # noqa: N818 - a failed assertion, as pytest's Failed is
-    """At least one rank did not end well.
+    """At least one rank failed.
 
     It is a failed assertion for any caller; being pytest's own failure, too, it is shown without the frames in between.
 

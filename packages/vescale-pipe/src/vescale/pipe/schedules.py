@@ -102,8 +102,12 @@ def split_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
 def validate(schedule: Schedule) -> None:
     """Check that a schedule computes each result exactly once and does not deadlock.
 
-    The checks are: indices are in range; each stage runs on one rank; each (stage, micro-batch) has one F and either
-    one B or one I and one W; run in order, every rank reaches its end, so dependencies within and between ranks hold.
+    The checks are:
+
+    - indices are in range;
+    - each stage runs on one rank;
+    - each (stage, micro-batch) has one F and either one B, or one I and one W;
+    - if all ranks run their actions in order, every rank reaches its end.
 
     Raises:
         ScheduleError: a check fails; the text names the rank and the action.

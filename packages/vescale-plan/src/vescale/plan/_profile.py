@@ -8,9 +8,9 @@
   integer attributes of the first block's modules, and shapes of layers. ``ModelProfile.notes`` lists assumptions;
   correct one with ``dataclasses.replace(profile(model), heads=16)``.
 
-The blocks are the entries with parameters of the longest ``nn.ModuleList`` that is not inside another one (a list of
-experts is inside a block), or of the longest ``nn.Sequential`` if there is no such list. Activations of all blocks are
-counted like those of the first; parameters are counted one by one.
+The blocks are the entries with parameters of the longest ``nn.ModuleList``, or of the longest ``nn.Sequential`` if
+there is no ``nn.ModuleList``. Lists inside another list, such as the experts of a block, do not count. Activations of
+all blocks are counted like those of the first. Parameters are counted one by one.
 """
 
 import itertools

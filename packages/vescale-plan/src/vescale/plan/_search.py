@@ -7,10 +7,16 @@ The order of preference puts the least communication first; it is the sort key o
 3. few model-parallel ranks (tp * pp): data parallelism overlaps its communication with backward;
 4. among equals a small tp, then a low ZeRO stage, then few micro-batches.
 
-A layout is refused, with the reason in the table, if tp does not divide heads, key/value heads, experts or the
-feed-forward, if there are fewer blocks than stages, if the batch does not divide, or if the fullest rank exceeds the
-memory limit. With pp > 1 only the largest allowed number of micro-batches is considered: it has the smallest bubble
-and the smallest activations. With pp = 1 the numbers are considered from 1 upwards (gradient accumulation).
+A layout is refused if
+
+* tp does not divide heads, key/value heads, experts or the feed-forward size;
+* there are fewer blocks than stages;
+* the batch does not divide;
+* the fullest rank exceeds the memory limit.
+
+The table has the reason. With pp > 1 only the largest allowed number of micro-batches is considered: it has the
+smallest bubble and the smallest activations. With pp = 1 the numbers are considered from 1 upwards (gradient
+accumulation).
 
 The search is deterministic and exhaustive; it takes milliseconds for 8 and about a second for 1,024 devices. It models
 memory, not time.

@@ -102,8 +102,8 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> list[Box]:
 def find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Return two boxes that share an element, or None.
 
-    Sweep along the dim with the most distinct offsets. Boxes are visited by their first index in this dim and compared
-    only with boxes that are still open there, so a tensor of n slabs costs n log n, not n squared.
+    Sweep along the dim with the most distinct offsets. Boxes are visited by their first index in this dim, and compared
+    only with boxes that are still open there. A tensor of n slabs costs n log n, not n squared.
     """
     if len(boxes) < 2:
         return None

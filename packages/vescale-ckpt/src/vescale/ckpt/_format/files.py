@@ -1,9 +1,9 @@
 """Write and read safetensors files, and commit a complete directory by one rename.
 
 A data file has the safetensors format: 8 bytes of header length (little-endian), a JSON header with dtype, shape and
-byte range of every tensor, then the bytes. This module writes it without the safetensors package: only one tensor at a
-time is on the CPU, its CRC-32 is computed in the same pass, and views of one flat buffer need no clones. Reads use the
-safetensors package, which maps the file and returns slices.
+byte range of every tensor, then the bytes. This module writes it without the safetensors package. Only one tensor at a
+time is then on the CPU, its CRC-32 is computed in the same pass, and views of one flat buffer need no clones. Reads use
+the safetensors package, which maps the file and returns slices.
 
 Commit: all files are written to ``<path>.tmp-<token>`` and flushed to disk, the manifest last. One rename then moves
 the directory to ``path``. A crash at any moment leaves either no directory at ``path`` or a complete one.

@@ -1,8 +1,8 @@
 """Plan a load: compare the request of each rank with the checkpoint, then list the rank's reads.
 
-A checkpoint fits if it fits the requests of all ranks together: a stage of a pipeline requests its own names only, and
+A checkpoint fits if it fits the requests of all ranks together. A stage of a pipeline requests its own names only, so
 a stored name is left over only if no rank requests it. Each rank compares its own request (``compare``) and sends a
-small result (one byte per stored name, and its faults). One rank merges the results (``find_mismatch``). ``plan_load``
+small result: one byte per stored name, and its faults. One rank merges the results (``find_mismatch``). ``plan_load``
 is local: for every box of the rank, it lists the overlaps with stored pieces, by file.
 
 Pure functions; nothing is read or written here.

@@ -1,8 +1,11 @@
 """Plan a save: assign each element of the state to exactly one rank that holds it.
 
-Pure functions over integers and strings. ``plan_save`` refuses a state without one unambiguous value per element: a
-tensor with different metadata on two ranks, JSON leaves that differ between ranks, boxes that overlap without being
-equal (one of the two values would be lost), and boxes that no rank holds.
+Pure functions over integers and strings. ``plan_save`` refuses a state without one unambiguous value per element:
+
+- a tensor with different metadata on two ranks;
+- JSON leaves that differ between ranks;
+- boxes that overlap without being equal, because one of the two values would be lost;
+- boxes that no rank holds.
 """
 
 from collections import defaultdict

@@ -7,9 +7,9 @@ optimizer of the full model then fits the optimizers of pipeline stages, and vic
     {"state": {0: {"exp_avg": ...}}, "param_groups": [{"lr": ..., "params": [0, 1]}]}
     {"state": {"embed.weight": {"exp_avg": ...}}, "param_groups": [{"lr": ...}]}
 
-A fresh optimizer has no state to load into, so a load allocates it by the checkpoint: a stored tensor of the
-parameter's shape becomes a tensor like the parameter (same DTensor placements, same device), all others become plain
-CPU tensors. Optimizers with names in their ``state_dict()`` (``vescale.optim.DistributedOptimizer``) do not use this
+A fresh optimizer has no state to load into, so a load allocates it by the checkpoint. A stored tensor of the
+parameter's shape becomes a tensor like the parameter, with its placements and device. All others become plain CPU
+tensors. Optimizers with names in their ``state_dict()`` (``vescale.optim.DistributedOptimizer``) do not use this
 module.
 """
 

@@ -4,12 +4,12 @@ Each rank runs its actions in order. An action starts when the rank is free and 
 ``latency`` added to dependencies on other ranks. Links have unlimited bandwidth, and communication overlaps with
 computation.
 
-Two measures of idle time are reported, because papers use both: the **makespan** (last event on any rank minus first
-event on any rank) and the **span** of each rank (its own last event minus its own first).
+Two measures of time are reported, because papers use both. The **makespan** is the time from the first event on any
+rank to the last event on any rank. The **span** of a rank is the time from its own first event to its own last.
 
-Activations: a (stage, micro-batch) is live from the start of its F to the end of its B, or to the end of its W where
-the backward is split, because the weight gradient needs the inputs. The unit is one micro-batch of one rank: with v
-stages per rank, one live stage counts 1/v.
+Activations: a (stage, micro-batch) is live from the start of its F to the end of its B. Where the backward is split, it
+is live to the end of its W, because the weight gradient needs the inputs. The unit is one micro-batch of one rank: with
+v stages per rank, one live stage counts 1/v.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ by a stub on all others. Modules without parameters stay on every stage.
         rotary_emb                no parameters: runs on every stage
       lm_head                     unit, after the blocks   -> last stage
 
-Uniform split of n blocks over p stages: n // p blocks each; the n % p remaining blocks go one each to stages
-1, 2, ..., p-2, then 0, because the first stage also runs the embedding and the last one the head.
+Uniform split of n blocks over p stages: each stage gets n // p blocks. The n % p remaining blocks go one each to stages
+1, 2, ..., p-2, then 0. The ends come last because the first stage also runs the embedding and the last one the head.
 """
 
 from __future__ import annotations
