@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch.recording import active_modes
+from .._torch.dispatch import dispatch_modes
 from .materialize import Job, Layout, compute, place_real, target_device
 from .mode import Recorder
 from .slots import Placements, collect, replace, resolve
@@ -54,7 +54,7 @@ def deferred_init(ctor: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         >>> is_deferred(model)
         False
     """
-    if any(isinstance(mode, Recorder) for mode in active_modes()):
+    if any(isinstance(mode, Recorder) for mode in dispatch_modes()):
         return ctor(*args, **kwargs)  # part of the constructor that is being recorded
     recorder = Recorder()
     try:

@@ -10,7 +10,6 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +26,6 @@ __all__ = [
     "cause_of",
     "group_of",
     "is_visible_collective",
-    "local_tensor",
     "mesh_in",
     "sequence_number",
     "tensors_in",
@@ -35,11 +33,6 @@ __all__ = [
 
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "c10d", "_dtensor")
 NO_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
-
-
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """Return this rank's shard itself, outside autograd."""
-    return tensor._local_tensor
 
 
 # ------------------------------------------------------------------------------------------------- redistribution

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "Op",
     "TorchDispatchMode",
-    "active_modes",
     "dispatch_without_torch_function",
     "foreign_memory",
     "has_hooks",
@@ -129,8 +128,3 @@ def set_buffer(module: nn.Module, name: str, tensor: Tensor) -> None:
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether gradient hooks are registered on a tensor."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
-def active_modes() -> list[TorchDispatchMode]:
-    """Return the dispatch modes that are switched on."""
-    return _get_current_dispatch_mode_stack()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .._layout.shards import pieces
-from .._torch.debugging import local_tensor
+from .._torch.dispatch import local_tensor
 from ._holdings import boxes_text
 from ._text import axis_names, mesh_text, placements_text
 
