@@ -209,27 +209,27 @@ def check(config: Config) -> None:
     """
     for name in ("dp", "tp", "pp", "steps", "batch", "seq"):
         if getattr(config, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(config, name)}; it must be at least 1")
+            raise ConfigError(f"--{name}: expected at least 1, got {getattr(config, name)}")
     if not 0.0 <= config.dropout < 1.0:
-        raise ConfigError(f"--dropout is {config.dropout}; it must be at least 0 and below 1")
+        raise ConfigError(f"--dropout: expected at least 0 and below 1, got {config.dropout}")
     check_layout(config, config.layout)
     if config.steps < 2 and not config.dry_run:
-        raise ConfigError(f"--steps is {config.steps}; the run is stopped in the middle, so it needs at least 2")
+        raise ConfigError(f"--steps: expected at least 2, because the run stops in the middle, got {config.steps}")
     if config.data is not None and not Path(config.data).is_file():
-        raise ConfigError(f"--data {config.data} is not a file; give a text file, or leave --data out")
+        raise ConfigError(f"--data: expected a text file, got {config.data}; leave --data out for the default text")
     if config.tokenizer is not None and not Path(config.tokenizer).is_dir():
-        raise ConfigError(f"--tokenizer {config.tokenizer} is not a folder; give a local Hugging Face tokenizer folder")
+        raise ConfigError(f"--tokenizer: expected the folder of a Hugging Face tokenizer, got {config.tokenizer}")
     if config.resume is not None and not Path(config.resume).is_dir():
-        raise ConfigError(f"--resume {config.resume} is not a folder; give one such as runs/mixtral_4d/checkpoint")
+        raise ConfigError(f"--resume: expected a folder such as runs/mixtral_4d/checkpoint, got {config.resume}")
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but torch sees no CUDA device here; use --device cpu")
+        raise ConfigError("--device: expected a CUDA device for cuda, got none; use --device cpu")
     resumed_layout(config)
     if not config.dry_run:
         check_writable(Path(config.out))
 
 
 def check_layout(config: Config, layout: Layout) -> None:
-    """Refuse degrees that the model or the batch does not divide into.
+    """Refuse degrees that do not divide the model or the batch.
 
     Raises:
         ConfigError: naming the degree and what it does not divide.
@@ -237,23 +237,24 @@ def check_layout(config: Config, layout: Layout) -> None:
     shape = PRESETS[config.preset]
     for key in ("num_attention_heads", "num_key_value_heads", "num_local_experts"):
         if shape[key] % layout.tp:
-            raise ConfigError(f"--tp {layout.tp} does not divide {key} = {shape[key]}; use a degree that does")
+            raise ConfigError(f"--tp: expected a divisor of {key} = {shape[key]}, got {layout.tp}")
     if layout.pp > shape["num_hidden_layers"]:
         raise ConfigError(
-            f"--pp {layout.pp} stages for {shape['num_hidden_layers']} layers; use at most one stage a layer"
+            f"--pp: expected at most one stage per layer, of which there are {shape['num_hidden_layers']}, got "
+            f"{layout.pp}"
         )
     if config.batch % layout.dp:
-        raise ConfigError(f"--batch {config.batch} does not divide over --dp {layout.dp}; use a multiple of it")
+        raise ConfigError(f"--batch: expected a multiple of --dp {layout.dp}, got {config.batch}")
     pieces = config.microbatches_for(layout)
     if pieces < 1 or (config.batch // layout.dp) % pieces:
         raise ConfigError(
-            f"--microbatches {pieces} does not divide a rank's batch of {config.batch // layout.dp} sequences; "
-            f"use a divisor of it, or another --batch"
+            f"--microbatches: expected a divisor of the {config.batch // layout.dp} sequences of a rank, got {pieces}; "
+            "use a divisor, or another --batch"
         )
     if layout.pp > 1 and config.dropout > 0:
         raise ConfigError(
-            f"--dropout {config.dropout} with --pp {layout.pp}: random operators are not supported in pipeline "
-            "stages; use --dropout 0, or --pp 1"
+            f"--dropout: expected 0 with --pp {layout.pp}, because a pipeline refuses random operators, got "
+            f"{config.dropout}; use --dropout 0, or --pp 1"
         )
 
 
@@ -269,13 +270,13 @@ def resumed_layout(config: Config) -> Layout:
     for part in config.resume_layout.split(","):
         name, _, value = part.strip().partition("=")
         if name not in degrees or not value.isdigit() or int(value) < 1:
-            raise ConfigError(f"--resume-layout {config.resume_layout!r}: expected dp=4,tp=2,pp=1, got {part!r}")
+            raise ConfigError(f"--resume-layout: expected degrees such as dp=4,tp=2,pp=1, got {part!r}")
         degrees[name] = int(value)
     layout = Layout(**degrees, zero=config.zero)
     if layout.world_size != config.layout.world_size:
         raise ConfigError(
-            f"--resume-layout {config.resume_layout} needs {layout.world_size} processes, the run has "
-            f"{config.layout.world_size} (dp*tp*pp = {config.dp}*{config.tp}*{config.pp})"
+            f"--resume-layout: expected degrees with the product dp * tp * pp = {config.dp} * {config.tp} * "
+            f"{config.pp} = {config.layout.world_size}, got {config.resume_layout} with {layout.world_size}"
         )
     check_layout(config, layout)
     return layout
@@ -309,7 +310,9 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"--out {folder} cannot be written ({error.strerror}); choose another folder") from error
+        raise ConfigError(
+            f"--out: expected a writable folder, got {folder} ({error.strerror}); choose another"
+        ) from error
 
 
 def check_world(config: Config) -> None:
@@ -321,6 +324,6 @@ def check_world(config: Config) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != config.layout.world_size:
         raise ConfigError(
-            f"world size {world} is not dp*tp*pp = {config.dp}*{config.tp}*{config.pp} = {config.layout.world_size}; "
-            f"start {config.layout.world_size} processes or change the degrees"
+            f"expected dp * tp * pp = {config.dp} * {config.tp} * {config.pp} = {config.layout.world_size} processes, "
+            f"got {world}; start {config.layout.world_size}, or change the degrees"
         )

@@ -26,7 +26,8 @@ def load_tokens(config: Config) -> tuple[torch.Tensor, int]:
         tokens, vocab_size = torch.tensor(tokenizer(text.decode(errors="replace"))["input_ids"]), len(tokenizer)
     if len(tokens) <= config.seq:
         raise ConfigError(
-            f"the text has {len(tokens)} tokens, fewer than --seq {config.seq} needs; use more text or a smaller --seq"
+            f"expected a text with more tokens than --seq {config.seq}, got {len(tokens)}; use more text or a smaller "
+            "--seq"
         )
     return tokens, vocab_size
 
@@ -39,9 +40,11 @@ def _text(config: Config) -> bytes:
     try:
         text = Path(config.data).read_bytes()
     except OSError as error:
-        raise ConfigError(f"--data {config.data} cannot be read ({error.strerror})") from error
+        raise ConfigError(
+            f"--data: expected a readable file, got {config.data} ({error.strerror}); choose another"
+        ) from error
     if not text:
-        raise ConfigError(f"--data {config.data} is empty; give a file with text")
+        raise ConfigError(f"--data: expected a file with text, got the empty {config.data}; choose another")
     return text
 
 

@@ -86,7 +86,7 @@ def check_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise ConfigError(
-                f"--port {port} is in use ({error.strerror}); choose another, or leave --port out"
+                f"--port: expected a free port, got {port} ({error.strerror}); choose another, or leave --port out"
             ) from error
 
 
@@ -99,7 +99,7 @@ def join(config: Config) -> None:
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
     except dist.DistNetworkError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ConfigError(f"cannot meet the other processes at {address}; is the port in use? ({error})") from error
+        raise ConfigError(f"expected the other processes at {address}, got {error}; choose another --port") from error
 
 
 def run(config: Config) -> int:
@@ -179,7 +179,7 @@ def same_precision(config: Config) -> Iterator[None]:
     try:
         from vescale_testing import keep_float64
     except ModuleNotFoundError:
-        raise ConfigError("--float64 needs the package vescale-testing: pip install ./testing") from None
+        raise ConfigError("--float64: expected the package vescale-testing, got none; pip install ./testing") from None
     with keep_float64():
         yield
 
@@ -204,7 +204,7 @@ def run_reference(config: Config) -> list[dict]:
             rows = [json.loads(line) for line in (out / "reference.jsonl").read_text().splitlines()]
     rows = share(rows)
     if rows is None:
-        raise ConfigError("the single-process reference failed; its output above says why")
+        raise ConfigError("expected numbers of the single-process reference, got its failure; read its output above")
     return rows
 
 

@@ -32,21 +32,27 @@ def start(*arguments):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--tp", "3"], "--tp 3 does not divide num_attention_heads = 8"),
-        (["--tp", "8"], "--tp 8 does not divide num_key_value_heads = 4"),
-        (["--pp", "5"], "--pp 5 stages for 4 layers"),
-        (["--dp", "3"], "--batch 16 does not divide over --dp 3"),
-        (["--dp", "0"], "--dp is 0; it must be at least 1"),
-        (["--microbatches", "3"], "--microbatches 3 does not divide a rank's batch of 8 sequences"),
-        (["--dropout", "0.1"], "--dropout 0.1 with --pp 2: random operators are not supported in pipeline stages"),
-        (["--dropout", "1.5"], "--dropout is 1.5; it must be at least 0 and below 1"),
-        (["--data", "missing.txt"], "--data missing.txt is not a file"),
-        (["--tokenizer", "missing"], "--tokenizer missing is not a folder"),
-        (["--resume", "missing"], "--resume missing is not a folder"),
-        (["--resume-layout", "dp=2,tp=2,pp=1"], "needs 4 processes, the run has 8"),
-        (["--resume-layout", "dp2"], "expected dp=4,tp=2,pp=1, got 'dp2'"),
-        (["--steps", "1"], "--steps is 1; the run is stopped in the middle"),
-        (["--out", "/proc/nothing"], "--out /proc/nothing cannot be written"),
+        (["--tp", "3"], "--tp: expected a divisor of num_attention_heads = 8, got 3"),
+        (["--tp", "8"], "--tp: expected a divisor of num_key_value_heads = 4, got 8"),
+        (["--pp", "5"], "--pp: expected at most one stage per layer, of which there are 4, got 5"),
+        (["--dp", "3"], "--batch: expected a multiple of --dp 3, got 16"),
+        (["--dp", "0"], "--dp: expected at least 1, got 0"),
+        (["--microbatches", "3"], "--microbatches: expected a divisor of the 8 sequences of a rank, got 3"),
+        (
+            ["--dropout", "0.1"],
+            "--dropout: expected 0 with --pp 2, because a pipeline refuses random operators, got 0.1",
+        ),
+        (["--dropout", "1.5"], "--dropout: expected at least 0 and below 1, got 1.5"),
+        (["--data", "missing.txt"], "--data: expected a text file, got missing.txt"),
+        (["--tokenizer", "missing"], "--tokenizer: expected the folder of a Hugging Face tokenizer, got missing"),
+        (["--resume", "missing"], "--resume: expected a folder such as runs/mixtral_4d/checkpoint, got missing"),
+        (
+            ["--resume-layout", "dp=2,tp=2,pp=1"],
+            "expected degrees with the product dp * tp * pp = 2 * 2 * 2 = 8, got dp=2,tp=2,pp=1 with 4",
+        ),
+        (["--resume-layout", "dp2"], "expected degrees such as dp=4,tp=2,pp=1, got 'dp2'"),
+        (["--steps", "1"], "--steps: expected at least 2, because the run stops in the middle, got 1"),
+        (["--out", "/proc/nothing"], "--out: expected a writable folder, got /proc/nothing ("),
     ],
 )
 def test_bad_input_is_one_message(train, capsys, tmp_path, arguments, message):
@@ -61,10 +67,10 @@ def test_an_empty_text_is_refused(train, capsys, tmp_path):
     text = tmp_path / "empty.txt"
     text.touch()
     assert train.main(["--out", str(tmp_path), "--data", str(text)]) == 2
-    assert f"--data {text} is empty; give a file with text" in capsys.readouterr().err
+    assert f"--data: expected a file with text, got the empty {text}; choose another" in capsys.readouterr().err
     text.write_text("too short")
     assert train.main(["--out", str(tmp_path), "--data", str(text)]) == 2
-    assert "the text has 9 tokens, fewer than --seq 128 needs" in capsys.readouterr().err
+    assert "expected a text with more tokens than --seq 128, got 9" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_refused(train, capsys, tmp_path):
@@ -73,16 +79,14 @@ def test_a_port_in_use_is_refused(train, capsys, tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         assert train.main(["--out", str(tmp_path), "--port", str(port)]) == 2
-    assert f"--port {port} is in use" in capsys.readouterr().err
+    assert f"--port: expected a free port, got {port}" in capsys.readouterr().err
 
 
 def test_another_number_of_processes_is_refused(train, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "6")
     assert train.main(["--out", str(tmp_path)]) == 2
-    assert (
-        "world size 6 is not dp*tp*pp = 2*2*2 = 8; start 8 processes or change the degrees" in capsys.readouterr().err
-    )
+    assert "expected dp * tp * pp = 2 * 2 * 2 = 8 processes, got 6; start 8, or change" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "3")
     assert train.main(["--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == ""  # rank 0 speaks
