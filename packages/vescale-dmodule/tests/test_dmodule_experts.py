@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from vescale.dmodule import _experts, parallelize_module
+from vescale.dmodule import Experts, parallelize_module
 from vescale.dtensor import DeviceMesh, Replicate, Shard, UnsupportedRandomOperator, init_device_mesh
 from vescale_testing import ranks
 
 NUM_EXPERTS, HIDDEN, TOP_K = 4, 6, 2
 
 
-class Experts(nn.Module):
+class Mlps(nn.Module):
     def __init__(self):
         super().__init__()
         self.num_experts = NUM_EXPERTS
@@ -43,7 +43,7 @@ class Moe(nn.Module):
     def __init__(self, preference=(0.0,) * NUM_EXPERTS, top_k=TOP_K):
         super().__init__()
         self.router = nn.Linear(HIDDEN, NUM_EXPERTS, bias=False)
-        self.experts = Experts()
+        self.experts = Mlps()
         self.preference = torch.tensor(preference, dtype=torch.float64)
         self.top_k = top_k
 
@@ -61,7 +61,7 @@ def made(**options):
 def parallel(model, *, skips_absent=None):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
     forward = {"input": [{"tp": Replicate()}], "output": [{"tp": Replicate()}]}
-    entry = _experts.Experts({"tp": Shard(0)}, skips_absent=skips_absent)
+    entry = Experts({"tp": Shard(0)}, skips_absent=skips_absent)
     return parallelize_module(model, mesh, {"expert": {"experts": entry}, "forward": forward})
 
 
@@ -106,17 +106,17 @@ def test_values_and_gradients(world, skips_absent):
 
 
 @ranks(2)
-def test_the_module_shows_its_whole_self_outside(monkeypatch):
+def test_outside_of_a_call_the_module_holds_all_experts():
     model = parallel(made(preference=PREFERENCES["one rank without tokens"]))
-    whole = dict(model.experts.named_parameters())
-    for few, num_rows in ((_experts.region.FEW, [2, 2]), (0, [4, 0])):  # all tokens, or this rank's pairs only
-        monkeypatch.setattr(_experts.region, "FEW", few)
-        model(torch.ones(1, 2, HIDDEN, dtype=torch.float64))
+    parameters = dict(model.experts.named_parameters())
+    many = 1 << 14
+    for num_tokens, num_rows in ((2, [2, 2]), (many, [TOP_K * many, 0])):  # all tokens, or the pairs of this rank
+        model(torch.ones(1, num_tokens, HIDDEN, dtype=torch.float64))
         assert model.experts.num_rows == num_rows[torch.distributed.get_rank()]
     assert model.experts.num_experts == NUM_EXPERTS
-    assert all(model.experts.get_parameter(name) is parameter for name, parameter in whole.items())
-    assert whole["up"].placements == (Shard(0),)
-    assert whole["up"].shape == (NUM_EXPERTS, 8, HIDDEN)
+    assert all(model.experts.get_parameter(name) is parameter for name, parameter in parameters.items())
+    assert parameters["up"].placements == (Shard(0),)
+    assert parameters["up"].shape == (NUM_EXPERTS, 8, HIDDEN)
 
 
 @ranks(2)
@@ -150,11 +150,13 @@ def test_a_frozen_expert_tensor():
 
 
 @ranks(2)
-def test_a_dropped_reduction_would_be_noticed(monkeypatch):
-    model, reference = parallel(made()), made()
-    monkeypatch.setattr(_experts.region, "sum_ranks", lambda partial, *_: partial)
-    with pytest.raises(AssertionError):
-        assert_trains_alike(model, reference)
+def test_a_difference_in_one_expert_would_be_noticed():
+    for expert in range(NUM_EXPERTS):
+        reference = made()
+        with torch.no_grad():
+            reference.experts.down[expert].mul_(2)
+        with pytest.raises(AssertionError):
+            assert_trains_alike(parallel(made()), reference)
 
 
 def with_tokens_of_their_own(model, mesh):
@@ -163,11 +165,8 @@ def with_tokens_of_their_own(model, mesh):
 
 
 @ranks(4)
-def test_ranks_of_the_mesh_in_any_order(monkeypatch):
+def test_ranks_of_the_mesh_in_any_order():
     """Each rank sends its tokens to the rank at a coordinate, whose place in the process group may be another one."""
     for layout, names in (([3, 1, 2, 0], ("ep",)), ([[3, 1], [2, 0]], ("dp", "ep")), ([[2, 3], [0, 1]], ("ep", "dp"))):
         mesh = DeviceMesh("cpu", layout, mesh_dim_names=names)
-        assert_trains_alike(with_tokens_of_their_own(made(), mesh), made(), batch=8)
-    monkeypatch.setattr("vescale.dmodule._torch.flat_group", lambda mesh, axes: mesh.get_group(axes[0]))
-    with pytest.raises(AssertionError):
         assert_trains_alike(with_tokens_of_their_own(made(), mesh), made(), batch=8)

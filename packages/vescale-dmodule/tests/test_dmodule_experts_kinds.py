@@ -14,18 +14,17 @@ from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from vescale.dmodule import PlanError
-from vescale.dmodule._experts import Experts, install_experts, plan_experts
+from vescale.dmodule import Experts, PlanError, parallelize_module
 from vescale.dtensor import InterleavedShard, UnsupportedRandomOperator, distribute_tensor, init_device_mesh
 from vescale_testing import ranks
 
 NUM_EXPERTS, HIDDEN, TOP_K = 4, 8, 2
+FLOAT64 = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def mlp():
-    return nn.Sequential(
-        nn.Linear(HIDDEN, 6), nn.Tanh(), nn.Linear(6, HIDDEN + 1)
-    )  # another size than that of the input
+    """Return an expert whose output is wider than its input."""
+    return nn.Sequential(nn.Linear(HIDDEN, 6), nn.Tanh(), nn.Linear(6, HIDDEN + 1))
 
 
 class Listed(nn.ModuleList):
@@ -67,23 +66,11 @@ class Block(nn.Module):
         return out
 
 
-def spread(module, entry, mesh):
-    """Do to an experts module what parallelize_module does to it."""
-    layout = plan_experts("experts", module, entry, mesh)
-    for leaf, placements in layout.parameters.items():
-        owner, _, key = leaf.rpartition(".")
-        part = module.get_submodule(owner)
-        parameter = part.get_parameter(key)
-        shard = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements), parameter.requires_grad)
-        part.register_parameter(key, shard)
-    return install_experts(module, layout, mesh)
-
-
 def rows(num_tokens=7):
     return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).double()
 
 
-def assert_same_gradients(module, reference):
+def assert_same_gradients(module, reference, bound=FLOAT64):
     for name, parameter in reference.named_parameters():
         actual = module.get_parameter(name)
         if parameter.grad is None:
@@ -93,20 +80,23 @@ def assert_same_gradients(module, reference):
         if isinstance(gradient, DTensor):
             assert gradient.placements == actual.placements, name
             gradient = gradient.full_tensor()
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(gradient, parameter.grad, **bound, msg=name)
+
+
+SPREAD = {"expert": {"experts": {"ep": Shard(0)}}}
 
 
 @ranks(2)
 def test_a_plain_list_that_the_model_calls_one_by_one():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    for container in (
-        lambda: nn.ModuleList(mlp() for _ in range(NUM_EXPERTS)),
-        lambda: nn.ModuleDict({f"expert_{i}": mlp() for i in range(NUM_EXPERTS)}),
+    for mode, container in (
+        ("eager", lambda: nn.ModuleList(mlp() for _ in range(NUM_EXPERTS))),
+        ("static", lambda: nn.ModuleList(mlp() for _ in range(NUM_EXPERTS))),
+        ("eager", lambda: nn.ModuleDict({f"expert_{i}": mlp() for i in range(NUM_EXPERTS)})),
     ):
         torch.manual_seed(0)
         reference = Block(container()).double()
-        module = copy.deepcopy(reference)
-        assert spread(module.experts, {"ep": Shard(0)}, mesh) is None
+        module = parallelize_module(copy.deepcopy(reference), mesh, SPREAD, mode=mode)
         last = list(module.experts.parameters())[-1]
         held = last.to_local().numel(), sum(p.to_local().numel() for p in module.experts.parameters())
         assert held[0] == (0 if mesh.get_rank() == 0 else HIDDEN + 1)
@@ -122,28 +112,15 @@ def test_a_plain_list_that_the_model_calls_one_by_one():
                     output.square().sum().backward()
                 torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-12)
                 assert_same_gradients(module_or_copy, reference)
-
-        local = copy.deepcopy(module)  # with this rank's shards in the place of the parameters
-        for part in local.experts.modules():
-            for key, parameter in list(part.named_parameters(recurse=False)):
-                part.register_parameter(key, nn.Parameter(parameter.to_local().clone()))
-        output = local(rows())
-        assert torch.equal(output, outputs[0])
-        output.square().sum().backward()
-        for name, parameter in local.experts.named_parameters():
-            assert parameter.grad.shape == parameter.shape
-            if parameter.numel():
-                torch.testing.assert_close(parameter.grad, reference.experts.get_parameter(name).grad)
-
         states = [m.state_dict() for m in (module, reference)]
-        assert all(torch.equal(states[0][name].full_tensor(), states[1][name]) for name in states[1] if "exp" in name)
+        assert all(torch.equal(states[0][name].full_tensor(), states[1][name]) for name in states[1])
 
 
 @ranks(2)
 def test_what_a_plain_list_refuses():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     module = Block(nn.ModuleList(mlp() for _ in range(NUM_EXPERTS))).double()
-    spread(module.experts, {"ep": Shard(0)}, mesh)
+    parallelize_module(module, mesh, SPREAD)
     expert = module.experts[1]
     sharded = distribute_tensor(rows(), mesh, [Shard(0)])
     text = "expert '1' of a list: expected replicated rows, because routing depends on data, got placements (Shard"
@@ -232,30 +209,32 @@ def test_hugging_face_experts():
         check_experts_module(gpt_oss, entry, tokens, mesh)
 
 
+class Around(nn.Module):
+    """Experts alone."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, hidden, index, weights):
+        return self.experts(hidden, index, weights)
+
+
 def check_experts_module(make, entry, tokens, mesh, *, dtype=torch.float64, skipped=None):
     torch.manual_seed(0)
-    reference = make().to(dtype)
-    bound = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
-    module = copy.deepcopy(reference)
-    region = spread(module, entry, mesh)
+    reference = Around(make()).to(dtype)
+    bound = FLOAT64 if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    forward = {"input": [tokens, tokens, tokens], "output": [(Replicate(), Replicate())]}
+    module = parallelize_module(copy.deepcopy(reference), mesh, {"expert": {"experts": entry}, "forward": forward})
     index, weights = routed()
     index = index if skipped is None else index.masked_fill(index == skipped, (skipped + 1) % NUM_EXPERTS)
-    expected, actual = ([rows().to(dtype), index, weights.to(dtype)] for _ in range(2))
-    actual = [distribute_tensor(t, mesh, tokens) for t in actual]
     results = []
-    for model, (hidden, index, weights) in ((reference, expected), (module, actual)):
-        hidden.requires_grad_(), weights.requires_grad_()
-        out = model(hidden, index, weights)
+    for model in (reference, module):
+        hidden, chosen = rows().to(dtype).requires_grad_(), weights.to(dtype).requires_grad_()
+        out = model(hidden, index, chosen)
         (out * out).sum().backward()
-        results.append((out, hidden.grad, weights.grad))
+        results.append((out, hidden.grad, chosen.grad))
     for right, value in zip(*results, strict=True):
-        assert value.placements == tokens
-        torch.testing.assert_close(value.full_tensor(), right, **bound)
-    for name, parameter in reference.named_parameters():
-        gradient = module.get_parameter(name).grad
-        if parameter.grad is None:
-            assert gradient is None, name
-            continue
-        assert gradient.placements == region.gradient_placements(tokens)[name]
-        torch.testing.assert_close(gradient.full_tensor(), parameter.grad, **bound, msg=name)
+        torch.testing.assert_close(value, right, **bound)
+    assert_same_gradients(module, reference, bound)
     assert [name for name, _ in module.named_parameters()] == [name for name, _ in reference.named_parameters()]

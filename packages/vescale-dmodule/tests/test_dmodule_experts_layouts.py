@@ -1,4 +1,4 @@
-"""Experts on every layout of two mesh axes give one device's values and gradients, on local tensors and on DTensors.
+"""Experts on every layout of two mesh axes give one device's values and gradients, in eager and in static mode.
 
 Each axis cuts the expert dim, an inner dim or nothing, and the tokens are sharded over it or not: twenty layouts.
 """
@@ -8,12 +8,9 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
-from vescale.dmodule._experts import Experts, install_experts, plan_experts
-from vescale.dmodule._experts import dispatch as _dispatch
-from vescale.dmodule._experts import operators as _operators
-from vescale.dmodule._experts import region as _region
+from vescale.dmodule import AllToAll, Experts, parallelize_module
 from vescale.dtensor import init_device_mesh
 from vescale_testing import ranks
 
@@ -43,6 +40,17 @@ class Mlps(nn.Module):
         return out
 
 
+class Around(nn.Module):
+    """Experts alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Mlps()
+
+    def forward(self, hidden, index, weights):
+        return self.experts(hidden, index, weights)
+
+
 INNER_DIMS = {"up": Shard(1), "up_bias": Shard(1), "down": Shard(2)}
 ROUTINGS = {
     "each to others": lambda logits: logits,
@@ -54,7 +62,7 @@ ROUTINGS = {
 
 def made():
     torch.manual_seed(0)
-    return Mlps().double()
+    return Around().double()
 
 
 def operands(routing):
@@ -84,51 +92,21 @@ def layouts():
                 yield roles, tokens
 
 
-def plan(roles, skips_absent):
+def experts(roles, **options):
+    """The plan entry of experts whose mesh axes have these roles."""
     placements = {axis: Shard(0) for axis, role in zip(AXES, roles, strict=True) if role == "experts"}
     inner = [axis for axis, role in zip(AXES, roles, strict=True) if role == "inner"]
     parameters = {leaf: dict.fromkeys(inner, placement) for leaf, placement in INNER_DIMS.items()} if inner else {}
-    once = ["down_bias"] if inner else []
-    return Experts(placements, parameters=parameters, once=once, skips_absent=skips_absent)
+    return Experts(placements, parameters=parameters, once=["down_bias"] if inner else [], **options)
 
 
-def on_dtensors(roles, tokens, routing, mesh, *, skips_absent=None):
-    """Install on DTensor parameters and give the module DTensors."""
-    module = made()
-    layout = plan_experts("experts", module, plan(roles, skips_absent), mesh)
-    for name, parameter in list(module.named_parameters()):
-        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, layout.parameters[name])))
-    region = install_experts(module, layout, mesh)
-    results = run(module, *(distribute_tensor(value, mesh, tokens) for value in operands(routing)))
-    assert all(result.placements == tokens for result in results)
-    assert region.last_tokens == tokens
-    grads = {name: p.grad for name, p in module.named_parameters()}
-    assert all(grads[name].placements == region.gradient_placements(tokens)[name] for name in grads)
-    return [result.full_tensor() for result in results], {name: grad.full_tensor() for name, grad in grads.items()}
-
-
-def on_local_tensors(roles, tokens, routing, mesh, *, skips_absent=None):
-    """Install on plain local parameters and give the module plain local tensors: no DTensor is involved."""
-    module = made()
-    layout = plan_experts("experts", module, plan(roles, skips_absent), mesh)
-    shapes = {name: (p.shape, p.stride()) for name, p in module.named_parameters()}
-    for name, parameter in list(module.named_parameters()):
-        local = distribute_tensor(parameter.detach(), mesh, layout.parameters[name]).to_local()
-        module.register_parameter(name, nn.Parameter(local.clone()))
-    region = install_experts(module, layout, mesh)
-    whole = operands(routing)
-    local = [distribute_tensor(value, mesh, tokens).to_local() for value in whole]
-    with region.on_local_tensors(tokens):
-        results = run(module, *local)
-
-    def full(value, placements, shape, stride):
-        assert type(value) is torch.Tensor
-        return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
-
-    like = (whole[0], whole[0], whole[2])
-    results = [full(result, tokens, w.shape, w.stride()) for result, w in zip(results, like, strict=True)]
-    placements = region.gradient_placements(tokens)
-    return results, {name: full(p.grad, placements[name], *shapes[name]) for name, p in module.named_parameters()}
+def on_ranks(entry, tokens, routing, mesh, mode="eager"):
+    forward = {"input": [tokens, tokens, tokens], "output": [(Replicate(), Replicate())]}
+    model = parallelize_module(made(), mesh, {"expert": {"experts": entry}, "forward": forward}, mode=mode)
+    results = run(model, *operands(routing))
+    for parameter in model.parameters():
+        assert parameter.grad.placements == parameter.placements
+    return results, {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
 def assert_alike(actual, expected):
@@ -137,20 +115,20 @@ def assert_alike(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("call", "routings"),
+    ("mode", "routings"),
     [
-        (on_dtensors, {"one without tokens": False}),
-        (on_local_tensors, {"all to three": False, "ties": True}),
+        ("eager", {"one without tokens": False}),
+        ("static", {"all to three": False, "ties": True}),
     ],
 )
-def test_every_layout(call, routings):
+def test_every_layout(mode, routings):
     @ranks(4)
     def on_every_rank():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
         for routing, skips_absent in routings.items():
             expected = reference(routing)
             for roles, tokens in layouts():
-                actual = call(roles, tokens, routing, mesh, skips_absent=skips_absent)
+                actual = on_ranks(experts(roles, skips_absent=skips_absent), tokens, routing, mesh, mode)
                 try:
                     assert_alike(actual, expected)
                 except AssertionError as error:
@@ -162,32 +140,26 @@ def test_every_layout(call, routings):
     on_every_rank()
 
 
-def flipped(rows, order, *sizes):
-    return _operators._AddRows.apply(rows, order.flip(0), *sizes)
+class OtherRows(AllToAll):
+    """Brings back the outputs of other tokens."""
+
+    def combine(self, rows, exchange):
+        return super().combine(rows, exchange).flip(0)
 
 
-# what is replaced by what, and the layout in which that must be noticed
-WRONG = {
-    "no sum over the ranks": ("sum_ranks", lambda partial, *_: partial, ("experts", None), (Replicate(), Replicate())),
-    "no sum of gradients": ("share", lambda _, *tensors: tensors, ("experts", "inner"), (Replicate(), Replicate())),
-    "a part of the tokens only": (
-        "gradient_placements",
-        lambda layout, _: layout.parameters,
-        ("experts", None),
-        (Shard(0), Shard(0)),
-    ),
-    "rows of other tokens": ("add_rows", flipped, ("experts", "experts"), (Shard(0), Shard(0))),
-}
+class WithoutGradient(AllToAll):
+    """Sends no gradient back."""
+
+    def dispatch(self, rows, exchange):
+        return super().dispatch(rows.detach(), exchange)
 
 
 @ranks(4)
-def test_wrong_variants_are_noticed(monkeypatch):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
-    routing = "each to others"
+def test_wrong_variants_are_noticed():
+    mesh, routing, tokens = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES), "each to others", (Shard(0), Shard(0))
     expected = reference(routing)
-    for name, function, *layout in WRONG.values():
-        assert_alike(on_local_tensors(*layout, routing, mesh), expected)
-        with monkeypatch.context() as patch:
-            patch.setattr(_region if hasattr(_region, name) else _dispatch, name, function)
-            with pytest.raises(AssertionError):
-                assert_alike(on_local_tensors(*layout, routing, mesh), expected)
+    for roles in (("experts", "experts"), ("experts", None), ("experts", "inner")):
+        assert_alike(on_ranks(experts(roles), tokens, routing, mesh), expected)
+        for dispatcher in (OtherRows(), WithoutGradient()):
+            with pytest.raises((AssertionError, AttributeError)):
+                assert_alike(on_ranks(experts(roles, dispatcher=dispatcher), tokens, routing, mesh), expected)

@@ -7,20 +7,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from vescale.dmodule import parallelize_module
-from vescale.dmodule._experts import (
+from vescale.dmodule import (
     Experts,
     LoadBalancingAllocator,
     StaticAllocator,
-    experts_region,
-    install_experts,
-    plan_experts,
+    parallelize_module,
     rebalance_experts,
     restore_experts,
 )
-from vescale.dmodule._experts import migrate as _migrate
-from vescale.dmodule._experts import region as _region
-from vescale.dtensor import distribute_tensor, init_device_mesh
+from vescale.dtensor import init_device_mesh
 from vescale_testing import ranks
 
 NUM_EXPERTS, HIDDEN, TOP_K, TOKENS_PER_STEP = 8, 6, 3, 24
@@ -56,51 +51,40 @@ class Moe(nn.Module):
         return x + self.experts(x, index, weights)
 
 
-def build(mesh, allocator):
-    """A model whose experts are spread over the second axis; the router is plain, equal on all ranks."""
+def build(mesh, tokens, allocator):
+    """A model whose experts are spread over the second axis, with its tokens in a layout."""
     torch.manual_seed(0)
-    model = Moe().double()
-    layout = plan_experts("experts", model.experts, Experts({"ep": Shard(0)}, allocator=allocator), mesh)
-    for name, parameter in list(model.experts.named_parameters()):
-        shard = distribute_tensor(parameter.detach(), mesh, layout.parameters[name])
-        model.experts.register_parameter(name, nn.Parameter(shard))
-    install_experts(model.experts, layout, mesh)
+    entry = Experts({"ep": Shard(0)}, allocator=allocator)
+    forward = {"input": {"x": tokens}, "output": [(Replicate(), Replicate())]}
+    model = parallelize_module(Moe().double(), mesh, {"expert": {"experts": entry}, "forward": forward})
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, foreach=False)
 
 
-def step(model, optimizer, mesh, tokens, number, *, update=True):
-    """Train on this rank's part of a batch that depends on the number of the step."""
+def step(model, optimizer, number, *, update=True):
+    """Train on a batch that depends on the number of the step."""
     generator = torch.Generator().manual_seed(number)
     batch = torch.randn(TOKENS_PER_STEP, HIDDEN, generator=generator).double()
     hot = torch.tensor([[3.0, 3.0, 2.0, 2.0, 0, 0, 0, 0], [0, 2.0, 0, 0, 0, 0, 3.0, 4.0]])[number // 3 % 2].double()
-    local = distribute_tensor(batch, mesh, tokens).to_local()
-    with experts_region(model.experts).on_local_tensors(tokens):
-        output = model(local, hot)
-    loss = output.square().sum() / TOKENS_PER_STEP
-    loss.backward()
-    if not update:
-        return output.detach()
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-        else:
-            for axis, placement in enumerate(tokens):
-                if placement.is_shard():
-                    torch.distributed.all_reduce(parameter.grad, group=mesh.get_group(axis))
-        assert parameter.grad is not None, name
-    optimizer.step()
-    optimizer.zero_grad()
+    output = model(batch, hot)
+    (output.square().sum() / TOKENS_PER_STEP).backward()
+    if update:
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
     return output.detach()
 
 
-def train(mesh, tokens, allocator, *, rebalanced_after=()):
+def train(mesh, tokens, allocator, *, rebalanced_after=(), leaves_state=False):
     """Return outputs, allocations on the way, and, restored, parameters and optimizer state."""
-    model, optimizer = build(mesh, allocator)
+    model, optimizer = build(mesh, tokens, allocator)
     outputs, moved = [], []
     for number in range(8):
-        outputs.append(step(model, optimizer, mesh, tokens, number))
+        outputs.append(step(model, optimizer, number))
         if number in rebalanced_after:
+            before = [(t, t.clone()) for state in optimizer.state.values() for t in state.values()]
             moved.append(rebalance_experts(model, optimizer))
+            for tensor, value in before if leaves_state else ():
+                tensor.copy_(value)
     restore_experts(model, optimizer)
     tensors = dict(model.state_dict())
     for name, parameter in model.named_parameters():
@@ -116,7 +100,7 @@ def assert_equal_runs(run, other, *, bound):
 
 
 @ranks(4)
-def test_moving_experts_changes_nothing(monkeypatch):
+def test_moving_experts_changes_nothing():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     balancing = LoadBalancingAllocator(threshold=0.0)
     for tokens, bound in ((EXCHANGED, 0.0), (MASKED, 1e-12)):  # exchanged: bit for bit
@@ -127,10 +111,9 @@ def test_moving_experts_changes_nothing(monkeypatch):
         assert moving[1][0] != moving[1][1]
         assert_equal_runs(moving, still, bound=bound)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(_migrate, "_state_tensors", lambda *_: [])  # leave the optimizer's state behind
-        with pytest.raises(AssertionError):
-            assert_equal_runs(train(mesh, EXCHANGED, balancing, rebalanced_after=(1, 4)), still, bound=1e-10)
+    without_state = train(mesh, MASKED, balancing, rebalanced_after=(1, 4), leaves_state=True)
+    with pytest.raises(AssertionError):
+        assert_equal_runs(without_state, still, bound=1e-10)
 
 
 @ranks(4)
@@ -144,20 +127,20 @@ def test_loads_are_counted_once_and_gradients_and_copies_stay_right():
                 seen.append((sum(loads), num_ranks))  # noqa: B023
                 return super().allocate(loads, current, num_ranks)
 
-        model, optimizer = build(mesh, Asked(threshold=0.0))
-        step(model, optimizer, mesh, tokens, 0)
-        twin = copy.deepcopy(model)
-        before = step(model, optimizer, mesh, tokens, 1, update=False)
+        model, optimizer = build(mesh, tokens, Asked(threshold=0.0))
+        step(model, optimizer, 0)
+        other = copy.deepcopy(model)
+        before = step(model, optimizer, 1, update=False)
         grads = {name: p.grad.clone() for name, p in model.named_parameters()}
         assert list(rebalance_experts(model, optimizer)) == ["experts"]
         assert seen == [(2 * TOKENS_PER_STEP * TOP_K, 2)]
-        after = step(model, optimizer, mesh, tokens, 1, update=False)  # accumulates into gradients that moved along
+        after = step(model, optimizer, 1, update=False)  # accumulates into gradients that moved along
         torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
         restore_experts(model, optimizer)
         for name, parameter in model.named_parameters():
             whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in (parameter.grad, 2 * grads[name])]
             torch.testing.assert_close(*whole, rtol=1e-10, atol=1e-12, msg=name)
-        same = step(twin, None, mesh, tokens, 1, update=False)  # a copy from before has its own order of experts
+        same = step(other, None, 1, update=False)  # a copy from before has its own order of experts
         torch.testing.assert_close(same, before, rtol=1e-12, atol=1e-12)
         rebalance_experts(model, optimizer)
         assert seen[1] == (TOKENS_PER_STEP * TOP_K, 2)  # counted anew, of `model` alone
@@ -196,15 +179,24 @@ def test_a_parallel_model_in_every_mode():
             torch.testing.assert_close(losses, expected, rtol=1e-10, atol=0, msg=f"{mode} {tokens}")
 
 
+class Chosen(LoadBalancingAllocator):
+    """Returns an allocation that a test sets."""
+
+    allocation = None
+
+    def allocate(self, loads, current, num_ranks):
+        return self.allocation or super().allocate(loads, current, num_ranks)
+
+
 @ranks(2)
-def test_what_is_refused(monkeypatch):
+def test_what_is_refused():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
-    model, optimizer = build(mesh, LoadBalancingAllocator(threshold=0.0))
-    step(model, optimizer, mesh, EXCHANGED, 0)
-    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model, optimizer = build(mesh, EXCHANGED, Chosen(threshold=0.0))
+    step(model, optimizer, 0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert rebalance_experts(model, optimizer)
     text = "the experts of this Experts8 were moved by rebalance_experts, so its tensors are not in the order of one"
-    for call in (model.state_dict, lambda: model.load_state_dict(whole)):
+    for call in (model.state_dict, lambda: model.load_state_dict(before)):
         with pytest.raises(RuntimeError, match=text):
             call()
 
@@ -219,21 +211,20 @@ def test_what_is_refused(monkeypatch):
     del state["factor"]
 
     rank = torch.distributed.get_rank()
-    monkeypatch.setattr(_migrate, "_ask_allocator", lambda *_: tuple(range(8)) if rank else (4, 5, 6, 7, 0, 1, 2, 3))
-    differ = "experts 'experts': the allocation of LoadBalancingAllocator differs between ranks: "
+    Chosen.allocation = tuple(range(8)) if rank else (4, 5, 6, 7, 0, 1, 2, 3)
+    differ = "experts 'experts': the allocation of Chosen differs between ranks: "
     with pytest.raises(ValueError, match=differ + r"rank 0 has '\(4, 5, 6, 7, 0, 1, 2, 3\)', ranks? 1"):
         rebalance_experts(model, optimizer)
     for wrong, text in (
         ((1, 0, *range(2, 8)), "expected experts of one rank in ascending order"),
         ((0, 1), "expected a permutation of the slots"),
     ):
-        monkeypatch.setattr(_migrate, "_ask_allocator", lambda *_: wrong if rank else tuple(range(8)))  # noqa: B023
+        Chosen.allocation = wrong if rank else tuple(range(8))
         with pytest.raises(ValueError, match=text if rank else differ):
             rebalance_experts(model, optimizer)
 
     assert restore_experts(model, optimizer) == {"experts": tuple(range(8))}
     assert restore_experts(model, optimizer) == {}
-    assert _region.allocation_of(model.experts, experts_region(model.experts).layout) == tuple(range(8))
     for name, tensor in model.state_dict().items():
-        same = tensor == whole[name]
+        same = tensor == before[name]
         assert (same.to_local() if isinstance(same, DTensor) else same).all()
