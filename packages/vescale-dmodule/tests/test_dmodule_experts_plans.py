@@ -1,5 +1,6 @@
 """What a plan can say of experts, and what is refused before anything is communicated."""
 
+import contextlib
 import copy
 
 import pytest
@@ -10,10 +11,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from vescale.dmodule import ImplicitRedistributionError, NotLocalFriendlyError, PlanError, parallelize_module
-from vescale.dmodule._experts import AllToAll, Exchange, Experts, LoadBalancingAllocator, experts_region, plan_experts
-from vescale.dmodule._static import program as _program
-from vescale.dtensor import InterleavedShard, debug, deferred_init, init_device_mesh
+from vescale.dmodule import (
+    AllToAll,
+    Experts,
+    ImplicitRedistributionError,
+    LoadBalancingAllocator,
+    PlanError,
+    describe,
+    parallelize_module,
+)
+from vescale.dtensor import InterleavedShard, debug, deferred_init, distribute_tensor, init_device_mesh
 from vescale_testing import keep_float64, ranks
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
@@ -45,14 +52,14 @@ def made():
 
 
 MERGED = {"gate_up_proj": {"tp": InterleavedShard(1, 2)}, "down_proj": {"tp": Shard(2)}}
-# the experts' entry, the layout of the (batch, seq, hidden) activations, and what the experts then see of the tokens
+# the experts' entry, the layout of the (batch, seq, hidden) activations, and whether tokens are exchanged
 LAYOUTS = {
-    "experts over tp, tokens over dp": ({"tp": S0}, {"dp": S0}, [True, False]),
-    "experts over dp, tokens over dp": ({"dp": S0}, {"dp": S0}, [True, False]),
-    "experts folded over dp and tp": ({"dp": S0, "tp": S0}, {"dp": S0}, [True, False]),
-    "the same with sequence parallelism": ({"dp": S0, "tp": S0}, {"dp": S0, "tp": S1}, [True, True]),
-    "experts over dp, inner dims over tp": (Experts({"dp": S0}, parameters=MERGED), {"dp": S0}, [True, False]),
-    "the same with sequences over tp": (Experts({"dp": S0}, parameters=MERGED), {"dp": S0, "tp": S1}, [True, True]),
+    "experts over tp, tokens over dp": ({"tp": S0}, {"dp": S0}, False),
+    "experts over dp, tokens over dp": ({"dp": S0}, {"dp": S0}, True),
+    "experts folded over dp and tp": ({"dp": S0, "tp": S0}, {"dp": S0}, True),
+    "the same with sequence parallelism": ({"dp": S0, "tp": S0}, {"dp": S0, "tp": S1}, True),
+    "experts over dp, inner dims over tp": (Experts({"dp": S0}, parameters=MERGED), {"dp": S0}, True),
+    "the same with sequences over tp": (Experts({"dp": S0}, parameters=MERGED), {"dp": S0, "tp": S1}, True),
 }
 
 
@@ -84,13 +91,14 @@ def assert_trains_alike(model, reference):
 def test_every_layout_of_a_plan():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     reference = made()
-    for name, (entry, layout, own_tokens) in LAYOUTS.items():
+    for name, (entry, layout, is_exchanged) in LAYOUTS.items():
         model = planned(made(), mesh, entry, layout)
         try:
-            assert_trains_alike(model, reference)
+            with debug.comm_log(model) as log:
+                assert_trains_alike(model, reference)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
-        assert [not p.is_replicate() for p in experts_region(model.mlp.experts).last_tokens] == own_tokens
+        assert bool(log.only(operator="all_to_all")) == is_exchanged, name
 
 
 @ranks(2)
@@ -160,14 +168,8 @@ class Looping(nn.Module):
         return x + self.moe(torch.tanh(x))
 
 
-def model_with(start, *, unwanted):
-    model = copy.deepcopy(start)
-    model.moe.unwanted = unwanted
-    return model
-
-
 @ranks(4)
-def test_a_plain_list_in_a_plan(monkeypatch):
+def test_a_plain_list_in_a_plan():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     start = Looping().double()
@@ -185,14 +187,6 @@ def test_a_plain_list_in_a_plan(monkeypatch):
                 torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
                 optimizer.step()
 
-    monkeypatch.setattr(_program, "experts_gradients", lambda *_: {})  # only those that came while recording
-    model = parallelize_module(copy.deepcopy(start), mesh, plan, mode="static")
-    model.moe.unwanted = 3
-    assert_trains_alike(model, model_with(start, unwanted=3))
-    model.moe.unwanted = None
-    with pytest.raises(NotLocalFriendlyError, match=r"parameter 'moe.experts.3.\w+' got a gradient, which it had not"):
-        assert_trains_alike(model, model_with(start, unwanted=None))
-
     torch.manual_seed(0)
     model = parallelize_module(deferred_init(Looping), mesh, plan)
     torch.manual_seed(0)
@@ -201,11 +195,11 @@ def test_a_plain_list_in_a_plan(monkeypatch):
 
 
 class Logged(AllToAll):
-    """A dispatcher of one's own."""
+    """A dispatcher of the user."""
 
     sent = 0
 
-    def dispatch(self, rows, exchange: Exchange):
+    def dispatch(self, rows, exchange):
         Logged.sent += exchange.num_sent
         return super().dispatch(rows, exchange)
 
@@ -213,7 +207,7 @@ class Logged(AllToAll):
 class Lost(AllToAll):
     """A dispatcher that loses what it should bring back."""
 
-    def combine(self, rows, exchange: Exchange):
+    def combine(self, rows, exchange):
         return super().combine(rows * 0, exchange)
 
 
@@ -240,23 +234,12 @@ def test_operands_that_do_not_fit():
     ):
         with pytest.raises(PlanError, match=text):
             experts(*operands)
-    region = experts_region(experts)
     for tokens in ([R, R], [R, S0]):
-        error = pytest.raises((IndexError, RuntimeError), match="index out of range")  # as on one device
-        with region.on_local_tensors(tokens), error:
-            experts(hidden, index - 1, weights)
+        operands = (distribute_tensor(value, mesh, tokens) for value in (hidden, index - 1, weights))
+        with pytest.raises((IndexError, RuntimeError), match="index out of range"):  # as on one device
+            experts(*operands)
     assert experts.num_experts == NUM_EXPERTS
     assert experts(hidden, index, weights).shape == (3, HIDDEN)
-
-
-class Axes:
-    """A mesh without ranks."""
-
-    mesh_dim_names = ("ep", "etp")
-    ndim = 2
-
-    def size(self, axis=None):
-        return 4 if axis is None else 2
 
 
 def listed(*, buffer=False, loose=False, scalar=False):
@@ -333,22 +316,22 @@ REFUSED = [
 ]
 
 
-def test_the_text_that_ranks_compare():
-    layouts = [
-        plan_experts(
-            "moe", made().mlp.experts, Experts({"ep": S0}, allocator=LoadBalancingAllocator(threshold)), Axes()
-        )
-        for threshold in (0.1, 0.1, 0.2)
-    ]
-    assert str(layouts[0]) == str(layouts[1]) != str(layouts[2])
-    other = plan_experts("moe", made().mlp.experts, Experts({"ep": S0}, dispatcher=Logged()), Axes())
-    assert "Logged" in str(other)
-    assert " at 0x" not in str(other)
+@ranks(2)
+def test_ranks_compare_the_entries_of_experts():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    rank = mesh.get_local_rank()
+    for threshold, differs in ((0.1, False), (0.1 + rank, True)):
+        entry = Experts({"tp": S0}, allocator=LoadBalancingAllocator(threshold), dispatcher=Logged())
+        with pytest.raises(PlanError, match=r"LoadBalancingAllocator\(") if differs else contextlib.nullcontext():
+            parallelize_module(made(), mesh, {"expert": {r"mlp\.experts": entry}})
+    entry = Experts({"tp": S0}, dispatcher=Logged() if rank else AllToAll())
+    with pytest.raises(PlanError, match="Logged"):
+        parallelize_module(made(), mesh, {"expert": {r"mlp\.experts": entry}})
 
 
 @pytest.mark.parametrize(("make", "entry", "text"), REFUSED, ids=range(len(REFUSED)))
 def test_what_a_plan_cannot_say(make, entry, text):
     with pytest.raises(PlanError) as error:
-        plan_experts("moe", make(), entry, Axes())
+        describe(nn.ModuleDict({"moe": make()}), {"ep": 2, "etp": 2}, {"expert": {"moe": entry}})
     assert str(error.value).startswith("expert 'moe'")
     assert text in str(error.value)
