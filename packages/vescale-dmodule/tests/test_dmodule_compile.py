@@ -1,6 +1,5 @@
 """Compile mode: every block is one graph with its collectives, blocks share it, and a pass is that of one process."""
 
-import contextlib
 import copy
 import logging
 
@@ -12,30 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import parallelize_module, set_mode
-from vescale.dmodule._compile import blocks as _compile
-from vescale.dmodule._static.random_operators import Operand, RandomOperator
-from vescale.dtensor import Partial, Replicate, Shard, init_device_mesh
+from vescale.dtensor import Replicate, Shard, disabled, init_device_mesh
 from vescale_testing import ranks
-
-
-@ranks(2)
-def test_dropout_draws_the_part_of_one_device():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    mine = slice(3 * mesh.get_local_rank(), 3 * mesh.get_local_rank() + 3)
-    torch.manual_seed(1)
-    whole = nn.functional.dropout(torch.ones(6, 50), 0.3)
-    state = torch.get_rng_state()
-    operand = Operand(torch.Size((3, 50)), torch.Size((6, 50)), (Shard(0),))
-    for mode in (
-        _compile.CompiledDropout([RandomOperator(nn.functional.dropout, [operand])], mesh),
-        contextlib.nullcontext(),
-    ):
-        torch.manual_seed(1)
-        with mode:
-            local = nn.functional.dropout(torch.ones(3, 50), 0.3)
-        knows = isinstance(mode, _compile.CompiledDropout)
-        assert torch.equal(local, whole[mine]) == (knows or mine.start == 0)
-        assert torch.equal(torch.get_rng_state(), state) == knows
 
 
 class Block(nn.Module):
@@ -116,12 +93,12 @@ def test_blocks_of_any_kind(graphs):
         assert close(run(model), run(single)), mode
 
     # a copy is a model of its own
-    twin = copy.deepcopy(model)
+    other = copy.deepcopy(model)
     with torch.no_grad():
         model.blocks[0].down.weight.mul_(2)
-    assert close(run(twin), run(single))
+    assert close(run(other), run(single))
     assert not close(run(model), run(single))
-    model = twin
+    model = other
 
     # hooks that come later inside of a block
     without = run(single)
@@ -168,15 +145,80 @@ def test_what_a_compiler_refuses_stays_static(graphs, caplog):
     assert "block 'blocks.0' is not compiled and stays in static mode: " in caplog.text
 
 
-def test_dropout_of_two_layouts_is_an_obstacle():
-    def draw(function, *placements):
-        return RandomOperator(function, [Operand(torch.Size((2, 3)), torch.Size((4, 3)), placements)])
+# ------------------------------------------------------------------------------------------------ random operators
 
-    dropout, obstacle = nn.functional.dropout, _compile.dropout_obstacle
-    assert obstacle([draw(dropout, Shard(0)), draw(dropout, Shard(0))]) is None
-    assert "has two layouts" in obstacle([draw(dropout, Shard(0)), draw(dropout, Partial())])
-    assert "only dropout can be compiled on sharded tensors, not" in obstacle([draw(torch.bernoulli, Shard(0))])
-    assert obstacle([draw(torch.bernoulli, Replicate())]) is None
-    of_the_batch = obstacle([draw(torch.bernoulli, Replicate()), RandomOperator(torch.rand, [])], is_watched=True)
-    assert "only dropout can be compiled for a part of the batch, not torch.bernoulli on (4, 3)" in of_the_batch
-    assert obstacle([RandomOperator(torch.rand, [])], is_watched=True).endswith("not torch.rand")
+
+class Noisy(nn.Module):
+    """A block with two random operators on sharded tensors, and one on a replicated tensor."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.first, self.second = first(), second()
+        self.noise = Bernoulli()
+
+    def forward(self, x):  # of local shape (2, 3, 6), as the second draw
+        y = self.up(self.first(x))
+        start = self.second(y[:, :3])
+        return x + self.noise(self.down(torch.cat([start, y[:, 3:]], 1)))
+
+
+class Bernoulli(nn.Module):
+    def forward(self, x):
+        return x * torch.bernoulli(torch.full_like(x, 0.5))
+
+
+NOISY = {
+    "parameter": {r".*up\.(weight|bias)": {"tp": Shard(0)}, r".*down\.weight": {"tp": Shard(1)}},
+    "forward": {
+        r"0\.first\.input": [{"tp": Shard(1)}],
+        r".*up\.input": [{"tp": Replicate()}],
+        r".*down\.output": [{"tp": Replicate()}],
+        "output": [{"tp": Replicate()}],
+    },
+}
+
+
+def half():
+    return nn.Dropout(0.5)
+
+
+def noisy_step(model):
+    """Output, gradients and the state of the generator after a pass."""
+    torch.manual_seed(11)
+    x = torch.ones(2, 6, 6, dtype=torch.float64)
+    y = model(x)
+    y.square().sum().backward()
+    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+    model.zero_grad()
+    return [y.detach(), *grads, torch.get_rng_state().double()]
+
+
+@ranks(2, timeout=240)
+def test_random_operators(graphs, caplog):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+    def made(*kinds):
+        torch.manual_seed(0)
+        return nn.Sequential(Noisy(*kinds)).double()
+
+    for kinds, reason in (
+        ((nn.Identity, half), None),
+        ((half, nn.Identity), None),
+        ((half, half), "dropout of local shape (2, 3, 6) has two layouts"),
+        (
+            (nn.Identity, Bernoulli),
+            "only dropout can be compiled on sharded tensors, not torch.bernoulli on (2, 3, 12)",
+        ),
+    ):
+        graphs.clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="vescale.dmodule"):
+            expected = noisy_step(made(*kinds))
+            model = parallelize_module(made(*kinds), mesh, NOISY, mode="compile")
+            assert close(noisy_step(model), expected), kinds
+        assert bool(graphs.forward) == (reason is None)
+        stays = f"block '0' is not compiled and stays in static mode: {reason}"
+        assert (stays in caplog.text) == (reason is not None), caplog.text
+        with disabled("random"):  # each rank draws for itself
+            assert not close(noisy_step(parallelize_module(made(*kinds), mesh, NOISY)), expected)

@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import no_sync
-from vescale.dmodule._execution.modes import execution_of
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale_testing import gather_full, ranks
 
@@ -294,15 +293,9 @@ def test_gradients(in_all_modes):
 
 @ranks(4)
 def test_two_axes(in_all_modes):
-    """Gradients that are summed over the other axis, in buckets that leave while backward runs."""
+    """Gradients that are summed over the other axis, too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     batch = {"dp": Shard(0)}
     forward = {key: [entry[0] | batch] for key, entry in plan_for(True)["forward"].items() if key != "output"}
     plan = plan_for(True) | {"forward": forward | {"input": [batch], "output": [R]}}
-
-    def in_small_buckets(model):
-        if hasattr(model, "_vescale_execution"):
-            execution_of(model).sync.bucket_bytes = 1
-        return train(model, 3)
-
-    in_all_modes(Stack, plan, mesh, in_small_buckets)
+    in_all_modes(Stack, plan, mesh, functools.partial(train, passes=3))

@@ -232,3 +232,32 @@ def test_a_sharded_tied_weight_without_a_boundary(tiny, in_all_modes):
 
     fixed = {**plan, "forward": before | {r"head\.input": [{"tp": Replicate()}]}}
     in_all_modes(lambda: tiny(1, tied=True), fixed, mesh, train)
+
+
+class Branching(nn.Module):
+    """Uses one layer or two, by an attribute that is no argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.other, self.uses_other = nn.Linear(8, 8), nn.Linear(8, 8), False
+        self.double()
+
+    def forward(self, x):
+        return self.up(x) + self.other(x) if self.uses_other else self.up(x)
+
+
+@ranks(2)
+def test_a_gradient_that_was_not_recorded():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {"parameter": {r"(up|other)\..*": S0}, "forward": {"input": [R], "output": [R]}}
+    model = parallelize_module(Branching(), mesh, plan, mode="static")
+    model(X).sum().backward()
+    model.uses_other = True
+    with pytest.raises(
+        NotLocalFriendlyError, match=r"parameter 'other\.\w+': expected no gradient, as when .* but got"
+    ):
+        model(X).sum().backward()
+    model.zero_grad()
+    set_mode(model, "static")
+    model(X).sum().backward()
+    assert model.other.weight.grad.full_tensor().any()

@@ -56,7 +56,7 @@ from .call import Call, State
 from .direct_calls import direct_calls
 from .local_modules import local_rows, silent_axes
 from .local_parameters import LocalParameter, LocalParameters
-from .parts import Parts, join
+from .parts import Parts, join, keep_on_dtensors
 from .random_operators import OperatorHooks, QuietCall
 from .recording.compare import check_same, raise_together
 from .recording.dry_run import Run, check, new_run, record
@@ -441,9 +441,9 @@ def _keep_or_refuse(parameter: LocalParameter, checked: Run | None, leaf: Tensor
         return  # autograd runs this hook once per pass, even if the gradient is None
     if checked is None:
         raise NotLocalFriendlyError(
-            f"parameter {parameter.name!r} got a gradient, which it had not when static mode recorded this model: a "
-            "branch that depends on data? Run the model in mode 'eager', or keep the module that branches on "
-            f'DTensors: "eager": [r"{parameter.name.rpartition(".")[0]}"]'
+            f"parameter {parameter.name!r}: expected no gradient, as when static mode recorded this call, but got one; "
+            f"if a branch depends on data, {keep_on_dtensors(parameter.name.rpartition('.')[0])}, otherwise call "
+            'set_mode(model, "static"), which discards recordings'
         )
     earlier, _ = checked.gradients.get(parameter.name, (None, None))
     checked.gradients[parameter.name] = (gradient if earlier is None else earlier + gradient, None)
