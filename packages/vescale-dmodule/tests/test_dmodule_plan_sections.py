@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from vescale.dmodule import Divided, PlanError, Repeat, describe, parallelize_module
-from vescale.dmodule._plan.resolve import resolve
 from vescale.dtensor import (
     InterleavedShard,
     Partial,
@@ -23,12 +22,8 @@ from vescale_testing import ranks
 S0, R = {"tp": Shard(0)}, {"tp": Replicate()}
 
 
-class Axes(SimpleNamespace):
-    def size(self, axis):
-        return self.sizes[axis]
-
-
-MESH = Axes(mesh_dim_names=("dp", "tp"), ndim=2, sizes=(2, 4))
+AXES = {"dp": 2, "tp": 4}
+X = torch.linspace(-1, 1, 64).view(4, 16)
 
 
 class Attention(nn.Module):
@@ -36,19 +31,30 @@ class Attention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.split_size, self.scale, self.causal = config, 32, 0.5, True
+        self.config, self.split_size, self.scale, self.causal, self.seen = config, 32, 0.5, True, None
         self.qkv = nn.Linear(16, 96)
 
     def forward(self, hidden, *, mask=None):  # noqa: ARG002 - a named argument
+        self.seen = self.head_dim, self.split_size, self.scale, self.config.num_heads, self.config.rope.theta
         return self.qkv(hidden), None
 
 
-def network():
-    config = SimpleNamespace(num_heads=12, rope=SimpleNamespace(theta=10, nested=SimpleNamespace(far=1)))
-    return nn.ModuleDict({"layers": nn.ModuleList([Attention(config), Attention(config)]), "norm": nn.LayerNorm(16)})
+class Network(nn.Module):
+    """Two layers with one config, side by side."""
+
+    def __init__(self):
+        super().__init__()
+        config = SimpleNamespace(num_heads=12, rope=SimpleNamespace(theta=10, nested=SimpleNamespace(far=1)))
+        self.layers, self.norm = nn.ModuleList([Attention(config), Attention(config)]), nn.LayerNorm(16)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return sum(layer(x)[0] for layer in self.layers)
 
 
+@ranks(4)
 def test_attributes_of_modules_and_of_objects_they_hold():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {
         "local_attribute": {
             r"layers\.\d\.split_size": Divided("tp"),
@@ -58,41 +64,50 @@ def test_attributes_of_modules_and_of_objects_they_hold():
         },
         "attribute": {r".*\.(head_dim|scale)": 2, r"norm\.eps": 1e-3},
     }
-    resolved = resolve(network(), MESH, plan)
-    assert resolved.local_attributes == {
-        "layers.0": {"split_size": 8, "config.rope.theta": 7},
-        "layers.1": {"split_size": 8, "config.num_heads": 3, "scale": 3},
-    }
-    two = {"head_dim": 2, "scale": 2}
-    assert resolved.attributes == {"layers.0": two, "layers.1": two, "norm": {"eps": 1e-3}}
-    lines = list(resolved.lines())
-    assert "local_attribute layers.1.config.num_heads: 3" in lines
-    assert "attribute norm.eps: 0.001" in lines
+    for mode, seen in (
+        ("eager", [(2, 32, 2, 12, 10), (2, 32, 2, 12, 10)]),
+        ("static", [(2, 16, 2, 12, 7), (2, 16, 3, 6, 10)]),
+    ):
+        model = parallelize_module(Network(), mesh, plan, mode=mode)
+        model(X).sum().backward()
+        assert [layer.seen for layer in model.layers] == seen
+        first, second = model.layers
+        assert (first.split_size, first.scale, second.scale, model.norm.eps) == (32, 2, 2, 1e-3)
+        assert first.config is second.config
+        assert (first.config.num_heads, first.config.rope.theta) == (12, 10)
 
 
-def test_eager_modules_and_local_regions():
-    plan = {
-        "eager": [r"layers\.1", r"layers\.\d"],
-        "local": {r"layers\.0\.qkv": {"input": [S0], "output": [R]}, "norm": {"output": {"tp": Partial()}}},
-    }
-    resolved = resolve(network(), MESH, plan)
-    assert resolved.eager == ("layers.0", "layers.1")
-    inputs, output = resolved.local["layers.0.qkv"]
-    assert inputs.arguments == {"input": S0}
-    assert output == [R]
-    assert resolved.local["norm"] == (None, {"tp": Partial()})
-    assert [line for line in resolved.lines() if line.startswith(("eager", "local"))] == [
-        "eager layers.0",
-        "eager layers.1",
-        "local layers.0.qkv: input {'input': {'tp': Shard(dim=0)}}, output [{'tp': Replicate()}]",
-        "local norm: input None, output {'tp': Partial(sum)}",
-    ]
-
-
-def test_values_are_shown_without_addresses():
-    texts = {str(list(resolve(network(), MESH, {"attribute": {r"norm\.eps": object()}}).lines())) for _ in range(2)}
-    assert len(texts) == 1
-    assert "attribute norm.eps: <object object>" in texts.pop()
+@ranks(2)
+def test_ranks_compare_every_section():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    rank = mesh.get_local_rank()
+    for section, entries, lines in (
+        (
+            "local_attribute",
+            [{r"layers\.1\.config\.num_heads": n} for n in (3, 4)],
+            ["local_attribute layers.1.config.num_heads: 3", "local_attribute layers.1.config.num_heads: 4"],
+        ),
+        (
+            "attribute",
+            [{r"norm\.eps": eps} for eps in (0.5, 0.25)],
+            ["attribute norm.eps: 0.5", "attribute norm.eps: 0.25"],
+        ),
+        ("eager", [[r"layers\.1", r"layers\.\d"], [r"layers\.1"]], ["eager layers.0", "eager layers.1"]),
+        (
+            "local",
+            [{r"layers\.0\.qkv": {"input": [S0], "output": [R]}}, {"norm": {"output": {"tp": Partial()}}}],
+            [
+                "local layers.0.qkv: input {'input': {'tp': Shard(dim=0)}}, output [{'tp': Replicate()}]",
+                "local norm: input None, output {'tp': Partial(sum)}",
+            ],
+        ),
+    ):
+        with pytest.raises(PlanError) as info:
+            parallelize_module(Network(), mesh, {section: entries[rank]})
+        for line in lines:
+            assert line in str(info.value), str(info.value)
+    # an object without a text of its own is described without its address
+    parallelize_module(Network(), mesh, {"attribute": {r"norm\.eps": object()}})
 
 
 class Stub(nn.Module):
@@ -101,10 +116,9 @@ class Stub(nn.Module):
 
 def test_attributes_of_other_pipeline_stages():
     module = nn.ModuleDict({"here": Attention(SimpleNamespace(num_heads=4)), "there": Stub()})
-    plan = {"attribute": {r"(here|there\.attn)\.split_size": 1, r"there\.attn\.config\.num_heads": 1}}
-    assert resolve(module, MESH, plan).attributes == {"here": {"split_size": 1}}
+    describe(module, AXES, {"attribute": {r"(here|there\.attn)\.split_size": 1, r"there\.attn\.config\.num_heads": 1}})
     with pytest.raises(PlanError, match="matches nothing in the module"):
-        resolve(module, MESH, {"attribute": {r"elsewhere\.num_heads": 1}})
+        describe(module, AXES, {"attribute": {r"elsewhere\.num_heads": 1}})
 
 
 REGION = {"input": [R], "output": [R]}
@@ -192,7 +206,7 @@ REFUSED = [
 @pytest.mark.parametrize(("plan", "text"), REFUSED, ids=range(len(REFUSED)))
 def test_refused(plan, text):
     with pytest.raises(PlanError) as info:
-        resolve(network(), MESH, plan)
+        describe(Network(), AXES, plan)
     assert str(info.value).startswith(text), str(info.value)
 
 
