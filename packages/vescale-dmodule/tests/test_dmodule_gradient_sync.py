@@ -1,7 +1,6 @@
-"""Partial gradients of one backward are reduced together, in flat buckets, and every ``.grad`` is whole afterwards."""
+"""Partial gradients of one backward are reduced together, in flat buckets, and every ``.grad`` is full afterwards."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -11,9 +10,6 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
 from vescale.dmodule import no_sync, parallelize_module
-from vescale.dmodule._execution.modes import execution_of
-from vescale.dmodule._gradients.partial_sums import partial_dims
-from vescale.dmodule._gradients.sync import GradientSync
 from vescale.dtensor import Replicate, Shard, debug, init_device_mesh
 from vescale.dtensor.extension import stand_in_for
 from vescale_testing import ranks
@@ -134,26 +130,19 @@ def test_accumulation_without_communication():
         assert all(p.is_partial() for p in kept.placements)  # a label that says what it is
         with pytest.raises(AssertionError, match=r"head\.weight"):
             assert_same_gradients_of_head(model, plain)
-        twin = copy.deepcopy(model)
-        for other in (model, twin):
+        for other in (model, copy.deepcopy(model)):
             assert len(backward(other, 4).only(operator="all_reduce")) == NUM_REDUCED_TOGETHER
             assert_same_gradients(other, plain)
-    forgotten_and_reduced_later(model, execution_of(model).sync)
+    forgotten(model)
 
 
-def forgotten_and_reduced_later(model, sync):
+def forgotten(model):
     with no_sync(model):
         backward(model, 5)
-        with pytest.raises(RuntimeError, match=r"reduce\(\) was called inside no_sync\(\)"):
-            sync.reduce()
     model.zero_grad()  # forgets what was kept
-    sync.reduce()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    with no_sync(model):
-        backward(model, 6)
-    sync.reduce()
     plain = build()
     plain(batch(6)).square().sum().backward()
+    backward(model, 6)
     assert_same_gradients(model, plain)
     x = batch(7)
     x.register_hook(lambda _gradient: no_sync(model).__enter__())
@@ -193,10 +182,28 @@ class Fail(torch.autograd.Function):
         raise ArithmeticError("in the middle")
 
 
-def parameters(mesh, shapes, placements=(R,), dtype=torch.float32):
-    """Parameters of one module, zeros."""
-    made = [DTensor.from_local(torch.zeros(s, dtype=dtype), mesh, list(placements), run_check=False) for s in shapes]
-    return nn.ParameterList(made)
+class Held(nn.Module):
+    """Parameters that are used outside of it. Its first call installs their receivers."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.parts = nn.ParameterList(tensors)
+
+    def forward(self):
+        return None
+
+
+def held(mesh, tensors, layouts=None):
+    """Return parameters in placements, replicated by default, without receivers yet."""
+    plan = {} if layouts is None else {rf"parts\.{i}": list(placements) for i, placements in enumerate(layouts)}
+    return parallelize_module(Held(tensors), mesh, {"parameter": plan})
+
+
+def received(mesh, tensors, layouts=None):
+    """Return the same, with the receivers of a parallelized module."""
+    model = held(mesh, tensors, layouts)
+    model()
+    return model.parts
 
 
 def summand(shape, seed, dtype=torch.float32):
@@ -206,10 +213,10 @@ def summand(shape, seed, dtype=torch.float32):
 
 def give(parameter, local, placements=(P,)):
     mesh = parameter.device_mesh
-    whole = DTensor.from_local(
+    gradient = DTensor.from_local(
         local, mesh, list(placements), run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-    return Give.apply(parameter, whole)
+    return Give.apply(parameter, gradient)
 
 
 def give_locally(parameter, local):
@@ -235,9 +242,8 @@ def test_the_result_depends_neither_on_the_mode_nor_on_the_order_of_arrival():
     shapes = [(5,), (7, 3), (64,), (2,), (33,)]
 
     def train(order, *, is_local, attached=range(5)):
-        sync, module, seen = GradientSync(), parameters(mesh, shapes), []
-        for i in attached:
-            sync.attach(nn.ParameterList([module[i]]))
+        parts, seen = received(mesh, [torch.zeros(shapes[i]) for i in attached]), []
+        module = [parts[list(attached).index(i)] for i in range(5)]
         for step in range(3):
             local = {i: summand(shapes[i], 10 * step + i) for i in order}
             uses = [give_locally(module[i], local[i]) if is_local else give(module[i], local[i]) for i in order]
@@ -261,8 +267,7 @@ def test_parameters_that_come_now_and_then():
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
 
     def counts(*programs, is_local):
-        sync, module, seen = GradientSync(), parameters(mesh, [(3,)] * 3), []
-        sync.attach(module)
+        module, seen = received(mesh, [torch.zeros(3) for _ in range(3)]), []
         for step, program in enumerate(programs):
             local = [(module[i], summand((3,), 10 * step + i)) for i in program]
             uses = [give_locally(p, part) if is_local else give(p, part) for p, part in local]
@@ -283,16 +288,15 @@ def test_parameters_that_come_now_and_then():
 def test_uneven_shards():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layouts = [(R, R), (R, S0), (R, R), (R, S0), (R, R), (S0, S0)]
-    module = nn.ParameterList(nn.Parameter(sharded(torch.zeros(5, 2), mesh, layout)) for layout in layouts)
-    sync, whole = GradientSync(), torch.arange(10.0).view(5, 2)
-    sync.attach(module)
+    module = received(mesh, [torch.zeros(5, 2) for _ in layouts], layouts)
+    full = torch.arange(10.0).view(5, 2)
     gradients = [(P, P), (P, S0), (R, P), (P, S0), (P, R), (S0, S0)]
     for _ in range(2):
         for parameter, layout in zip(module, gradients, strict=True):
-            local = sharded(whole, mesh, [R if p.is_partial() else p for p in layout]).to_local()
+            local = sharded(full, mesh, [R if p.is_partial() else p for p in layout]).to_local()
             give(parameter, local, layout).backward()
     for parameter, layout in zip(module, gradients, strict=True):
-        assert torch.equal(parameter.grad.full_tensor(), 2 * whole * 2 ** layout.count(P))
+        assert torch.equal(parameter.grad.full_tensor(), 2 * full * 2 ** layout.count(P))
 
 
 @ranks(4)
@@ -310,12 +314,10 @@ def test_every_kind_of_gradient():
     ]
     for placements, gradient, operators in cases:
         for is_local in (False, True):
-            sync = GradientSync()
-            whole = torch.arange(15.0, dtype=torch.float64).view(5, 3)
-            module = nn.ParameterList([nn.Parameter(sharded(whole, mesh, placements))])
-            sync.attach(module)
-            local = sharded(whole, mesh, [R if p.is_partial() else p for p in gradient]).to_local()
-            total = whole * 2 ** sum(p == P for p in gradient)
+            full = torch.arange(15.0, dtype=torch.float64).view(5, 3)
+            module = received(mesh, [full], [placements])
+            local = sharded(full, mesh, [R if p.is_partial() else p for p in gradient]).to_local()
+            total = full * 2 ** sum(p == P for p in gradient)
             with debug.comm_log() as log:
                 if is_local:
                     leaf = torch.zeros_like(local, requires_grad=True)
@@ -328,8 +330,8 @@ def test_every_kind_of_gradient():
             assert torch.equal(module[0].grad.full_tensor(), total), (placements, gradient)
 
 
-def sharded(whole, mesh, placements):
-    replicated = DTensor.from_local(whole, mesh, [R] * mesh.ndim, run_check=False)
+def sharded(full, mesh, placements):
+    replicated = DTensor.from_local(full, mesh, [R] * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=placements)
 
 
@@ -337,10 +339,8 @@ def sharded(whole, mesh, placements):
 def test_passes_that_are_not_plain():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
-    def fresh(num=3, **options):
-        sync, module = GradientSync(), parameters(mesh, [(4,)] * num, **options)
-        sync.attach(module)
-        return sync, module
+    def fresh(num=3, dtype=torch.float32):
+        return received(mesh, [torch.zeros(4, dtype=dtype) for _ in range(num)])
 
     def whole(seed, dtype=torch.float32):
         total = summand((4,), seed, dtype)
@@ -350,10 +350,10 @@ def test_passes_that_are_not_plain():
     def use(module, *seeds):
         return sum(give(parameter, summand((4,), seed)) for parameter, seed in zip(module, seeds, strict=False))
 
-    # a pass that ends with an exception leaves nothing behind, before and after buckets are known
-    for known in (False, True):
-        sync, module = fresh()
-        if known:
+    # a pass that ends with an exception leaves nothing behind, in the first pass and in a later one
+    for is_later in (False, True):
+        module = fresh()
+        if is_later:
             use(module, 1, 2, 3).backward()
             module.zero_grad()
         loss = use(module, 4, 5) + Give.apply(Fail.apply(torch.zeros((), requires_grad=True)), torch.zeros(()))
@@ -363,8 +363,8 @@ def test_passes_that_are_not_plain():
         assert number_of_all_reduces(use(module, 1, 2, 3).backward) == 1
         assert [torch.equal(p.grad.to_local(), whole(s)) for p, s in zip(module, (1, 2, 3), strict=True)] == [True] * 3
 
-    # torch.autograd.grad gives whole gradients and touches no .grad
-    sync, module = fresh()
+    # torch.autograd.grad gives full gradients and touches no .grad
+    module = fresh()
     found = torch.autograd.grad(use(module, 1, 2), [module[0], module[1]])
     assert [g.placements for g in found] == [(R,), (R,)]
     assert torch.equal(found[1].to_local(), whole(2))
@@ -373,8 +373,8 @@ def test_passes_that_are_not_plain():
     assert torch.equal(module[0].grad.to_local(), whole(1))
     assert module[1].grad is None
 
-    # hooks of the user see whole gradients; the other parameters are reduced together all the same
-    sync, module = fresh(4)
+    # hooks of the user see full gradients; the other parameters are reduced together all the same
+    module = fresh(4)
     seen = []
     module[0].register_hook(lambda gradient: seen.append(gradient.to_local()) or 2 * gradient)
     module[1].register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.to_local().clone()))
@@ -383,28 +383,25 @@ def test_passes_that_are_not_plain():
     assert torch.equal(module[0].grad.to_local(), 2 * whole(1))
 
     # two uses of one parameter, dtypes apart, a copy, one that is frozen and thawed, a second use of the hooks
-    sync, module = fresh(2)
-    half = nn.Parameter(module[0].detach().bfloat16())
-    module.append(half)
+    model = held(mesh, [torch.zeros(4), torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)])
+    module, half = model.parts, model.parts[2]
     module[1].requires_grad_(False)
-    sync.attach(module)
+    model()
     loss = use(module, 1) + use(module, 2) + give(half, summand((4,), 3, torch.bfloat16), (P,))
     assert number_of_all_reduces(loss.backward) == 2
     torch.testing.assert_close(module[0].grad.to_local(), whole(1) + whole(2))
     assert torch.equal(half.grad.to_local(), whole(3, torch.bfloat16))
     module[1].requires_grad_(True)
-    twin = copy.deepcopy(module)
-    for parts in (module, twin):
-        parts.zero_grad()
-        sync.attach(parts)
-        sync.attach(parts)
+    for other in (model, copy.deepcopy(model)):
+        other.zero_grad()
+        other()
+        other()
         for _ in range(2):
-            use(parts, 1, 2).backward()
-        torch.testing.assert_close([p.grad.to_local() for p in parts[:2]], [2 * whole(1), 2 * whole(2)])
-    assert type(pickle.loads(pickle.dumps(sync))) is GradientSync
+            use(other.parts, 1, 2).backward()
+        torch.testing.assert_close([p.grad.to_local() for p in other.parts[:2]], [2 * whole(1), 2 * whole(2)])
 
     # a gradient of which a gradient is taken
-    sync, module = fresh(1, dtype=torch.float64)
+    module = fresh(1, dtype=torch.float64)
     x = torch.full((4,), float(dist.get_rank() + 1), dtype=torch.float64, requires_grad=True)
     part = DTensor.from_local(x, mesh, [P], run_check=False)
     (module[0] * part.redistribute(placements=[R])).sum().to_local().backward(create_graph=True)
@@ -412,9 +409,15 @@ def test_passes_that_are_not_plain():
     assert module[0].grad.to_local().tolist() == [3.0] * 4
 
 
+def install_receiver(parameter):
+    model = held(parameter.device_mesh, [torch.zeros(2)])
+    model.parts[0] = parameter
+    model()
+
+
 @ranks(2)
 def test_the_protocol_of_receivers():
-    check_gradient_receiver(lambda parameter: GradientSync().attach(nn.ParameterList([parameter])))
+    check_gradient_receiver(install_receiver, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -431,11 +434,3 @@ def test_checkpointing(use_reentrant):
         assert len(log.only(operator="all_reduce")) == (4 if use_reentrant else 1)
 
     on_every_rank()
-
-
-def test_partial_dims():
-    assert partial_dims([P, S0], [R, S0]) == (0,)
-    assert partial_dims([P, P], [R, R]) == (0, 1)
-    assert partial_dims([R, S1], [R, S1]) == ()
-    for gradient, parameter in (([S0], [R]), ([P], [S0]), ([R], [S0]), ([Partial("max")], [R])):
-        assert partial_dims(gradient, parameter) is None

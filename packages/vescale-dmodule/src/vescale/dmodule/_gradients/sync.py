@@ -55,8 +55,6 @@ __all__ = ["GradientSync"]
 class GradientSync:
     """Sums the partial gradients of the parameters of a parallelized module.
 
-    A copy, also through pickle, is a new one that has no parameters yet.
-
     Attributes:
         synchronizes: whether partial gradients are summed at the end of a pass; False inside of :meth:`no_sync`.
         meter: notes reductions while a report is open.
@@ -74,9 +72,6 @@ class GradientSync:
         self._num_attached = 0
         self._axes: dict[tuple[DeviceMesh, int], MeshAxis] = {}
         self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
-
-    def __reduce__(self) -> tuple:
-        return GradientSync, ()
 
     def attach(self, module: nn.Module) -> None:
         """Receive the gradients of every DTensor parameter of ``module`` that requires one and has no receiver.
@@ -128,16 +123,6 @@ class GradientSync:
             raise RuntimeError("no_sync() was entered or left during backward(); put the whole backward() inside of it")
         before, self.synchronizes = self.synchronizes, synchronizes
         return before
-
-    def reduce(self) -> None:
-        """Reduce what backward passes inside of :meth:`no_sync` have left in ``.grad``; a collective.
-
-        Raises:
-            RuntimeError: inside of :meth:`no_sync`.
-        """
-        if not self.synchronizes:
-            raise RuntimeError("reduce() was called inside no_sync(); call it after the context")
-        _Pass(self).end()
 
 
 class _Receiver:
