@@ -125,7 +125,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     """Return whether a parameter has gradient hooks or post-accumulate hooks other than those of this module."""
     intake = _intake_of(parameter)
     own = 0 if intake is None else len(intake.handles)
-    return sum(map(len, autograd.hook_tables(parameter))) > own
+    return autograd.num_hooks(parameter) > own
 
 
 def stand_in_for(parameter: DTensor, leaf: Tensor, placements: Sequence[Placement]) -> RemovableHandle:
@@ -279,7 +279,7 @@ class _Intake:
         if self.receiver is None:
             gradient = as_gradient(parameter, aligned_gradient(parameter, local, placements), parameter.placements)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        elif not has_gradient_hooks(parameter):
+        elif autograd.num_hooks(parameter) == len(self.handles):
             self.receiver.receive(local, placements)
         else:
             self._deliver_with_hooks(parameter, aligned_gradient(parameter, local, placements))

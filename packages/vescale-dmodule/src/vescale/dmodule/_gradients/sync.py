@@ -6,7 +6,7 @@ and summed at its end, all together::
 
     backward     norm.weight      down.bias      up.weight         norm.bias   ...    end of the pass
                   partial          partial        full              partial
-    pass         [ collected .................................................. ]
+    pass         [ collected ................... to ``.grad`` ................. ]
     at the end                                                   one collective per axis and dtype, added to ``.grad``
 
 After ``backward()`` every ``.grad`` has the placements of its parameter. `vescale.optim.DDP` takes the place of these
@@ -18,9 +18,8 @@ Note: lifetime of a pass
     backward (reentrant checkpointing) is a pass of its own, reduced at its own end.
 
 Note: what does not wait for the end
-    A full gradient is added at once to an existing ``.grad``, which frees it, and where a hook of a user looks at
-    ``.grad``. A gradient with a history (``create_graph=True``), and one that needs more than a sum over ranks, is
-    brought to the placements of its parameter at once.
+    A full gradient is added to ``.grad`` at once. So is a gradient with a history (``create_graph=True``), and one that
+    needs more than a sum over ranks, after it is redistributed to the placements of its parameter.
 
 Note: no_sync
     Inside of it partial sums stay in ``.grad``, a DTensor with Partial placements. Clearing gradients forgets them.
@@ -42,7 +41,6 @@ from vescale.dtensor.extension import (
     as_gradient,
     attach_gradient_receiver,
     gradient_receiver,
-    has_gradient_hooks,
 )
 
 from .. import _torch
@@ -150,31 +148,32 @@ class _Receiver:
         return dims
 
     def receive(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
-        """Collect a gradient until the end of the pass, or add it to ``.grad``."""
+        """Collect a partial gradient until the end of the pass; add a full one to ``.grad``."""
         sync, dims = self.sync, self.dims_of(placements)
-        if dims and not sync.synchronizes and not local.requires_grad:
-            self._keep(local, placements)
-            return
-        current = sync.running_pass() if sync.synchronizes or not dims else None
+        if sync.unreduced and sync.synchronizes:
+            sync.running_pass()  # whose end reduces them
         if dims is None or local.requires_grad:
             self.add(aligned_gradient(self.parameter, local, placements))
-        elif dims or (self.parameter.grad is None and not has_gradient_hooks(self.parameter)):
-            current.collect(self, dims, local)
-        else:
+        elif not dims:
             self.add(local)
+        elif sync.synchronizes:
+            sync.running_pass().collect(self, dims, local)
+        else:
+            self._keep(local, placements)
 
     def add(self, local: Tensor) -> None:
         """Add a gradient in the placements of the parameter to ``.grad``, as autograd does."""
         parameter = self.parameter
-        if has_partial(parameter.grad):
-            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-            self.sync.unreduced.pop(self, None)
         old = parameter.grad
+        if old is None and not local.requires_grad:
+            parameter.grad = _torch.wrap_like(local, parameter)
+            return
+        if has_partial(old):
+            parameter.grad = old = old.redistribute(placements=parameter.placements)
+            self.sync.unreduced.pop(self, None)
         if local.requires_grad:
             new = as_gradient(parameter, local, parameter.placements)
             parameter.grad = new if old is None else old.redistribute(placements=parameter.placements) + new
-        elif old is None:
-            parameter.grad = _torch.wrap_like(local, parameter)
         elif old.placements != parameter.placements:  # assigned by the user
             new = _torch.wrap_like(local, parameter)
             parameter.grad = old.redistribute(placements=parameter.placements) + new
@@ -224,28 +223,20 @@ class _Receiver:
 
 
 class _Pass:
-    """The gradients of one backward pass; see the note on its lifetime."""
+    """The partial gradients of one backward pass; see the note on its lifetime."""
 
     def __init__(self, sync: GradientSync):
         self.sync = sync
-        self.full: list[tuple[_Receiver, Tensor]] = []
         self.partial: dict[tuple[_Receiver, tuple[int, ...]], Tensor] = {}
 
     def collect(self, receiver: _Receiver, dims: tuple[int, ...], local: Tensor) -> None:
-        """Keep a gradient until the end: full if ``dims`` is empty, else partial over these mesh dims."""
-        if not dims:
-            self.full.append((receiver, local))
-        elif (key := (receiver, dims)) in self.partial:
-            self.partial[key] = self.partial[key] + local
-        else:
-            self.partial[key] = local
+        """Keep a gradient that is partial over mesh dims until the end."""
+        key = receiver, dims
+        self.partial[key] = self.partial[key] + local if key in self.partial else local
 
     def end(self) -> None:
-        """Sum over the ranks what is partial, and add everything to ``.grad``."""
+        """Sum over the ranks what is partial, and add it to ``.grad``."""
         with torch.no_grad():
-            for receiver, local in self.full:
-                receiver.add(local)
-            self.full.clear()
             replaced = self._join_kept() if self.sync.synchronizes else []
             if self.partial:
                 with profiler_range("gradients", self.sync.meter):
