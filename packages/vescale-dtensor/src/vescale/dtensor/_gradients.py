@@ -125,7 +125,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     """Return whether a parameter has gradient hooks or post-accumulate hooks other than those of this module."""
     intake = _intake_of(parameter)
     own = 0 if intake is None else len(intake.handles)
-    return autograd.num_hooks(parameter) > own
+    return sum(map(len, autograd.hook_tables(parameter))) > own
 
 
 def stand_in_for(parameter: DTensor, leaf: Tensor, placements: Sequence[Placement]) -> RemovableHandle:
@@ -208,6 +208,8 @@ class _Intake:
 
     Attributes:
         receiver: the receiver; None after it was detached.
+        handles: of the two hooks.
+        tables: the hook tables of the parameter that hold them.
         stand_ins: of the parameter; each lives as long as its leaf.
     """
 
@@ -216,6 +218,7 @@ class _Intake:
         self.receiver: GradientReceiver | None = None
         self.stand_ins: list[weakref.ref[_StandIn]] = []
         self.handles: tuple[RemovableHandle, ...] = ()
+        self.tables: tuple[dict, dict] = {}, {}
         self.kept: object = NOTHING
 
     def __reduce__(self) -> tuple:
@@ -228,9 +231,14 @@ class _Intake:
         self.remove()
         before = parameter.register_hook(_Hook(self.before_accumulation))
         after = parameter.register_post_accumulate_grad_hook(_Hook(self.after_accumulation))
-        self.handles = before, after
-        for table, handle in zip(autograd.hook_tables(parameter), self.handles, strict=True):
+        self.handles, self.tables = (before, after), autograd.hook_tables(parameter)
+        for table, handle in zip(self.tables, self.handles, strict=True):
             autograd.put_first(table, handle.id)
+
+    def is_hooked(self) -> bool:
+        """Return whether a user has hooked the parameter."""
+        before, after = self.tables
+        return len(before) + len(after) > len(self.handles)
 
     def is_installed(self, parameter: Tensor) -> bool:
         """Return whether both hooks are in the tables of the parameter."""
@@ -273,21 +281,16 @@ class _Intake:
             )
         self.receiver.receive(_local(gradient), gradient.placements if isinstance(gradient, DTensor) else ())
 
-    def deliver(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
-        """Deliver the gradient of a stand-in as autograd delivers a gradient of the parameter."""
+    def deliver_specially(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
+        """Deliver the gradient of a stand-in to a parameter without a receiver, or with hooks of a user."""
         parameter = self.parameter()
-        if self.receiver is None:
-            gradient = as_gradient(parameter, aligned_gradient(parameter, local, placements), parameter.placements)
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        elif autograd.num_hooks(parameter) == len(self.handles):
-            self.receiver.receive(local, placements)
-        else:
-            self._deliver_with_hooks(parameter, aligned_gradient(parameter, local, placements))
-
-    def _deliver_with_hooks(self, parameter: DTensor, local: Tensor) -> None:
-        before, after = ([*table.items()] for table in autograd.hook_tables(parameter))
-        own = [handle.id for handle in self.handles]
+        local = aligned_gradient(parameter, local, placements)
         gradient = as_gradient(parameter, local, parameter.placements)
+        if self.receiver is None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            return
+        before, after = ([*table.items()] for table in self.tables)
+        own = [handle.id for handle in self.handles]
         dtype = getattr(parameter, "grad_dtype", None)
         gradient = gradient if dtype is None else gradient.to(dtype)
         for hook in [hook for key, hook in before if key not in own]:
@@ -340,4 +343,8 @@ class _StandIn:
         if local is None:  # autograd calls hooks also if a function returned None
             return
         leaf.grad = None
-        self.intake.deliver(local, self.placements)
+        intake = self.intake
+        if intake.receiver is None or intake.is_hooked():
+            intake.deliver_specially(local, self.placements)
+        else:  # the hot path of static mode
+            intake.receiver.receive(local, self.placements)

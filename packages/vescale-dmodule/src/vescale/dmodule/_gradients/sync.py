@@ -163,7 +163,7 @@ class _Receiver:
 
     def add(self, local: Tensor) -> None:
         """Add a gradient in the placements of the parameter to ``.grad``, as autograd does."""
-        parameter = self.parameter
+        parameter = self._parameter()
         old = parameter.grad
         if old is None and not local.requires_grad:
             parameter.grad = _torch.wrap_like(local, parameter)

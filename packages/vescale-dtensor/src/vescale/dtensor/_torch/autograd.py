@@ -24,11 +24,6 @@ def hook_tables(leaf: Tensor) -> tuple[HookTable, HookTable]:
     return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
 
 
-def num_hooks(leaf: Tensor) -> int:
-    """Return how many gradient hooks and post-accumulate hooks a leaf has."""
-    return len(leaf._backward_hooks or ()) + len(leaf._post_accumulate_grad_hooks or ())
-
-
 def put_first(table: HookTable, key: int) -> None:
     """Let autograd run a hook before all others. Autograd uses the insertion order, not that of an OrderedDict."""
     hook, others = table.pop(key), list(table.items())
