@@ -88,7 +88,7 @@ def _targets(family: str) -> list[Target]:
     for prefix in (f"{family}, ", f"{family}, {OPTIMIZER}"):
         static = f"{prefix}vescale static"
         hands = [HAND, HAND_EARLY] if family == "Mixtral" else [HAND]
-        targets += [Target(static, prefix + hand, at_most=1.15) for hand in hands]
+        targets += [Target(static, prefix + hand, at_most=1.2) for hand in hands]
         targets.append(Target(prefix + STOCK, static, at_least=3.5))
     return targets
 

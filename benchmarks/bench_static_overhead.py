@@ -89,7 +89,7 @@ def _targets() -> tuple[Target, ...]:
         target
         for group, static in bounds
         for target in (
-            Target(static, group + HAND, at_most=1.15),
+            Target(static, group + HAND, at_most=1.2),
             Target(group + STOCK, static, at_least=3.5),
             Target(group + STOCK_DTENSOR, static, at_least=3.5),
             Target(group + EAGER, group + STOCK_DTENSOR, at_most=1.2),
