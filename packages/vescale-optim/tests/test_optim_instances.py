@@ -144,7 +144,7 @@ def test_refusals():
     refused(ValueError, r"the arguments \['secret'\] of Forgetful cannot be known", Forgetful(trainable, 1))
     scheduled = torch.optim.SGD(trainable)
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
-    refused(ValueError, "make the scheduler of the DistributedOptimizer", scheduled)
+    refused(ValueError, "construct the scheduler for the DistributedOptimizer", scheduled)
     hooked = torch.optim.SGD(trainable)
     hooked.register_step_post_hook(lambda *_: None)
     refused(ValueError, r"this SGD has hooks .*step post-hooks.*; register them with the Dist", hooked)

@@ -98,14 +98,14 @@ class DDP(_torch.UnmovableModule):
         find_unused_parameters: Find, in each backward, the parameters that no rank has used: they keep ``grad`` None,
             as in one process. It takes one small all-reduce that the host waits for. If False, every trainable
             parameter must get a gradient on every rank in each synchronizing backward; a missing one is an error.
-        units: With ``zero=3``: names of modules, or regular expressions for whole names, whose parameters are
+        units: With ``zero=3``: names of modules, or regular expressions for full names, whose parameters are
             unsharded and freed together. By default the elements of the outermost ``nn.ModuleList`` and
             ``nn.Sequential`` containers. The rest, and what several units share, stays unsharded from the beginning of
             the forward to the end of the backward.
         reshard_after_forward: With ``zero=3``: free a unit after its forward and gather it again for its backward.
             False keeps it, which takes the memory of all parameters and saves a third of the communication.
         prefetch: With ``zero=3``: gather the next unit while one runs.
-        granularity: Where parameters may be cut into shards (zero 1 to 3), by name or regular expression for whole
+        granularity: Where parameters may be cut into shards (zero 1 to 3), by name or regular expression for full
             names: ``"tensor"`` (nowhere), ``"rows"`` (between indices of dim 0), ``("dim0", n)`` (between groups of n
             such), ``"expert"`` (the same as rows, of a stack of matrices) or a number of elements of a block. Applies
             to this rank's local tensor. By default parameters are cut anywhere. Shards stay equal in size, with
@@ -294,7 +294,7 @@ class DDP(_torch.UnmovableModule):
 
         Example:
             >>> with model.unsharded():                          # doctest: +SKIP
-            ...     torch.save(model.state_dict(), "whole.pt")
+            ...     torch.save(model.state_dict(), "full.pt")
         """
         with contextlib.nullcontext() if self._sharded is None else self._sharded.unsharded():
             yield
@@ -361,7 +361,7 @@ class DDP(_torch.UnmovableModule):
         if self._sharded is not None:
             self._sharded.wait_for_copies()
             parts = {param: part for param, (_, part) in self._sharded.parts.items()}
-        return sharded_parameters(dict(self.named_parameters()), parts, self.spreads, whole=self.zero < 3)
+        return sharded_parameters(dict(self.named_parameters()), parts, self.spreads, full=self.zero < 3)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the module's state dict, under the module's names.
@@ -386,8 +386,8 @@ class DDP(_torch.UnmovableModule):
             raise ValueError("assign=True would replace the parameters that DDP manages; load in place (assign=False)")
         if self._sharded is None or not self._sharded.frees:
             params = dict(self.module.named_parameters(remove_duplicate=False))
-            whole = _torch.with_metadata(full_values(state_dict, params, self.spreads), state_dict)
-            return self.module.load_state_dict(whole, strict=strict)
+            full = _torch.with_metadata(full_values(state_dict, params, self.spreads), state_dict)
+            return self.module.load_state_dict(full, strict=strict)
         parts, spreads = self._sharded.parts, self.spreads
         self._sharded.wait_for_copies()
         try:

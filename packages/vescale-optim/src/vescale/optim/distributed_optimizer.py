@@ -38,7 +38,7 @@ from ._state.entries import (
     take,
     to_json,
 )
-from ._state.full_state import NOT_SAVED, gather_whole, named_state, numbered_state
+from ._state.full_state import NOT_SAVED, gather_full, named_state, numbered_state
 from ._state.loss_scaling import PieceList, Unscaler
 from ._state.masters import MasterWeights
 from ._state.pieces import Piece, StatePiece
@@ -314,10 +314,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         state = {piece.fqn: self.state[piece.tensor] for piece in self.pieces if piece.tensor in self.state}
         masters = {piece.fqn: {MASTER: piece.tensor} for piece in self.pieces if piece.value is not None}
-        whole = gather_whole(state, self.pieces, self.model)
-        found = numbered_state(whole, self._names_by_group(), self.param_groups)
+        full = gather_full(state, self.pieces, self.model)
+        found = numbered_state(full, self._names_by_group(), self.param_groups)
         if masters:
-            wide = gather_whole(masters, self.pieces, self.model)
+            wide = gather_full(masters, self.pieces, self.model)
             found["master_weights"] = {fqn: entries[MASTER] for fqn, entries in wide.items()}
         return found
 

@@ -16,8 +16,8 @@ Note: what the ranks agree on
     Data-parallel ranks may take different paths through the model, but the gradients that they average must be partial
     over the same axes. So at the first reduction of a bucket the ranks agree on these axes for each gradient: the union
     over all ranks. A rank whose gradient is full along such an axis adds it at coord 0 only. A later gradient that is
-    partial over other axes is summed at once. With ``find_unused_parameters`` the ranks add its axes at the end of that
-    backward. Ranks along those other axes run the same program, as for every tensor-parallel operator.
+    partial over other axes is summed when it arrives. With ``find_unused_parameters`` the ranks add its axes at the end
+    of that backward. Ranks along those other axes run the same program, as for every tensor-parallel operator.
 
 Note: order of additions
     ``"ordered"`` adds in the order of coords here, too. So the bits of a gradient depend neither on the position of an
@@ -77,7 +77,7 @@ class Form:
         dims: The mesh dims over which its gradient may be partial.
         over: The dims over which the gradient in the buffers is partial.
         agreed: The dims over which the gradient of every rank is partial at a reduction; None before the agreement.
-        wishes: The dims of gradients that had to be summed at once.
+        requested: The dims of gradients that were summed on arrival, because the agreement does not have them.
     """
 
     def __init__(self, param: DTensor):
@@ -85,7 +85,7 @@ class Form:
         self.dims = tuple(d for d, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(d) > 1)
         self.over: tuple[int, ...] = ()
         self.agreed: tuple[int, ...] | None = None
-        self.wishes: set[int] = set()
+        self.requested: set[int] = set()
         self._last: tuple[object, tuple[int, ...] | None] = None, None
         self._views: dict[tuple[int, ...], DTensor] = {}
 
@@ -108,18 +108,17 @@ class Form:
         return tuple(dims)
 
     def admits(self, dims: Iterable[int]) -> bool:
-        """Return whether a gradient that is partial over ``dims`` can be kept as it is; record the dims in `wishes` if
-        not.
-        """
+        """Return whether a gradient that is partial over ``dims`` can stay so; record other dims in `requested`."""
         if self.agreed is None:
             return True
         others = set(dims) - set(self.agreed)
-        self.wishes |= others
+        self.requested |= others
         return not others
 
     def adds(self, dims: Iterable[int], target: Iterable[int]) -> bool:
-        """Return whether this rank adds a gradient partial over ``dims`` to one partial over more; otherwise coord 0
-        adds it.
+        """Return whether this rank adds a gradient partial over ``dims`` to one partial over more dims, ``target``.
+
+        Along the dims that only ``target`` has, the gradient is the same on all ranks, and coord 0 adds it.
         """
         return all(self.mesh.get_local_rank(dim) == 0 for dim in set(target) - set(dims))
 
@@ -129,7 +128,7 @@ class Form:
 
     @property
     def is_silent(self) -> bool:
-        """Return whether another rank already adds the full gradient that lies in the buffers."""
+        """Whether another rank adds the full gradient that lies in the buffers, so that this one must not."""
         return bool(self.agreed) and not self.adds((), self.agreed)
 
     def view(self, local: Tensor, param: DTensor) -> DTensor:
@@ -149,16 +148,16 @@ class Form:
                 local.zero_()
             self.over = self.agreed
 
-    # The mask of dims encodes all this in one number, for a reduction that takes the maximum.
+    # The ranks exchange requests as one number per gradient, a mask of dims, by a reduction that takes the maximum.
 
-    def mark(self) -> int:
-        """Return the wishes as a number, and clear them."""
-        mask = sum(1 << dim for dim in self.wishes)
-        self.wishes.clear()
+    def take_request(self) -> int:
+        """Return the requested dims as a mask, and clear them."""
+        mask = sum(1 << dim for dim in self.requested)
+        self.requested.clear()
         return mask
 
-    def learn(self, mask: int) -> None:
-        """Grant the wishes of a rank, from the next gradient on."""
+    def grant(self, mask: int) -> None:
+        """Let gradients be partial over the requested dims of a rank, from the next one on."""
         if mask and self.agreed is not None:
             self.agreed = tuple(sorted({*self.agreed, *(dim for dim in self.dims if mask >> dim & 1)}))
 
@@ -183,18 +182,18 @@ class Agreement:
         self._pending: Pending | None = None
         self._is_made = not self._slots
 
-    def comes_within(self, seconds: float) -> bool:
-        """Start the agreement unless it is made; wait at most ``seconds``; return whether `finish` returns at once."""
+    def ends_within(self, seconds: float) -> bool:
+        """Start the agreement unless it is made; wait at most ``seconds``; return whether `finish` need not wait."""
         if self._is_made:
             return True
-        self._ask()
+        self._start()
         return self._pending is None or self._pending.ends_within(seconds)
 
     def finish(self) -> None:
         """Make the agreement unless it exists; the host waits."""
         if self._is_made:
             return
-        self._ask()
+        self._start()
         if self._pending is not None:
             self._pending.wait()
         answers = iter(self._flags.tolist())
@@ -202,7 +201,7 @@ class Agreement:
             slot.form.agreed = tuple([dim for dim in slot.form.dims if next(answers)])
         self._is_made, self._flags, self._pending = True, None, None
 
-    def _ask(self) -> None:
+    def _start(self) -> None:
         if self._flags is None:
             flags = [dim in slot.partial_dims for slot in self._slots for dim in slot.form.dims]
             self._flags = torch.tensor(flags, dtype=torch.int32, device=self._axis.device_type)

@@ -113,7 +113,10 @@ def aligned(fqn: str, param: Tensor, grad: Tensor) -> Tensor:
     if not isinstance(param, DTensor) or isinstance(grad, ShardedGradient):
         return grad
     if not isinstance(grad, DTensor):
-        raise TypeError(f"{fqn!r} is a DTensor with placements {param.placements}, and its gradient a plain tensor")
+        raise TypeError(
+            f"expected a DTensor as the gradient of {fqn!r}, which is a DTensor with placements {param.placements}, "
+            "but got a plain tensor; wrap it by DTensor.from_local"
+        )
     same = grad.placements == param.placements
     return grad if same else grad.redistribute(param.device_mesh, param.placements)
 

@@ -146,7 +146,7 @@ class Reducer:
         now = self._round
         while now.next_bucket < len(self.buckets) and now.missing[now.next_bucket] == 0:
             bucket = self.buckets[now.next_bucket]
-            if not self._goes_on(bucket, bucket.agreement):
+            if not self._may_continue(bucket, bucket.agreement):
                 return
             self._launch_next()
 
@@ -156,18 +156,18 @@ class Reducer:
         now.next_bucket += 1
         now.in_flight.append(bucket.reduce())
         # With may_wait, which bucket proceeds when depends on the number of launches only: the same on all ranks.
-        while bucket.needs_room and len(now.in_flight) > MAX_IN_FLIGHT and self._goes_on(bucket, now.in_flight[0]):
+        while bucket.needs_room and len(now.in_flight) > MAX_IN_FLIGHT and self._may_continue(bucket, now.in_flight[0]):
             oldest = now.in_flight.popleft()
             oldest.proceed()
             now.gathering.append(oldest)
             while now.gathering and not (now.gathering[0].is_spreading and len(now.gathering) <= MAX_IN_FLIGHT):
-                if not self._goes_on(bucket, now.gathering[0]):
+                if not self._may_continue(bucket, now.gathering[0]):
                     return
                 now.gathering.popleft().finish()
 
-    def _goes_on(self, bucket: FlatBucket, awaited: Reduction | Agreement) -> bool:
-        """Return whether to continue with ``awaited`` before the end of backward."""
-        if bucket.may_wait or awaited.comes_within(self._patience):
+    def _may_continue(self, bucket: FlatBucket, awaited: Reduction | Agreement) -> bool:
+        """Return whether to wait for ``awaited`` before the end of backward, and continue with the next bucket."""
+        if bucket.may_wait or awaited.ends_within(self._patience):
             return True
         self._patience = 0.0
         return False
@@ -192,7 +192,7 @@ class Reducer:
             if use:
                 slot.publish()
             if use > 1 and self.find_unused:
-                slot.form.learn(use - 1)
+                slot.form.grant(use - 1)
         self._check_complete()
 
     def _check_complete(self) -> None:
@@ -240,7 +240,7 @@ class _SlotReceiver(NamedTuple):
 
 
 def _use(slot: FlatSlot) -> int:
-    """Return 0 for a parameter that this rank has not used, otherwise 1 or more: see `Form.mark`."""
+    """Return 0 for a parameter that this rank has not used, otherwise 1 or more: see `Form.take_request`."""
     if slot.param.grad is None:
         return 0
-    return 1 if slot.form is None else 1 + slot.form.mark()
+    return 1 if slot.form is None else 1 + slot.form.take_request()

@@ -8,11 +8,11 @@ has S = 1; one axis with ZeRO 1 to 3 has R = 1. The input is the bucket's buffer
     backend    reduce-scatter over S        all-reduce over R               (S-1)/S + 2 (R-1)/N;  gloo: 2 (S-1)/S + ...
     ordered    all-to-all over N, sum       all-gather over R               (N-1)/N + (R-1)/N
 
-A collective over one rank is left out; an all-reduce that comes first is launched at once. So ZeRO 0 sends 2 (N-1)/N,
-and ZeRO 1 to 3 on one axis (N-1)/N, with either rule. Bytes are in units of the bucket, in ``wire_dtype``. A wire dtype
-other than that of the gradients takes one more buffer while the collective is in flight. The first collective takes one
-more buffer with ``"ordered"``, and 1/S of one with ``"backend"``. At most three buckets are in flight where that takes
-memory or where a second collective follows (ZeRO 3: where communication keeps up).
+A collective over one rank is left out. An all-reduce that comes first is launched immediately. So ZeRO 0 sends
+2 (N-1)/N, and ZeRO 1 to 3 on one axis (N-1)/N, with either rule. Bytes are in units of the bucket, in ``wire_dtype``. A
+wire dtype other than that of the gradients takes one more buffer while the collective is in flight. The first
+collective takes one more buffer with ``"ordered"``, and 1/S of one with ``"backend"``. At most three buckets are in
+flight where that takes memory or where a second collective follows (ZeRO 3: where communication keeps up).
 
 In the ordered sum the replicas of a shard cut it into pieces, and every rank receives all addends of its own piece:
 
@@ -86,8 +86,8 @@ class ScatteredSum:
             self._out = wire.new_empty(wire.numel() // axis.size) if out is None else out
             self._pending = axis.reduce_scatter(self._out, wire, what=what)
 
-    def comes_within(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` and return whether `result` returns at once."""
+    def ends_within(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` and return whether `result` need not wait."""
         return self._pending is None or self._pending.ends_within(seconds)
 
     def result(self) -> Tensor:
@@ -133,10 +133,10 @@ class Reduction:
         else:
             self._pending = axes.replicate.all_reduce(wire, what=bucket.label)
 
-    def comes_within(self, seconds: float) -> bool:
+    def ends_within(self, seconds: float) -> bool:
         """Wait at most ``seconds`` and return whether the collective in flight has ended."""
         if self._sum is not None:
-            return self._sum.comes_within(seconds)
+            return self._sum.ends_within(seconds)
         return self._pending is None or self._pending.ends_within(seconds)
 
     def proceed(self) -> None:
@@ -164,4 +164,4 @@ class Reduction:
         bucket = self.bucket
         bucket.store(average_(self._total, bucket.axes.all.size, bucket.grads.dtype))
         self._sum = self._pending = None
-        self._total = bucket.grads  # frees what was the bucket's no longer
+        self._total = bucket.grads  # drops a buffer that is not the bucket's

@@ -242,7 +242,7 @@ def _passes_by(fqn: str, placement: Placement, param: DTensor) -> bool:
             return sum(units > 0 for units in placement.local_units) == 1
         if placement.dims != (0,):
             raise NotImplementedError(
-                f"Muon steps whole matrices, and {fqn!r} of shape {tuple(param.shape)} is a stack that {placement} "
+                f"Muon steps full matrices, and {fqn!r} of shape {tuple(param.shape)} is a stack that {placement} "
                 f"cuts through its matrices (mesh {param.device_mesh.mesh_dim_names}); place it as RaggedShard((0,), "
                 "...) or Shard, or list it in adamw=[...]"
             )

@@ -75,7 +75,7 @@ class Span:
         return self.stop - self.start
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it is the full matrix."""
         rows, cols = self.job.layout.shape
         return self.numel == rows * cols

@@ -55,7 +55,7 @@ class MatrixStep:
         parts = self._bring(sharing, routes)
         done = {job: self._iterate(job, _assemble(job, parts.pop(job), self._like())) for job in routes.owned}
         if sharing.is_copied:
-            self._tell(sharing, routes, done)
+            self._broadcast(sharing, routes, done)
         else:
             self._return(sharing, routes, done)
 
@@ -117,7 +117,7 @@ class MatrixStep:
             values = [part(span) for span in spans] if place == here else _split(returned[place], spans)
             self._write(sharing, spans, values)
 
-    def _tell(self, sharing: Sharing, routes: Routes, done: dict[Job, Tensor]) -> None:
+    def _broadcast(self, sharing: Sharing, routes: Routes, done: dict[Job, Tensor]) -> None:
         """Broadcast the results of this rank's matrices to every rank; write the results of all."""
         mine = torch.cat([self._like(), *(result.reshape(-1) for result in done.values())])
         every = sharing.grid.axis.gather_uneven(mine, _numels(routes.awaited), what="matrices")
@@ -133,7 +133,7 @@ class MatrixStep:
 
 def _assemble(job: Job, parts: Sequence[tuple[Span, Tensor]], like: Tensor) -> Tensor:
     """Return a matrix from all of its parts; a part that is the full matrix is returned without a copy."""
-    if len(parts) == 1 and parts[0][0].is_whole:
+    if len(parts) == 1 and parts[0][0].is_full:
         return parts[0][1].view(job.layout.shape)
     cells: dict[int, list[tuple[Span, Tensor]]] = {}
     for span, part in sorted(parts, key=lambda each: each[0].start):

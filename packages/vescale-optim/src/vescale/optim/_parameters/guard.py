@@ -1,8 +1,8 @@
 """One guard for parameters that must not be read now: their all-gather is in flight, or they are sharded.
 
-A guard swaps the class of parameters. The guarded class answers questions about metadata at once, and calls the guard
-before everything else: operators, ``.data``, ``.detach()``, ``.copy_()``, collectives, copies, pickling. A write counts
-as a read. What the guard does then is its ``on_read``:
+A guard swaps the class of parameters. The guarded class answers questions about metadata immediately. It calls the
+guard before everything else: operators, ``.data``, ``.detach()``, ``.copy_()``, collectives, copies, pickling. A write
+counts as a read. What the guard does then is its ``on_read``:
 
     Wait      ZeRO 1, 2: an all-gather fills the parameter      wait for it, open the guard, and run the function
     Refuse    ZeRO 3: the memory of the parameter is freed      raise an error with the name of the parameter
@@ -39,7 +39,7 @@ __all__ = ["MEMORY", "MEMORY_FUNCTIONS", "PASSING_ATTRIBUTES", "PASSING_FUNCTION
 MEMORY = "_vescale_memory"
 
 # fmt: off
-#: What a guarded parameter answers at once: nothing of it has a value in its answer, or the memory of one.
+#: Attributes and functions that pass a closed guard. None of them gives a value of the parameter, or its memory.
 PASSING_ATTRIBUTES = frozenset(
     (
         "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "names", "name", "requires_grad",
@@ -60,7 +60,7 @@ PASSING_FUNCTIONS = frozenset(
 )
 # fmt: on
 
-#: What gives the memory of a parameter. A sharded one has none: memory profilers may see that its storage has 0 bytes.
+#: Functions that give the memory of a parameter. A sharded one lets them pass: its storage has 0 bytes.
 MEMORY_FUNCTIONS = frozenset(("data_ptr", "untyped_storage"))
 
 _ACCESSORS = ("__get__", "__set__", "__delete__")

@@ -1,21 +1,22 @@
 """Shards in host memory (offload), and their copies to and from the compute device.
 
-    home of values     (host)   --copy--> own place in the whole buffer (device) --all-gather--> whole parameters
+    home of values     (host)   --copy--> its position in the buffer (device) --all-gather--> full parameters
     home of gradients  (host)  <--copy--  mean of the reduced shard (device), which is freed then
     optimizer          (host)   state, masters and steps are where the shards are
 
-The shard is copied to its own place in the buffer that the all-gather fills, so the device never holds a shard by
-itself: between uses it holds nothing of a unit. A mean that is added to a reduced gradient is added on the host.
+The shard is copied to its position in the buffer that the all-gather fills. So the device never holds a separate shard,
+and between uses it holds nothing of a unit. A mean that is added to a reduced gradient is added on the host.
 
-On an accelerator homes are pinned and copies asynchronous, on one stream per direction, behind what had been launched
-on the current stream: so the copy of the next unit, and its gather, run beside the computation of this one.
+On an accelerator homes are pinned memory. Copies are asynchronous, on one stream per direction, ordered after the work
+launched so far on the current stream. So the copy of the next unit and its all-gather overlap with the computation of
+this one.
 
     a read or write by        waits for
     device: full parameters   the all-gather, which follows the copy on its stream; with one rank the copy
     host: gradients           all copies to the host, at the end of each backward that reduces
     host: writes to values    all copies to the device, before a step or a load
 
-On a CPU both sides are the same memory, but nothing else differs: homes are tensors of their own, every copy is made.
+On a CPU both sides are host memory, and nothing else differs: homes are separate tensors, and every copy is made.
 
 Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), section 4.1.
 """
@@ -44,7 +45,7 @@ class Awaitable(Protocol):
 
 
 class HostMemory:
-    """The host memory in which shards of one device are at home.
+    """Host memory for the shards of one device, and the copies in both directions.
 
     Args:
         device: The compute device.
@@ -61,8 +62,9 @@ class HostMemory:
         return home.copy_(shard)
 
     def bring(self, target: Tensor, home: Tensor, then: Callable[[], Awaitable | None]) -> Awaitable | None:
-        """Start copying ``home`` to ``target``, on the device, and what is to follow; return what to wait for.
+        """Start copying ``home`` to ``target`` on the device, then call ``then`` on the same stream.
 
+        Returns what to wait for: the work that ``then`` has launched, or else the copy. None if nothing is in flight.
         Write to ``home`` only after `wait_before_writing`.
         """
         with self._to_device.is_current():
@@ -70,7 +72,7 @@ class HostMemory:
             return then() or self._to_device.mark()
 
     def keep(self, home: Tensor, value: Tensor) -> None:
-        """Start copying ``value``, from the device, to ``home``, whose values are there after `wait_before_reading`."""
+        """Start copying ``value`` from the device to ``home``. Read ``home`` only after `wait_before_reading`."""
         with self._to_host.is_current():
             home.copy_(value, non_blocking=True)
             self._to_host.holds(value)
@@ -85,7 +87,7 @@ class HostMemory:
 
 
 class _CopyStream:
-    """A stream of copies beside the current one; on a CPU, which has none, copies are made at once."""
+    """A stream for copies. A CPU has no streams; there, copies are synchronous."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -94,7 +96,7 @@ class _CopyStream:
 
     @contextlib.contextmanager
     def is_current(self) -> Iterator[None]:
-        """Launch on this stream, behind what has been launched on the current one so far."""
+        """Launch on this stream, ordered after the work launched so far on the current one."""
         if self._stream is None:
             yield
             return
@@ -103,22 +105,22 @@ class _CopyStream:
             yield
 
     def holds(self, tensor: Tensor) -> None:
-        """Keep the memory of a tensor from being used for another until this stream has come to here."""
+        """Prevent reuse of a tensor's memory before this stream has reached this point."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def mark(self) -> Awaitable | None:
-        """Return what has been launched here, for other streams to wait for."""
+        """Return this point of the stream, for other streams to wait for; None on a CPU."""
         return None if self._stream is None else _Mark(self._stream.record_event(), self._module, self._device)
 
     def synchronize(self) -> None:
-        """Let the host wait for everything that has been launched here."""
+        """Make the host wait for all work on this stream."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class _Mark:
-    """A place in a stream."""
+    """A point in a stream."""
 
     def __init__(self, event: Any, module: Any, device: torch.device):
         self._event = event
@@ -130,11 +132,10 @@ class _Mark:
 
 
 def check_offload(offload: object, zero: int, module: nn.Module, mesh: object) -> None:
-    """Refuse what cannot be offloaded.
+    """Reject settings and modules that cannot be offloaded.
 
     Raises:
-        ValueError: If ``offload`` is no bool, or is given with another stage than 3, which keeps whole parameters on
-            the device; or if a parameter is elsewhere than on the devices of the mesh.
+        ValueError: If ``offload`` is not a bool, the stage is not 3, or a parameter is not on a device of the mesh.
     """
     if not isinstance(offload, bool):
         raise ValueError(f"offload must be True (shards are kept in host memory) or False, got {offload!r}")
@@ -152,7 +153,7 @@ def check_offload(offload: object, zero: int, module: nn.Module, mesh: object) -
         device = _torch.local_tensor(param).device
         if device.type not in (expected, "meta"):
             raise ValueError(
-                f"{fqn!r} is on {device}, and the mesh given to DDP is of devices of type {expected!r}, which compute; "
-                f"offload=True brings shards to the host by itself: move the module before (module.to({expected!r})), "
-                "or construct it by vescale.dtensor.deferred_init: each rank then makes its share there"
+                f"expected every parameter on a device of type {expected!r}, as the mesh given to DDP, but {fqn!r} is "
+                f"on {device}; call module.to({expected!r}) before DDP, or construct the module by "
+                "vescale.dtensor.deferred_init. offload=True moves shards to the host itself"
             )

@@ -5,8 +5,8 @@
     optimizer      takes the parts as its masters: so nothing is lost by rounding, not even once
 
 Until the optimizer takes them, a rank holds the original values of its parts beside the rounded ones. A parameter is
-cast if it has more bits than the dtype of the computation; others stay as they are, as do buffers. What is written into
-parameters in between counts: the master begins from that (`_state/masters.py`).
+cast if it has more bits than the dtype of the computation; others, and buffers, are unchanged. A write into parameters
+in between counts: the master then begins from the written value (`_state/masters.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Originals", "check_param_dtype"]
 
 
 def check_param_dtype(dtype: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse what cannot be cast.
+    """Reject a dtype, or parameters, that cannot be cast.
 
     Raises:
         ValueError: If ``dtype`` is not a floating-point dtype, or a parameter that is to be cast has a gradient.
@@ -58,11 +58,11 @@ class Originals:
     ):
         self._dtypes = {p: p.dtype for p in parameters.values() if dtype is not None and _is_wider(p, dtype)}
         self._shards = {parameters[fqn]: shard for fqn, shard in shards.items() if parameters[fqn] in self._dtypes}
-        self._whole: dict[nn.Parameter, Tensor] = {}
+        self._full: dict[nn.Parameter, Tensor] = {}
         self._parts: dict[nn.Parameter, Tensor] = {}
         for param in self._dtypes:
             if param not in self._shards:
-                self._whole[param] = _torch.local_tensor(param.detach())
+                self._full[param] = _torch.local_tensor(param.detach())
             _cast(param, dtype)
 
     def __str__(self) -> str:
@@ -70,32 +70,32 @@ class Originals:
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return the local tensor of a parameter or buffer as it was."""
-        return self._whole.get(tensor, _torch.local_tensor(tensor.detach()))
+        return self._full.get(tensor, _torch.local_tensor(tensor.detach()))
 
     @torch.no_grad()
     def round(self) -> None:
         """Let the parameters have the values that `local` has, rounded."""
-        for param, whole in self._whole.items():
-            _torch.local_tensor(param).copy_(whole)
+        for param, full in self._full.items():
+            _torch.local_tensor(param).copy_(full)
 
     def cut(self, ranges: Iterable[tuple[str, nn.Parameter, tuple[int, int]]]) -> None:
         """Keep only these parts: name, parameter, and first and last element of its flat local tensor.
 
-        All ranks call it alike: where values are sharded, each parameter is gathered for a moment.
+        All ranks call it alike: parameters whose values are sharded are gathered one after the other.
         """
         for _fqn, param, (start, stop) in ranges:
-            whole = self._shards[param].full_tensor() if param in self._shards else self._whole.pop(param, None)
-            if whole is not None:
-                self._parts[param] = whole.reshape(-1)[start:stop].clone()
-        self._whole.clear()
+            full = self._shards[param].full_tensor() if param in self._shards else self._full.pop(param, None)
+            if full is not None:
+                self._parts[param] = full.reshape(-1)[start:stop].clone()
+        self._full.clear()
         self._shards.clear()
 
     def master_dtype(self, param: nn.Parameter, asked: torch.dtype | None) -> torch.dtype | None:
-        """Return the dtype of a parameter's master weights: what the user has asked for, or else its original one."""
+        """Return the dtype of a parameter's master weights: ``asked``, or else its original dtype."""
         return asked or self._dtypes.get(param)
 
     def take(self, param: nn.Parameter) -> Tensor | None:
-        """Hand over the original values of this rank's part of a parameter; None if there are none (any more)."""
+        """Return the original values of this rank's part of a parameter, once; None if they do not exist."""
         return self._parts.pop(param, None)
 
 
@@ -110,7 +110,7 @@ def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
         hollow = param.untyped_storage().nbytes() == 0 and param.numel() > 0
         param.data = _hollow(param, dtype) if hollow else param.detach().to(dtype)
         return
-    # A DTensor's dtype is part of what it says about itself, which `.data` does not reach.
+    # The dtype of a DTensor is also in its metadata, which `.data` does not change.
     other = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
     vars(other).update(vars(param))
     torch.utils.swap_tensors(param, other)

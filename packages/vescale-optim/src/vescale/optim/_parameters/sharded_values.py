@@ -6,8 +6,8 @@
 With offload (`offload.py`) the shard is in host memory, and copied to its place in ``values`` before the gather.
 
 The parameters stay the same objects, and the storage object of ``values`` stays the same, too: freeing resizes it to
-nothing. So what autograd has saved for backward (the parameters, or views of them) has its values again when the bucket
-is gathered for the backward.
+zero bytes. So the parameters, or views of them, that autograd has saved for backward have their values again when the
+bucket is gathered for the backward.
 
 Note: a parameter without values
     A read of freed memory would crash the process or return garbage. So the guard of the bucket is closed from `free`
@@ -37,7 +37,7 @@ class ShardedValues:
         plan: Layout.
         params: The parameters of ``plan.slots``, in that order; their memory moves into the buffer.
         axis: The axis over which they are sharded, with a process group for gathers.
-        host: Where the shard is to be; None: on the device of the parameters.
+        host: Host memory for the shard; None keeps it on the device of the parameters.
 
     Attributes:
         shard: This coord's part.
@@ -69,12 +69,11 @@ class ShardedValues:
             first, last = (min(max(slot.start + at - start, 0), len(self.shard)) for at in (part.start, part.stop))
             self.parts.append(self.shard[first:last])
         self.label = f"the parameters {plan.slots[0].fqn!r} and {len(plan.slots) - 1} more"
-        self.is_whole = True
         self._pending: Awaitable | None = None
         self.free()
 
     def _views(self) -> list[Tensor]:
-        """Return the place of each parameter in the buffer."""
+        """Return the view of each parameter in the buffer."""
         places = zip(self.plan.slots, self.params, strict=True)
         return [self._values[s.start : s.start + s.numel].view(_torch.local_tensor(p).shape) for s, p in places]
 
@@ -96,7 +95,6 @@ class ShardedValues:
             self._pending.wait()
             self._pending = None
         self.guard.open()
-        self.is_whole = True
 
     def free(self) -> None:
         """Free the memory of the full parameters, and close the guard."""
@@ -107,10 +105,9 @@ class ShardedValues:
             self._pending = None
         self._values.untyped_storage().resize_(0)
         self.guard.close()
-        self.is_whole = False
 
     def give_away(self) -> None:
-        """Copy this coord's part of the full parameters to the shard, and leave their memory to views of it."""
+        """Copy this coord's part of the full parameters to the shard; existing views keep their memory."""
         if not self.frees:
             return
         if self._host is not None:

@@ -14,7 +14,7 @@ Note: modules that `vescale.dmodule` runs on local tensors
     of the forward, by two more forwards and backwards, on all ranks together (`Units.any_rank`).
 
 Note: activation checkpointing
-    A unit that is run again during backward stays unsharded until another unit is entered: its own backward follows.
+    A unit that is recomputed during backward stays unsharded until another unit is entered: its own backward follows.
 
 Note: the autograd nodes by which backward enters a unit
     They belong to tensors in the unit's outputs, nested in containers and in objects of any type, and to tensors that
@@ -52,7 +52,7 @@ class _Call:
         self.end = start
         self.version = version
         self.previous: Callable[[], _Call | None] = lambda: None
-        self.around: tuple = ()  # of a call of the root unit: what was noted of the call around it
+        self.around: tuple = ()  # for the root unit: the state of an enclosing call
 
 
 def _do_nothing(*_args: object) -> None:
@@ -60,8 +60,7 @@ def _do_nothing(*_args: object) -> None:
 
 
 class _InGraph:
-    """A hook, and what it is to a compiler of whole blocks. A copy of its module belongs to no unit, and its hook does
-    nothing.
+    """A hook, and its role where blocks are compiled. A copy of its module belongs to no unit; there it does nothing.
 
     Attributes:
         _vescale_in_graph: ``"outside"``: its module must be entered and left outside of compiled code. ``"absent"``:
@@ -73,7 +72,7 @@ class _InGraph:
         self.function = function
 
     def __call__(self, *args: object) -> object:
-        with _torch.no_function_modes():  # a pipeline follows code by such a mode, and a hook is no part of that code
+        with _torch.no_function_modes():  # a pipeline traces code by such a mode, and hooks are not traced
             return self.function(*args)
 
     def __reduce__(self) -> object:
@@ -188,7 +187,7 @@ class UnitHooks:
             self.units.release(unit)
         if unit is self.root:
             self._forward_ended(output is not None, watched)
-            if unit.num_running:  # this was a call inside of a call: a recording
+            if unit.num_running:  # a nested call: a recording
                 self._seen, self._follows, self._last = call.around
 
     def _leave_part(self, unit: Unit, output: object) -> None:

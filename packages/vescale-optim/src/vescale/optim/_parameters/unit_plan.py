@@ -53,7 +53,7 @@ def choose_units(module: nn.Module, units: Iterable[str | re.Pattern] | None = N
 
     Args:
         module: The module that will be wrapped.
-        units: Names of modules, or regular expressions that match whole names; None for the default. An empty list
+        units: Names of modules, or regular expressions that match full names; None for the default. An empty list
             makes the root unit the only one.
 
     Raises:

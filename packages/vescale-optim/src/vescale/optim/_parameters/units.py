@@ -172,7 +172,7 @@ class Units:
             unit.finish()
 
     def give_away(self) -> None:
-        """Take over what has been written to the full parameters, and leave their memory to views of them."""
+        """Copy values written to the full parameters into the shards; existing views keep their memory."""
         for unit in self.all:
             for bucket in unit.buckets:
                 bucket.give_away()

@@ -57,7 +57,7 @@ class _Bucket(FlatBucket):
     Args:
         plan, params, axes, rules: As in `FlatBucket`.
         gathers: The axis for gathers of parameters.
-        host: Where shards are to be; None: on the device.
+        host: Host memory for shards; None keeps them on the device.
         is_last: Whether it is the last bucket of the plan.
     """
 
@@ -82,14 +82,14 @@ class _Bucket(FlatBucket):
         self._home = self.grad_shard
         if self._host is not None:
             self._home = self._host.home_of(self.grad_shard)
-            self.grad_shard = None  # on the device there is none: sums come in new memory
+            self.grad_shard = None  # none on the device: each reduction gives its sum in new memory
         for slot, part in zip(self.slots, self.sharded_values.parts, strict=True):
             slot.value_part = part
             start = part.storage_offset() - self.sharded_values.shard.storage_offset()
             slot.grad_part = self._home[start : start + part.numel()]
 
     def store(self, mean: Tensor) -> None:
-        """Put the mean of this coord's shard in its place, perhaps on the host, or add it to the reduced gradient."""
+        """Store the mean of this coord's shard, on the host with offload, or add it to the reduced gradient."""
         if self._host is None:
             super().store(mean)
             return
@@ -226,7 +226,7 @@ class ShardedModule:
             self._host.wait_before_writing()
 
     def backward_failed(self) -> None:
-        """Free what a backward that ended with an exception has left."""
+        """Free the units that a failed backward has left unsharded."""
         if self.hooks.in_backward:
             self.hooks.reset()
             self.wait_for_copies()
@@ -238,7 +238,7 @@ class ShardedModule:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Unshard all parameters; what is written to them is kept."""
+        """Unshard all parameters; writes to them are kept."""
         units = self.units
         if units.is_running or _torch.backward_number() != -1:
             raise RuntimeError(
@@ -266,7 +266,7 @@ def materialize_in_shards(module: nn.Module, axes: DataAxes) -> dict[str, Tensor
     """Materialize a deferred module so that each rank computes and holds only its part of each parameter.
 
     Returns:
-        The parameters as DTensors, by name. In the module are plain parameters of the same shapes without memory.
+        The parameters as DTensors, by name. The module then has plain parameters of the same shapes without memory.
 
     Raises:
         ValueError: If the ranks' random states differ, so that their parts would be of different parameters; or if two

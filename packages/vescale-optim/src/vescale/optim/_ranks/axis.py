@@ -169,15 +169,15 @@ class Axis:
 
     def _start(self, kind: str, what: str, collective: Callable, *tensors: Tensor, **kwargs: object) -> Pending:
         name = f"the {kind}{what and ' of '}{what} over axis {self.name!r}"
-        home, brings = tensors[0], None  # every collective writes its result here
+        home, copy_back = tensors[0], None  # every collective writes its result to its first tensor
         if self.is_elsewhere(home):
             tensors = tuple(tensor.to(self.device_type, copy=True) for tensor in tensors)
-            brings = functools.partial(home.copy_, tensors[0])
+            copy_back = functools.partial(home.copy_, tensors[0])
         try:
             work = collective(*tensors, group=self.group, async_op=True, **kwargs)
         except dist.DistError as error:  # an error of the backend; wrong arguments raise other errors
             raise RuntimeError(self.failures.describe(name, _first_line(error))) from error
-        return Pending(work, name, self, brings)
+        return Pending(work, name, self, copy_back)
 
     def broadcast_(self, tensors: Iterable[Tensor], *, chunk_bytes: int) -> None:
         """Overwrite ``tensors``, of any dtype and bit for bit, by those of coord 0, a few chunks at a time."""
@@ -253,11 +253,11 @@ class Pending:
         at_end: Called by `wait`, once, when the collective has succeeded.
     """
 
-    def __init__(self, work: dist.Work | _Works, name: str, axis: Axis, brings: Callable[[], object] | None = None):
+    def __init__(self, work: dist.Work | _Works, name: str, axis: Axis, copy_back: Callable[[], object] | None = None):
         self._work = work
         self._name = name
         self._axis = axis
-        self._brings = brings  # copies the result to its destination
+        self._copy_back = copy_back  # copies the result to its destination
         self.at_end: Callable[[], object] | None = None
 
     def ends_within(self, seconds: float) -> bool:
@@ -275,19 +275,19 @@ class Pending:
         Raises:
             RuntimeError: If the collective failed, here or on another rank.
         """
-        heard = False
+        others_failed = False
         try:
             if self._axis.device_type == "cpu":
-                heard = self._wait_and_listen()
+                others_failed = self._wait_and_listen()
             else:
                 self._work.wait()
         except RuntimeError as error:
             raise RuntimeError(self._axis.failures.describe(self._name, _first_line(error))) from error
-        if heard:
+        if others_failed:
             raise RuntimeError(self._axis.failures.describe(self._name, ""))
-        if self._brings is not None:
-            self._brings()
-            self._brings = None
+        if self._copy_back is not None:
+            self._copy_back()
+            self._copy_back = None
         if self.at_end is not None:
             self.at_end()
             self.at_end = None

@@ -12,7 +12,7 @@ to the store of the process group, to which every process has a separate connect
 
 While a rank waits for a collective on the CPU, it checks the store every `POLL`; a wait that ends earlier never does. A
 rank that is neither in such a wait nor gone (it computes) answers at its next wait, or is named after `PATIENCE` as one
-that gave no answer: the message says both.
+that gave no answer. The message names both cases.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Failures:
             return "\n".join(filter(None, [f"{head}; {gone}", cause]))
         silent = [rank for rank in self.ranks if rank not in answers]
         if silent:
-            told = f"no answer from rank {', '.join(map(str, silent))}: ended, or hangs elsewhere"
+            finding = f"no answer from rank {', '.join(map(str, silent))}: ended, or hangs elsewhere"
         else:
-            told = "every rank of the axis is there, so none has ended"
-        return "\n".join([f"{head}; {told}", *(f"  rank {rank}: {answers[rank]}" for rank in sorted(answers))])
+            finding = "every rank of the axis is there, so none has ended"
+        return "\n".join([f"{head}; {finding}", *(f"  rank {rank}: {answers[rank]}" for rank in sorted(answers))])
 
     def _exchange(self, mine: str) -> dict[int, str]:
         self._store.set(f"rank {self.rank}", mine)

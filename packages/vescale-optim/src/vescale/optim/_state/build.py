@@ -32,7 +32,7 @@ from .pieces import Piece
 
 __all__ = ["Instance", "build_optimizer", "check_class", "cut_pieces", "group_pieces", "take_apart"]
 
-#: Optimizers of torch whose update of an element needs others (rows, matrices, the whole model).
+#: Optimizers of torch whose update of an element needs others (rows, matrices, the full model).
 NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "SparseAdam"})
 
 _CONVOLUTIONS = (nn.Conv1d, nn.ConvTranspose1d)
@@ -48,7 +48,7 @@ def check_class(optimizer_class: Any) -> None:
     muon = next((base for base in optimizer_class.__mro__ if base in (torch.optim.Muon, Muon)), None)
     if muon not in (None, optimizer_class):
         raise ValueError(
-            f"{optimizer_class.__name__} derives from Muon, whose step needs whole matrices, which ranks hold in "
+            f"{optimizer_class.__name__} derives from Muon, whose step needs full matrices, which ranks hold in "
             "parts; pass vescale.optim.Muon itself"
         )
     refused = next((base.__name__ for base in optimizer_class.__mro__ if base.__name__ in NOT_ELEMENTWISE), None)
@@ -115,10 +115,13 @@ def group_pieces(
         params = [p for p in params if p.requires_grad]
         foreign = [tuple(p.shape) for p in params if p not in by_param]
         if foreign:
-            raise ValueError(f"param group {index} has parameters that are not the model's, of shapes {foreign}")
+            raise ValueError(
+                f"param group {index} has parameters that are not the model's, of shapes {foreign}; take them from the "
+                "module given as model="
+            )
         twice = [by_param[p].fqn for p in params if p in seen] + _duplicates([by_param[p].fqn for p in params])
         if twice:
-            raise ValueError(f"parameters are in param groups more than once: {twice}")
+            raise ValueError(f"parameters are in param groups more than once: {twice}; list each of them once")
         seen.update(params)
         groups.append(({k: v for k, v in group.items() if k != "params"}, [by_param[p] for p in params]))
     left = [piece.fqn for piece in pieces if piece.param not in seen]
@@ -149,7 +152,7 @@ def cut_pieces(model: nn.Module, *, master_dtype: torch.dtype | None = None, det
         if hidden is not None:
             raise ValueError(f"the module holds a DDP at {hidden!r}; pass the DDP itself as model=")
         named = [(fqn, p) for fqn, p in model.named_parameters() if p.requires_grad]
-        return [_whole(fqn, p, master_dtype, detached) for fqn, p in named]
+        return [_full(fqn, p, master_dtype, detached) for fqn, p in named]
     slots = model.slots()
     for fqn, param in model.named_parameters():
         if param.requires_grad and (fqn not in slots or slots[fqn].param is not param):
@@ -163,13 +166,13 @@ def cut_pieces(model: nn.Module, *, master_dtype: torch.dtype | None = None, det
         if model.zero:
             piece = _cut(fqn, slot.param, slot.value_part, *slot.part, dtype)
         else:
-            piece = _whole(fqn, slot.param, dtype, detached)
+            piece = _full(fqn, slot.param, dtype, detached)
         piece.spread = model.spreads[piece.param]
         pieces.append(piece)
     return pieces
 
 
-def _whole(fqn: str, param: nn.Parameter, master_dtype: torch.dtype | None, detached: bool) -> Piece:
+def _full(fqn: str, param: nn.Parameter, master_dtype: torch.dtype | None, detached: bool) -> Piece:
     """Return a piece of all of a parameter; a DTensor is updated through its local tensor, which is much faster."""
     local = _torch.local_tensor(param.detach())
     itself = not (detached or isinstance(param, DTensor) or _is_narrow(param, master_dtype))
@@ -216,11 +219,14 @@ def take_apart(optimizer: torch.optim.Optimizer) -> Instance:
     kind = type(optimizer)
     hooks = _torch.optimizer_hooks(optimizer)
     if hooks:
-        raise ValueError(f"this {kind.__name__} has hooks ({hooks}); register them with the DistributedOptimizer")
+        raise ValueError(
+            f"this {kind.__name__} has hooks ({hooks}), which would be lost; register them with the "
+            "DistributedOptimizer"
+        )
     if "step" in vars(optimizer):  # torch's schedulers replace it on the instance
         raise ValueError(
-            f"this {kind.__name__} has a learning-rate scheduler (or another step()), which would go on changing it; "
-            "make the scheduler of the DistributedOptimizer"
+            f"this {kind.__name__} has a learning-rate scheduler (or another step()), which would still change it; "
+            "construct the scheduler for the DistributedOptimizer"
         )
     groups = [{key: value for key, value in group.items() if key != "param_names"} for group in optimizer.param_groups]
     return Instance(kind, _arguments(optimizer), groups, optimizer.state)

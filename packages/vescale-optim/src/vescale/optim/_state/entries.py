@@ -142,7 +142,8 @@ def check_names(came: Iterable[str], expected: set[str], what: str) -> None:
     missing, unexpected = sorted(expected - set(came)), sorted(set(came) - expected)
     if missing or unexpected:
         raise ValueError(
-            f"the state dict is of another model or optimizer: {what} missing {missing}, unexpected {unexpected}"
+            f"the state dict is of another model or optimizer: {what} missing {missing}, unexpected {unexpected}; load "
+            "the state of the same optimizer class and of the same parameters"
         )
 
 
@@ -172,7 +173,9 @@ def to_json(key: str, value: Any) -> Any:
     try:
         json.dumps(value)
     except TypeError:
-        raise TypeError(f"hyperparameter {key!r} is not a JSON value: {value!r}") from None
+        raise TypeError(
+            f"hyperparameter {key!r} is not a JSON value: {value!r}; use a number, a string or a list"
+        ) from None
     return value
 
 

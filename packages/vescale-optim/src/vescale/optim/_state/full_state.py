@@ -19,18 +19,18 @@ from ..ddp import DDP
 from .entries import is_scalar
 from .pieces import Piece
 
-__all__ = ["NOT_SAVED", "gather_whole", "named_state", "numbered_state"]
+__all__ = ["NOT_SAVED", "gather_full", "named_state", "numbered_state"]
 
 #: Keys of a group that are not hyperparameters.
 NOT_SAVED = ("params", "param_names")
 
 
-def gather_whole(state: Mapping[str, Mapping[str, Any]], pieces: Sequence[Piece], model: object) -> dict[str, dict]:
+def gather_full(state: Mapping[str, Mapping[str, Any]], pieces: Sequence[Piece], model: object) -> dict[str, dict]:
     """Return, by name of the parameter, the entries of ``state``, with pieces gathered to tensors of the global shape.
 
     All ranks of the model's axes call it with the same names. Tensors are new; other entries are copies.
     """
-    whole: dict[str, dict[str, Any]] = {fqn: {} for fqn in state}
+    full: dict[str, dict[str, Any]] = {fqn: {} for fqn in state}
     flat = {
         (piece.fqn, name): value.detach()
         for piece in pieces
@@ -43,10 +43,10 @@ def gather_whole(state: Mapping[str, Mapping[str, Any]], pieces: Sequence[Piece]
     for fqn, entries in state.items():
         for name, value in entries.items():
             if (fqn, name) in local:
-                whole[fqn][name] = _gather_shards(local[fqn, name], by_fqn[fqn].param)
+                full[fqn][name] = _gather_shards(local[fqn, name], by_fqn[fqn].param)
             else:
-                whole[fqn][name] = value.clone() if isinstance(value, Tensor) else value
-    return whole
+                full[fqn][name] = value.clone() if isinstance(value, Tensor) else value
+    return full
 
 
 def _gather_pieces(flat: dict[tuple[str, str], Tensor], pieces: Sequence[Piece], model: DDP) -> dict:

@@ -118,7 +118,7 @@ def sharded_parameters(
     parts: Mapping[nn.Parameter, Tensor],
     spreads: Mapping[nn.Parameter, Spread],
     *,
-    whole: bool,
+    full: bool,
 ) -> dict[str, DTensor]:
     """Return this rank's part of each parameter as a DTensor, by name.
 
@@ -126,12 +126,12 @@ def sharded_parameters(
         params: All parameters, by name.
         parts: Their flat parts; parameters without one are full on every rank.
         spreads: The result of `spreads_of`.
-        whole: Whether the parameters themselves are full on every rank, too: one without dims keeps its shape.
+        full: Whether the parameters themselves are full on every rank, too: one without dims keeps its shape.
     """
     found = {}
     for fqn, param in params.items():
         part, spread = parts.get(param), spreads[param]
-        if part is None or (whole and param.ndim == 0):
+        if part is None or (full and param.ndim == 0):
             part, spread = _torch.local_tensor(param), replace(spread, place=None)
         found[fqn] = spread.to_dtensor(part, param)
     return found

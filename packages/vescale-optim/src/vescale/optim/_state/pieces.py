@@ -169,7 +169,10 @@ class StatePiece:
             theirs = value.__boxes__()
         else:
             came = tuple(getattr(value, "shape", getattr(value, "__global_shape__", ()))) or type(value).__name__
-            raise ValueError(f"state of {self.piece.fqn!r} has global shape {self.__global_shape__}, got {came}")
+            raise ValueError(
+                f"state of {self.piece.fqn!r} has global shape {self.__global_shape__}, got {came}; load the state of "
+                "a model with the same shapes"
+            )
         if _layout(ours) != _layout(theirs):
             raise ValueError(
                 f"state of {self.piece.fqn!r} holds other rectangles than this rank's ({_layout(theirs)}, expected "

@@ -74,7 +74,7 @@ class Spread:
             raise NotImplementedError(
                 f"{self.fqn!r} is a DTensor over {param.device_mesh.mesh_dim_names} with shards of unequal size "
                 f"(placements {param.placements} of shape {tuple(param.shape)}), of which data-parallel ranks own "
-                "unequal shares: no placement says that; use the rectangles of its StatePiece (__boxes__), which "
+                "unequal shares: no placement describes that; use the rectangles of its StatePiece (__boxes__), which "
                 "checkpoints store"
             )
         unit = math.gcd(*held)
