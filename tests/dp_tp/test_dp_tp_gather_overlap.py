@@ -10,23 +10,15 @@ from torch import nn
 from vescale.dmodule import parallelize_module, set_mode
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._gradients.bucket import FlatBucket
-from vescale.optim._parameters.gathers import BucketGather
-from vescale.optim._parameters.guard import Guard
-from vescale.optim._torch import local_tensor
-from vescale_testing import ask_again, begin_late, ranks
+from vescale_testing import ranks
+
+pytestmark = pytest.mark.usefixtures("settled_sharing")
 
 WHOLE = [{"tp": Replicate()}]
 PLAN = {
     "parameter": {r"\d+\.up\.(weight|bias)": {"tp": Shard(0)}, r"\d+\.down\.weight": {"tp": Shard(1)}},
     "forward": {r"\d+\.up\.input": WHOLE, r"\d+\.down\.output": WHOLE},
 }
-
-
-@pytest.fixture(autouse=True)
-def settled_sharing(monkeypatch):
-    """A thread of gloo that holds the memory of the last gather a moment longer does not count."""
-    ask_again(monkeypatch, BucketGather, "is_shared")
 
 
 class Block(nn.Module):
@@ -117,7 +109,7 @@ def test_modes_may_change_while_gathers_are_on_their_way(monkeypatch):
 # ------------------------------------------------------------------------------------------------- order
 
 
-def events_of_step_and_forward(mesh, monkeypatch, *, overlap, held_back=False):
+def events_of_step_and_forward(mesh, monkeypatch, on_gathers, *, overlap, held_back=False):
     """Return in which order blocks run and gathers end; coord 1 may hold the last back till coord 0 has run block 0."""
     coord, (first, second) = mesh.get_local_rank("dp"), mesh["dp"].mesh.tolist()
     control, message = dist.new_group(), torch.zeros(1)
@@ -125,14 +117,10 @@ def events_of_step_and_forward(mesh, monkeypatch, *, overlap, held_back=False):
     model, optimizer = wrapped(mesh, blocks(), overlap=overlap)
     set_mode(model.module, "static")
     step(model, optimizer, batch(mesh))  # which is rehearsed
-    gather = FlatBucket.gather_values
 
-    def gather_values(bucket):
-        if held_back and bucket.plan.index == 0 and coord == 1:
+    def hold_back(bucket):
+        if held_back and bucket == 0 and coord == 1:
             dist.recv(message, src=first, group=control)
-        pending = gather(bucket)
-        pending.at_end = lambda: events.append(f"bucket {bucket.plan.index}")
-        return pending
 
     def block_has_run(index):
         events.append(f"block {index}")
@@ -140,7 +128,7 @@ def events_of_step_and_forward(mesh, monkeypatch, *, overlap, held_back=False):
             dist.send(message, dst=second, group=control)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FlatBucket, "gather_values", gather_values)
+        on_gathers(patch, hold_back, lambda bucket: events.append(f"bucket {bucket}"))
         step(model, optimizer, batch(mesh))
         for index, block in enumerate(model.module):
             block.register_forward_hook(lambda *_, index=index: block_has_run(index))
@@ -148,11 +136,11 @@ def events_of_step_and_forward(mesh, monkeypatch, *, overlap, held_back=False):
 
 
 @ranks(4, timeout=120)
-def test_a_forward_on_local_tensors_begins_before_the_last_gather_has_ended(monkeypatch):
+def test_a_forward_on_local_tensors_begins_before_the_last_gather_has_ended(monkeypatch, on_gathers):
     mesh = data_and_tensor_parallel()
-    events, overlapped = events_of_step_and_forward(mesh, monkeypatch, overlap=True, held_back=True)
+    events, overlapped = events_of_step_and_forward(mesh, monkeypatch, on_gathers, overlap=True, held_back=True)
     assert events == [f"{what} {i}" for block in range(3) for what, i in (("bucket", 2 - block), ("block", block))]
-    events, expected = events_of_step_and_forward(mesh, monkeypatch, overlap=False)
+    events, expected = events_of_step_and_forward(mesh, monkeypatch, on_gathers, overlap=False)
     assert events == [f"bucket {i}" for i in (2, 1, 0)] + [f"block {i}" for i in range(3)]
     assert torch.equal(overlapped, expected)
 
@@ -160,7 +148,7 @@ def test_a_forward_on_local_tensors_begins_before_the_last_gather_has_ended(monk
 # ------------------------------------------------------------------------------------------------- guards
 
 
-def outputs_after_a_late_gather(mesh, monkeypatch, module, *, prepare=lambda _model: None):
+def outputs_after_a_late_gather(mesh, monkeypatch, late_gathers, module, *, prepare=lambda _model: None):
     """Return what static mode computes with values that come when somebody waits for them, and what is right."""
     model, _ = wrapped(mesh, module)
     set_mode(model.module, "static")
@@ -168,9 +156,7 @@ def outputs_after_a_late_gather(mesh, monkeypatch, module, *, prepare=lambda _mo
     x = batch(mesh)
     model(x).sum().backward()
     with monkeypatch.context() as patch:
-        begin_late(patch, FlatBucket, "gather_values")
-        # Outside of an optimizer's step its tensors over a bucket would count as those of strangers.
-        patch.setattr(BucketGather, "is_shared", lambda _values, _num_views: False)
+        late_gathers(patch)
         for slot in model.slots().values():
             slot.value_part.fill_(0.5)
         model.gather_parameters()
@@ -186,15 +172,21 @@ def hook_and_keep_a_part_in_eager_mode(model):
 
 
 @ranks(4, timeout=120)
-def test_local_tensors_wait_for_their_values(monkeypatch):
+def test_local_tensors_wait_for_their_values(monkeypatch, late_gathers, without_leaves):
     mesh = data_and_tensor_parallel()
     tied = {"prepare": hook_and_keep_a_part_in_eager_mode}
     for module, settings in ((blocks(), {}), (tied_blocks(), tied)):
-        out, expected = outputs_after_a_late_gather(mesh, monkeypatch, module, **settings)
+        out, expected = outputs_after_a_late_gather(mesh, monkeypatch, late_gathers, module, **settings)
         assert torch.equal(out, expected)
-    monkeypatch.setattr(Guard, "add_leaf", lambda *_, **__: None)  # without a guard they show what was there before
-    out, expected = outputs_after_a_late_gather(mesh, monkeypatch, blocks())
+    without_leaves(monkeypatch)  # they show what was there before
+    out, expected = outputs_after_a_late_gather(mesh, monkeypatch, late_gathers, blocks())
     assert not torch.equal(out, expected)
+
+
+def local_tensor(param):
+    """Return the tensor inside of a DTensor, by the protocol of tensor subclasses."""
+    names, _ = param.__tensor_flatten__()
+    return next(value for name in names if isinstance(value := getattr(param, name), torch.Tensor))
 
 
 @ranks(4, timeout=120)

@@ -1,16 +1,27 @@
-"""The problem that most tests train: small, uneven, with everything that a flat layout can get wrong."""
+"""The problem that most tests train, small and uneven; and all that tests share to break, set or watch the package."""
 
 import contextlib
 from dataclasses import dataclass
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale.optim import DDP
-from vescale.optim._gradients.bucket import FlatBucket
+from vescale.optim import DDP, _torch
+from vescale.optim._forward import local_batch
+from vescale.optim._gradients import reducer, reduction
+from vescale.optim._gradients.bucket import FlatBucket, FlatSlot
+from vescale.optim._muon.newton_schulz import NewtonSchulz
 from vescale.optim._parameters.gathers import BucketGather
+from vescale.optim._parameters.guard import Guard
+from vescale.optim._parameters.offload import HostMemory
+from vescale.optim._parameters.sharded_values import ShardedValues
+from vescale.optim._parameters.units import Unit
+from vescale.optim._ranks import axis, failures
+from vescale.optim._ranks.span import Span
+from vescale.optim._state import state_dtype
 from vescale_testing import TrainingRecord, ask_again, begin_late
 
 
@@ -97,10 +108,93 @@ def accumulating_problem():
     return Problem(accumulation=3)
 
 
+# ------------------------------------------------------------------------------------------------- faults
+
+#: Where tests break the package, to see that what they compare can differ. Only this table knows the code.
+PLACES = {
+    "a bucket stores its mean": (FlatBucket, "store"),
+    "a slot is made ready for a reduction": (FlatSlot, "settle"),
+    "the mean of a sum": (reduction, "average_"),
+    "a bucket gathers parameters": (FlatBucket, "gather_values"),
+    "a guard closes": (Guard, "close"),
+    "a unit is freed": (Unit, "free"),
+    "the parameters of a unit have come": (ShardedValues, "finish"),
+    "a shard is copied to the device": (HostMemory, "bring"),
+    "a gradient is copied to the host": (HostMemory, "keep"),
+    "the host waits for copies of gradients": (HostMemory, "wait_before_reading"),
+    "whether a module draws": (local_batch._Draws, "__call__"),
+    "the check for draws that were not watched": (local_batch._LocalBatch, "_check"),
+    "whether a replica counts in a norm": (Span, "is_first_along"),
+    "the store of failures": (_torch, "default_store"),
+}
+
+
+@pytest.fixture
+def fault():
+    """`fault(patch, place, make)` puts ``make(function)`` in the place of the function at one of `PLACES`."""
+
+    def install(patch, place, make):
+        owner, name = PLACES[place]
+        patch.setattr(owner, name, make(getattr(owner, name)))
+
+    return install
+
+
+@pytest.fixture
+def lost_exchanges():
+    """`lost_exchanges(patch, which)` zeroes what comes by every second all-to-all: the first (0), or the second (1)."""
+
+    def install(patch, which):
+        exchange, calls = dist.all_to_all_single, []
+
+        def lossy(received, *args, **kwargs):
+            work = exchange(received, *args, **kwargs)
+            calls.append(work)
+            if len(calls) % 2 != which:
+                work.wait()
+                received.zero_()
+            return work
+
+        patch.setattr(dist, "all_to_all_single", lossy)
+
+    return install
+
+
+# ------------------------------------------------------------------------------------------------- settings
+
+
 @pytest.fixture(autouse=True)
 def settled_sharing(monkeypatch):
     """Ignore the thread of gloo that holds the memory of the last gather a moment longer."""
     ask_again(monkeypatch, BucketGather, "is_shared")
+
+
+@pytest.fixture
+def impatient_reducer(monkeypatch):
+    """Wait a short time only where waiting longer could deadlock."""
+    monkeypatch.setattr(reducer, "PATIENCE", 0.05)
+
+
+@pytest.fixture
+def quick_failures(monkeypatch):
+    """Look for failures of other ranks often, and wait 3 seconds for their answers."""
+    monkeypatch.setattr(failures, "POLL", timedelta(seconds=0.1))
+    monkeypatch.setattr(failures, "PATIENCE", 3.0)
+
+
+@pytest.fixture
+def gathers_by_broadcasts(monkeypatch):
+    """Gather small shards over gloo as large ones."""
+    monkeypatch.setattr(axis, "IN_PLACE_BYTES", 0)
+
+
+@pytest.fixture
+def parts_of(monkeypatch):
+    """`parts_of(num_bytes)`: widen the state of this many bytes of parameters at a time."""
+    return lambda num_bytes: monkeypatch.setattr(state_dtype, "PART_BYTES", num_bytes)
+
+
+# ------------------------------------------------------------------------------------------------- observation
 
 
 @pytest.fixture
@@ -111,6 +205,36 @@ def late_gathers():
         begin_late(patch, FlatBucket, "gather_values")
         # Outside of an optimizer's step its tensors over a bucket would count as those of strangers.
         patch.setattr(BucketGather, "is_shared", lambda _values, _num_views: False)
+
+    return install
+
+
+@pytest.fixture
+def on_gathers():
+    """`on_gathers(patch, before, after)` calls both with the number of a bucket, around its gather."""
+
+    def install(patch, before, after):
+        gather = FlatBucket.gather_values
+
+        def gather_values(bucket):
+            before(bucket.plan.index)
+            pending = gather(bucket)
+            pending.at_end = lambda: after(bucket.plan.index)
+            return pending
+
+        patch.setattr(FlatBucket, "gather_values", gather_values)
+
+    return install
+
+
+@pytest.fixture
+def iterations():
+    """`iterations(patch)` returns the list of shapes of the matrices that this process orthogonalizes from now on."""
+
+    def install(patch):
+        shapes, iterate = [], NewtonSchulz.__call__
+        patch.setattr(NewtonSchulz, "__call__", lambda self, x: shapes.append(tuple(x.shape)) or iterate(self, x))
+        return shapes
 
     return install
 

@@ -1,13 +1,14 @@
-"""Over gloo, sums are taken in place and large shards gathered by broadcasts: the same bits, without more memory."""
+"""Collectives of an axis: in place over gloo, of tensors that are elsewhere, and errors that name who is gone."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer, _torch
-from vescale.optim._ranks import axis as _axis
-from vescale.optim._ranks.axis import IN_PLACE_BYTES, Axis
+from vescale.optim._ranks import failures as _failures
+from vescale.optim._ranks.axis import IN_PLACE_BYTES, Axis, Pending
 from vescale_testing import assert_same_training, ranks, run_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8]
@@ -84,13 +85,14 @@ def train(problem, **settings):
 
 
 @pytest.mark.parametrize("settings", [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "offload": True}], ids=str)
-def test_training_with_gathers_by_broadcasts_is_one_process(problem, monkeypatch, settings):
+@pytest.mark.usefixtures("gathers_by_broadcasts")
+def test_training_with_gathers_by_broadcasts_is_one_process(problem, settings):
     expected = problem.one_process(torch.optim.AdamW, clip=0.5, lr=0.01)
-    monkeypatch.setattr(_axis, "IN_PLACE_BYTES", 0)
     for record in run_ranks(train, 3, problem, **settings):
         assert_same_training(record, expected, rtol=1e-12)
 
 
+@pytest.mark.usefixtures("gathers_by_broadcasts")
 def test_a_broadcast_that_is_left_out_is_seen(problem, monkeypatch):
     broadcast = dist.broadcast
 
@@ -98,7 +100,83 @@ def test_a_broadcast_that_is_left_out_is_seen(problem, monkeypatch):
         return broadcast(part, group_src=0 if group_src == 1 else group_src, **settings)
 
     expected = problem.one_process(torch.optim.AdamW, clip=0.5, lr=0.01)
-    monkeypatch.setattr(_axis, "IN_PLACE_BYTES", 0)
     monkeypatch.setattr(dist, "broadcast", without_that_of_coord_1)
     with pytest.raises(AssertionError):
         assert_same_training(run_ranks(train, 3, problem, zero=1)[2], expected, rtol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------- tensors that are elsewhere
+
+
+def train_small(reduction):
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = DDP(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double(), mesh["dp"], zero=2, reduction=reduction)
+    optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.1, clip_grad_norm=0.5)
+    for step in range(3):
+        x = torch.full((2, 3), 1.0 + step + dist.get_rank(), dtype=torch.float64)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    full = [value for entries in optimizer.full_state_dict()["state"].values() for value in entries.values()]
+    return [*(p.detach().clone() for p in model.parameters()), *full]
+
+
+def assert_equal(actual, expected):
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+@ranks(2)
+def test_every_collective_brings_its_result_back(monkeypatch):
+    init = Pending.__init__
+
+    def lost(self, work, name, axis, copy_back=None):
+        """Leave the sums of gradients where they came."""
+        init(self, work, name, axis, None if "bucket" in name else copy_back)
+
+    for reduction in ("backend", "ordered"):
+        expected = train_small(reduction)
+        with monkeypatch.context() as patch:
+            patch.setattr(Axis, "is_elsewhere", lambda _axis, _tensor: True)
+            assert_equal(train_small(reduction), expected)
+            patch.setattr(Pending, "__init__", lost)
+            with pytest.raises(AssertionError):
+                assert_equal(train_small(reduction), expected)
+
+
+def test_a_tensor_is_elsewhere_by_its_device():
+    axis = Axis("dp", 2, 0, None, "cpu")
+    assert not axis.is_elsewhere(torch.zeros(1))
+    assert axis.is_elsewhere(torch.zeros(1, device="meta"))
+
+
+# ------------------------------------------------------------------------------------------- failures
+
+
+class _Broken:
+    """A store whose host is gone."""
+
+    def __getattr__(self, _name):
+        raise dist.DistStoreError("Broken pipe")
+
+
+@ranks(2)
+def test_a_store_that_is_gone_is_said():
+    failures = _failures.Failures((0, 1), dist.get_rank())
+    failures._store = _Broken()
+    assert failures.seen()
+    message = failures.describe("the all-gather of bucket 1", "Connection closed by peer")
+    head = f"the all-gather of bucket 1 failed on rank {dist.get_rank()}; the store cannot be reached either: the proc"
+    assert message.startswith(head)
+    assert message.endswith("gone\nConnection closed by peer")
+
+
+@ranks(2)
+def test_a_collective_that_fails_where_every_rank_is_there():
+    failures = _failures.Failures((0, 1), dist.get_rank())
+    message = failures.describe("the all-reduce of bucket 0", "Operation timed out" if dist.get_rank() else "")
+    assert message == (
+        f"the all-reduce of bucket 0 failed on rank {dist.get_rank()}; every rank of the axis is there, so none has "
+        "ended\n  rank 0: was waiting in the all-reduce of bucket 0\n"
+        "  rank 1: the all-reduce of bucket 0: Operation timed out"
+    )

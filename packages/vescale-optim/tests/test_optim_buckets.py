@@ -1,11 +1,21 @@
 """The bucket plan: every element has one place and one owner, whatever the sizes, and the plan prints."""
 
 import itertools
+import re
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
+from vescale.dtensor import InterleavedShard, distribute_tensor
+from vescale.optim._buckets.granularity import is_even, local_shapes, resolve_blocks
 from vescale.optim._buckets.plan import ParamInfo, plan_buckets
+from vescale_testing import ranks
 
 
 def infos(sizes, dtypes=(torch.float32,)):
@@ -134,3 +144,120 @@ def test_sizes_must_be_positive(num_shards, bucket_bytes):
 def test_a_name_comes_once():
     with pytest.raises(ValueError, match="a parameter name comes twice; give tied parameters once"):
         plan_buckets(infos((1,)) * 2, num_shards=1, bucket_bytes=10)
+
+
+# ------------------------------------------------------------------------------------------- blocks
+
+
+def blocked(sizes, blocks):
+    return [ParamInfo(f"p{i}", n, torch.float32, b) for i, (n, b) in enumerate(zip(sizes, blocks, strict=True))]
+
+
+def test_buckets_are_filled_until_shards_have_room_for_a_block():
+    whole = blocked([64] * 9, [64] * 9)
+    plan = plan_buckets(whole, num_shards=4, bucket_bytes=4 * 64)
+    assert [len(bucket.slots) for bucket in plan.buckets] == [4, 5]  # the ninth joins, for four shards of 64 hold 4
+    assert [bucket.shard_numel for bucket in plan.buckets] == [64, 128]
+    plain = plan_buckets(blocked([64] * 9, [1] * 9), num_shards=4, bucket_bytes=4 * 64)
+    assert [len(bucket.slots) for bucket in plain.buckets] == [1] * 9
+    rows = plan_buckets(blocked([64] * 9, [16] * 9), num_shards=4, bucket_bytes=4 * 64)
+    assert str(rows) == str(plain)  # blocks that fit change nothing
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([1, 1, 7, 16, 50]), st.booleans()), max_size=9),
+    st.integers(1, 5),
+    st.sampled_from([1, 400, 10**6]),
+)
+def test_buckets_hold_everything_and_cut_no_block(kinds, num_shards, bucket_bytes):
+    sizes = [count * block for count, block, _ in kinds]
+    blocks = [max(count * block, 1) if whole else block for count, block, whole in kinds]
+    params = blocked(sizes, blocks)
+    plan = plan_buckets(params, num_shards=num_shards, bucket_bytes=bucket_bytes, align_bytes=16)
+    assert sorted(slot.fqn for bucket in plan.buckets for slot in bucket.slots) == [param.fqn for param in params]
+    for bucket in plan.buckets:
+        held = [param for param in params if param.fqn in {slot.fqn for slot in bucket.slots}]
+        end = 0
+        for slot in bucket.slots:
+            assert slot.start >= end
+            assert slot.start % 4 == 0
+            end = slot.start + slot.numel
+            parts = [bucket.part(slot, coord) for coord in range(num_shards)]
+            assert sum(part.stop - part.start for part in parts) == slot.numel
+            block = blocks[int(slot.fqn[1:])]
+            assert all(part.start % block == 0 and part.stop % block == 0 for part in parts)
+        assert end <= bucket.numel
+        total = sum(-(-param.numel // 4) * 4 for param in held)
+        longest = max((param.numel for param in held if param.block > 1), default=0)
+        assert bucket.shard_numel <= max(-(-total // num_shards) + longest, longest) + 4
+
+
+class Net(nn.Module):
+    """Matrices, a stack of experts, a tied weight, a frozen layer and a 0-dim parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 9), nn.Linear(9, 6)])
+        self.experts = nn.Parameter(torch.randn(5, 6, 4))
+        self.out = nn.Linear(4, 9)
+        self.back = nn.Linear(9, 6, bias=False)
+        self.back.weight = self.layers[1].weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+
+GRANULARITY = {
+    r"layers\.\d\.weight": "tensor",
+    "layers.0.weight": "rows",
+    "experts": "expert",
+    re.compile(r"out\..*"): 3,
+    "frozen.weight": ("dim0", 2),
+    "scale": "rows",
+}
+BLOCKS = {
+    "layers.0.weight": 6,
+    "layers.1.weight": 54,
+    "experts": 24,
+    "out.weight": 3,
+    "out.bias": 3,
+    "frozen.weight": 12,
+    "scale": 1,
+}
+
+
+def test_blocks_by_name():
+    module = Net()
+    assert resolve_blocks(module, GRANULARITY) == BLOCKS
+    assert resolve_blocks(module, {"back.weight": "tensor"}) == {"layers.1.weight": 54}  # the second name of a tied one
+    assert resolve_blocks(module, None) == {}
+    module.layers[1] = nn.Identity()  # as a pipeline stage has it that lacks the layer
+    with pytest.raises(ValueError, match=r"'layers.1.bias' matches no parameter"):
+        resolve_blocks(module, {"layers.1.bias": "tensor"})
+    module.layers[1].absent_fqns = ("", "weight", "bias")
+    assert resolve_blocks(module, {"layers.1.bias": "tensor", r"layers\.1\..*": "rows", "experts": "rows"}) == {
+        "experts": 24
+    }
+    with pytest.raises(ValueError, match=r"'layers.2.bias' matches no parameter"):
+        resolve_blocks(module, {"layers.2.bias": "tensor"})
+
+
+@ranks(4)
+def test_shapes_of_all_ranks():
+    mesh = init_device_mesh("cpu", (2, 2))
+    for placements, expected in [
+        ([Replicate(), Shard(0)], [(2, 4), (3, 4)]),
+        ([Shard(0), Shard(0)], [(1, 4), (2, 4)]),
+        ([Shard(1), Shard(0)], [(2, 2), (3, 2)]),
+        ([Shard(1), Replicate()], [(5, 2)]),
+        ([InterleavedShard(1, 2), Shard(1)], [(5, 0), (5, 2)]),
+    ]:
+        tensor = distribute_tensor(torch.zeros(5, 4), mesh, placements)
+        shapes = [None] * 4
+        dist.all_gather_object(shapes, tuple(tensor.to_local().shape))
+        if not isinstance(placements[0], InterleavedShard):
+            assert sorted(set(shapes)) == local_shapes(tensor) == expected
+        else:
+            assert set(shapes) <= set(local_shapes(tensor))
+        assert is_even(tensor) == (len(set(shapes)) == 1)
+    assert local_shapes(torch.zeros(3, 2)) == [(3, 2)]

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._forward import local_batch as _local_batch
 from vescale_testing import ranks
 
 
@@ -107,10 +106,10 @@ def test_what_draws_draws_its_part():
 
 
 @ranks(2, timeout=180)
-def test_a_compiler_that_draws_unseen_is_seen():
+def test_a_compiler_that_draws_unseen_is_seen(fault):
     patch = pytest.MonkeyPatch()
-    patch.setattr(_local_batch._Draws, "__call__", lambda *_: False)
+    fault(patch, "whether a module draws", lambda _draws: lambda *_: False)
     with pytest.raises(RuntimeError, match="or a module in it, drew random numbers"):
         errors(0.5, 0, Backend().whole)
-    patch.setattr(_local_batch._LocalBatch, "_check", lambda *_: None)
+    fault(patch, "the check for draws that were not watched", lambda _check: lambda *_: None)
     assert max(errors(0.5, 0, Backend().whole)) > 0.1

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._gradients.reduction import ScatteredSum
 from vescale_testing import TrainingRecord, assert_same_training, run_ranks
 
 STEPS = 5
@@ -288,15 +287,16 @@ def test_the_product_with_hybrid_sharding(dp, reduction, each):
 
 def add_in_an_order_that_depends_on_the_buffer():
     """Let every second buffer be added from the last rank to the first."""
-    result = ScatteredSum.result
+    exchange = dist.all_to_all_single
 
-    def reversed_result(self):
-        self._pending.wait()
-        if self._out.numel() // dist.get_world_size() % 16:  # about every second buffer
-            self._out = torch.cat(self._out.chunk(dist.get_world_size())[::-1])
-        return result(self)
+    def from_the_last(received, *args, **kwargs):
+        work = exchange(received, *args, **kwargs)
+        if received.numel() // dist.get_world_size() % 16:  # about every second buffer
+            work.wait()
+            received.copy_(torch.cat(received.chunk(dist.get_world_size())[::-1]))
+        return work
 
-    pytest.MonkeyPatch().setattr(ScatteredSum, "result", reversed_result)
+    pytest.MonkeyPatch().setattr(dist, "all_to_all_single", from_the_last)
 
 
 def sum_norms_as_they_come():

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale.dtensor import extension
 from vescale.optim import DDP
-from vescale.optim._forward import local_batch as _local_batch
 from vescale_testing import ranks
 
 SHARED = torch.Generator()
@@ -149,10 +148,10 @@ def test_modules_are_watched_in_their_first_call_and_then_if_they_draw():
 
 
 @ranks(2)
-def test_masks_of_modules_that_nobody_watches_are_seen():
+def test_masks_of_modules_that_nobody_watches_are_seen(fault):
     patch = pytest.MonkeyPatch()
-    patch.setattr(_local_batch._Draws, "__call__", lambda *_: False)
-    patch.setattr(_local_batch._LocalBatch, "_check", lambda *_: None)
+    fault(patch, "whether a module draws", lambda _draws: lambda *_: False)
+    fault(patch, "the check for draws that were not watched", lambda _check: lambda *_: None)
     net = build()
     with pytest.raises(AssertionError):
         compare(net, DDP(net, mesh()["dp"]))

@@ -7,10 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._gradients import reduction as _reduction
-from vescale.optim._gradients.bucket import FlatBucket, FlatSlot
-from vescale.optim._parameters.guard import Guard
-from vescale.optim._parameters.units import Unit
 from vescale_testing import assert_same_training, run_ranks
 
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
@@ -52,73 +48,77 @@ def no_fault(_patch, _module):
     pass
 
 
-def dropped_bucket(patch, _module):
-    store = FlatBucket.store
-    patch.setattr(FlatBucket, "store", lambda self, mean: store(self, mean.zero_() if self.plan.index == 1 else mean))
+def missing_tie(_patch, module):
+    module.tied.weight = nn.Parameter(module.tied.weight.detach().clone())
 
 
-def dropped_rank(patch, _module):
-    settle = FlatSlot.settle
+def dropped_bucket(store):
+    return lambda bucket, mean: store(bucket, mean.zero_() if bucket.plan.index == 1 else mean)
 
+
+def dropped_rank(settle):
     def forget(slot):
         settle(slot)
         if dist.get_rank() == 1 and slot.bucket.plan.index == 1:
             slot.local_view.zero_()
 
-    patch.setattr(FlatSlot, "settle", forget)
+    return forget
 
 
-def doubled_scale(patch, _module):
-    average_ = _reduction.average_
-    patch.setattr(_reduction, "average_", lambda total, size, dtype: average_(total, size, dtype).mul_(2))
+def doubled_scale(average_):
+    return lambda total, size, dtype: average_(total, size, dtype).mul_(2)
 
 
-def stale_gather(patch, _module):
-    gather = FlatBucket.gather_values
-    patch.setattr(FlatBucket, "gather_values", lambda bucket: None if bucket.plan.index == 1 else gather(bucket))
-    patch.setattr(Unit, "free", lambda _unit: None)  # ZeRO 3: what has been gathered stays for all steps
-
-
-def missing_tie(_patch, module):
-    module.tied.weight = nn.Parameter(module.tied.weight.detach().clone())
-
-
-def forgotten_reduced_gradient(patch, _module):
+def forgotten_reduced_gradient(settle):
     """What an accumulation has reduced is overwritten by the next reduction."""
-    settle = FlatSlot.settle
 
     def forget(slot):
         settle(slot)
         slot.reduced = False
 
-    patch.setattr(FlatSlot, "settle", forget)
+    return forget
 
 
 def test_nothing_is_seen_where_there_is_nothing(problem):
     assert seen(problem, no_fault) == {}
 
 
-@pytest.mark.parametrize("fault", [dropped_bucket, dropped_rank, doubled_scale, missing_tie])
-def test_a_fault_is_seen(problem, fault):
-    found = seen(problem, fault)
+@pytest.mark.parametrize(
+    "place, make",
+    [
+        ("a bucket stores its mean", dropped_bucket),
+        ("a slot is made ready for a reduction", dropped_rank),
+        ("the mean of a sum", doubled_scale),
+        (None, missing_tie),
+    ],
+)
+def test_a_fault_is_seen(problem, fault, place, make):
+    found = seen(problem, make if place is None else lambda patch, _module: fault(patch, place, make))
     assert set(found) == set(WAYS)
     assert all("differ" in text or "not expected" in text for text in found.values())
 
 
-def test_a_stale_gather_is_seen(problem):
+def test_a_stale_gather_is_seen(problem, fault):
+    def stale_gather(patch, _module):
+        def without_bucket_1(gather):
+            return lambda bucket: None if bucket.plan.index == 1 else gather(bucket)
+
+        fault(patch, "a bucket gathers parameters", without_bucket_1)
+        fault(patch, "a unit is freed", lambda _free: lambda _unit: None)  # ZeRO 3: gathered once, for all steps
+
     ways = [way for way in WAYS if way[0] > 0]
     found = seen(problem, stale_gather, ways=ways)
     assert set(found) == set(ways)
     assert all("differ" in text for text in found.values())
 
 
-def test_a_missing_wait_is_seen(problem, late_gathers):
+def test_a_missing_wait_is_seen(problem, late_gathers, fault):
     def late(patch, _module):
         late_gathers(patch)
 
     def late_and_not_awaited(patch, module):
         late(patch, module)
-        patch.setattr(Guard, "close", lambda _guard: None)
+        fault(patch, "a guard closes", lambda _close: lambda _guard: None)
 
     ways = [way for way in WAYS if way[0] in (1, 2)]
     assert seen(problem, late, ways=ways) == {}
@@ -127,6 +127,9 @@ def test_a_missing_wait_is_seen(problem, late_gathers):
     assert all("differ" in text for text in found.values())
 
 
-def test_a_fault_in_accumulation_is_seen(accumulating_problem):
+def test_a_fault_in_accumulation_is_seen(accumulating_problem, fault):
+    def forget(patch, _module):
+        fault(patch, "a slot is made ready for a reduction", forgotten_reduced_gradient)
+
     assert seen(accumulating_problem, no_fault, no_sync=False) == {}
-    assert set(seen(accumulating_problem, forgotten_reduced_gradient, no_sync=False)) == set(WAYS)
+    assert set(seen(accumulating_problem, forget, no_sync=False)) == set(WAYS)

@@ -6,16 +6,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from vescale.dtensor import InterleavedShard, deferred_init, distribute_tensor
+from vescale.dtensor import deferred_init, distribute_tensor
 from vescale.optim import DDP, DistributedOptimizer, Muon
-from vescale.optim._buckets.granularity import is_even, local_shapes, resolve_blocks
-from vescale.optim._buckets.plan import ParamInfo, plan_buckets
 from vescale_testing import TrainingRecord, assert_same_training, ranks
 
 
@@ -154,50 +150,6 @@ def test_uneven_shards_are_cut_alike():
         assert granularity is None or not any(held[2] for held in every)  # 3 x 4 and 3 x 3 elements: not cut
 
 
-def infos(sizes, blocks):
-    return [ParamInfo(f"p{i}", n, torch.float32, b) for i, (n, b) in enumerate(zip(sizes, blocks, strict=True))]
-
-
-def test_buckets_are_filled_until_shards_have_room_for_a_block():
-    whole = infos([64] * 9, [64] * 9)
-    plan = plan_buckets(whole, num_shards=4, bucket_bytes=4 * 64)
-    assert [len(bucket.slots) for bucket in plan.buckets] == [4, 5]  # the ninth joins, for four shards of 64 hold 4
-    assert [bucket.shard_numel for bucket in plan.buckets] == [64, 128]
-    plain = plan_buckets(infos([64] * 9, [1] * 9), num_shards=4, bucket_bytes=4 * 64)
-    assert [len(bucket.slots) for bucket in plain.buckets] == [1] * 9
-    rows = plan_buckets(infos([64] * 9, [16] * 9), num_shards=4, bucket_bytes=4 * 64)
-    assert str(rows) == str(plain)  # blocks that fit change nothing
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([1, 1, 7, 16, 50]), st.booleans()), max_size=9),
-    st.integers(1, 5),
-    st.sampled_from([1, 400, 10**6]),
-)
-def test_buckets_hold_everything_and_cut_no_block(kinds, num_shards, bucket_bytes):
-    sizes = [count * block for count, block, _ in kinds]
-    blocks = [max(count * block, 1) if whole else block for count, block, whole in kinds]
-    params = infos(sizes, blocks)
-    plan = plan_buckets(params, num_shards=num_shards, bucket_bytes=bucket_bytes, align_bytes=16)
-    assert sorted(slot.fqn for bucket in plan.buckets for slot in bucket.slots) == [param.fqn for param in params]
-    for bucket in plan.buckets:
-        held = [param for param in params if param.fqn in {slot.fqn for slot in bucket.slots}]
-        end = 0
-        for slot in bucket.slots:
-            assert slot.start >= end
-            assert slot.start % 4 == 0
-            end = slot.start + slot.numel
-            parts = [bucket.part(slot, coord) for coord in range(num_shards)]
-            assert sum(part.stop - part.start for part in parts) == slot.numel
-            block = blocks[int(slot.fqn[1:])]
-            assert all(part.start % block == 0 and part.stop % block == 0 for part in parts)
-        assert end <= bucket.numel
-        total = sum(-(-param.numel // 4) * 4 for param in held)
-        longest = max((param.numel for param in held if param.block > 1), default=0)
-        assert bucket.shard_numel <= max(-(-total // num_shards) + longest, longest) + 4
-
-
 def padding_warnings(granularity):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -261,40 +213,3 @@ def test_nonsense_is_refused_before_anything_is_sent():
 def test_ranks_must_say_the_same():
     with pytest.raises(ValueError, match="the module given to DDP, or a setting, differs"):
         wrapped(zero=1, granularity={".*": "tensor"} if dist.get_rank() else None)
-
-
-def test_blocks_by_name():
-    module = build()
-    assert resolve_blocks(module, GRANULARITY) == BLOCKS
-    assert resolve_blocks(module, {"back.weight": "tensor"}) == {"layers.1.weight": 54}  # the second name of a tied one
-    assert resolve_blocks(module, None) == {}
-    module.layers[1] = nn.Identity()  # as a pipeline stage has it that lacks the layer
-    with pytest.raises(ValueError, match=r"'layers.1.bias' matches no parameter"):
-        resolve_blocks(module, {"layers.1.bias": "tensor"})
-    module.layers[1].absent_fqns = ("", "weight", "bias")
-    assert resolve_blocks(module, {"layers.1.bias": "tensor", r"layers\.1\..*": "rows", "experts": "rows"}) == {
-        "experts": 24
-    }
-    with pytest.raises(ValueError, match=r"'layers.2.bias' matches no parameter"):
-        resolve_blocks(module, {"layers.2.bias": "tensor"})
-
-
-@ranks(4)
-def test_shapes_of_all_ranks():
-    mesh = init_device_mesh("cpu", (2, 2))
-    for placements, expected in [
-        ([Replicate(), Shard(0)], [(2, 4), (3, 4)]),
-        ([Shard(0), Shard(0)], [(1, 4), (2, 4)]),
-        ([Shard(1), Shard(0)], [(2, 2), (3, 2)]),
-        ([Shard(1), Replicate()], [(5, 2)]),
-        ([InterleavedShard(1, 2), Shard(1)], [(5, 0), (5, 2)]),
-    ]:
-        tensor = distribute_tensor(torch.zeros(5, 4), mesh, placements)
-        shapes = [None] * 4
-        dist.all_gather_object(shapes, tuple(tensor.to_local().shape))
-        if not isinstance(placements[0], InterleavedShard):
-            assert sorted(set(shapes)) == local_shapes(tensor) == expected
-        else:
-            assert set(shapes) <= set(local_shapes(tensor))
-        assert is_even(tensor) == (len(set(shapes)) == 1)
-    assert local_shapes(torch.zeros(3, 2)) == [(3, 2)]

@@ -12,13 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, clip, clip_grad_norm_
-from vescale.optim._forward.local_batch import attach_local_batch
-from vescale.optim._gradients import reducer as _reduce
-from vescale.optim._norm.counting import Counting
-from vescale.optim._ranks.axis import Axis
-from vescale.optim._ranks.data_axes import DataAxes
+from vescale.optim import DDP, DistributedOptimizer, clip, clip_grad_norm_, ddp
 from vescale_testing import TrainingRecord, assert_same_training, run_ranks
+
+pytestmark = pytest.mark.usefixtures("impatient_reducer")
 
 #: Rows per batch: 1, 2, 3, 4 and 6 ranks divide it evenly.
 ROWS = 12
@@ -130,7 +127,6 @@ TABLE = (((2, 2), False, ALL), ((2, 2), True, SOME), ((1, 4), False, SOME), ((4,
 
 def compare(training, expected, table, prepare=lambda: None):
     """Run a training in each way of the table, on the ranks of this world."""
-    _reduce.PATIENCE = 0.05  # this process ends with the test
     prepare()
     flat = training.on_ranks(init_device_mesh("cpu", (grid_size(table),)), zero=0, reduction="ordered")
     for shape, transposed, rows in table:
@@ -185,45 +181,55 @@ def test_more_shards_than_replicas():
 
 
 def replicas_are_not_added():
-    reduce = Axis.all_reduce
+    """On a grid of 2 x 2 ranks, whose replicas are 0 and 2, 1 and 3."""
+    reduce = dist.all_reduce
 
-    def rows_only(self, tensor, *args, **kwargs):
-        return None if self.name == "replicate" else reduce(self, tensor, *args, **kwargs)
+    def rows_only(tensor, *args, group=None, **kwargs):
+        of_replicas = group is not None and dist.get_process_group_ranks(group) in ([0, 2], [1, 3])
+        return reduce(tensor.clone() if of_replicas else tensor, *args, group=group, **kwargs)
 
-    pytest.MonkeyPatch().setattr(Axis, "all_reduce", rows_only)
+    pytest.MonkeyPatch().setattr(dist, "all_reduce", rows_only)
 
 
 def pieces_in_the_order_of_the_batch():
     """As if pieces lay in the buffer as the ranks are numbered, row by row."""
-    of = DataAxes.of.__func__
+    exchange = dist.all_to_all_single
 
-    def unordered(cls, *args, **kwargs):
-        axes = of(cls, *args, **kwargs)
-        vars(axes)["pieces"] = axes.all
-        return axes
+    def unordered(received, buffer, *args, **kwargs):
+        return exchange(received, buffer.view(4, -1)[[0, 2, 1, 3]].view(-1), *args, **kwargs)
 
-    pytest.MonkeyPatch().setattr(DataAxes, "of", classmethod(unordered))
+    pytest.MonkeyPatch().setattr(dist, "all_to_all_single", unordered)
 
 
 def sums_by_shard():
-    order = property(lambda self: list(range(self.all.size)))
-    pytest.MonkeyPatch().setattr(DataAxes, "batch_order", order)
+    """The ranks of a shard come first, as they do in the exchange; the order of the batch is another one."""
+    exchange = dist.all_to_all_single
+
+    def by_shard(received, *args, group, **kwargs):
+        work = exchange(received, *args, group=group, **kwargs)
+        if dist.get_process_group_ranks(group) == [0, 2, 1, 3]:  # not where all ranks are on one axis
+            work.wait()
+            received.copy_(received.view(4, -1)[[0, 2, 1, 3]].view(-1))
+        return work
+
+    pytest.MonkeyPatch().setattr(dist, "all_to_all_single", by_shard)
 
 
 def masks_by_shard_only():
-    pytest.MonkeyPatch().setattr("vescale.optim.ddp.attach_local_batch", masks(slice(-1, None)))
+    pytest.MonkeyPatch().setattr(ddp, "attach_local_batch", masks(slice(-1, None)))
 
 
 def masks_of_columns_first():
-    pytest.MonkeyPatch().setattr("vescale.optim.ddp.attach_local_batch", masks(slice(None, None, -1)))
+    pytest.MonkeyPatch().setattr(ddp, "attach_local_batch", masks(slice(None, None, -1)))
 
 
 def masks(chosen):
-    return lambda module, meshes, **settings: attach_local_batch(module, meshes[chosen], **settings)
+    attach = ddp.attach_local_batch
+    return lambda module, meshes, **settings: attach(module, meshes[chosen], **settings)
 
 
 def norms_count_replicas_twice():
-    pytest.MonkeyPatch().setattr("vescale.optim.clip._zero_axis", lambda _param, model: model.data_axes.all)
+    pytest.MonkeyPatch().setattr(clip, "_zero_axis", lambda _param, model: model.data_axes.all)
 
 
 def each_replica_adds_norms_in_an_order_of_its_own():
@@ -242,7 +248,7 @@ def each_replica_adds_norms_for_itself():
 
 def replicas_do_not_agree_on_the_norm():
     each_replica_adds_norms_for_itself()
-    pytest.MonkeyPatch().setattr(Counting, "same", lambda _self, number: number)
+    pytest.MonkeyPatch().setattr(clip.Counting, "same", lambda _self, number: number)
 
 
 @pytest.mark.parametrize(

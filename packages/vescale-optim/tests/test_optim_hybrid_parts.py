@@ -3,7 +3,6 @@
 import copy
 import os
 import re
-from datetime import timedelta
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from vescale.dtensor import deferred_init
 from vescale.optim import DDP, DistributedOptimizer, Muon, clip_grad_norm_
-from vescale.optim._ranks import failures as _failures
 from vescale_testing import RankFailure, ranks, run_ranks
 
 NAMES = ("replicate", "shard")
@@ -263,13 +261,13 @@ def leave(*_):
 
 
 def step_of_which_a_rank_leaves(lost, settings):
-    _failures.POLL, _failures.PATIENCE = timedelta(seconds=0.1), 3.0  # this process ends with the test
     model = DDP(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), mesh_of(2, 2), bucket_bytes=300, **settings)
     if dist.get_rank() == lost:
         model.module[1].weight.register_hook(leave)
     model(torch.ones(2, 8)).sum().backward()
 
 
+@pytest.mark.usefixtures("quick_failures")
 @pytest.mark.parametrize("settings", [{"zero": 2}, {"zero": 3, "reduction": "ordered"}])
 def test_all_others_name_the_lost_rank(settings):
     """One of them has no collective with it: it waits for one that does."""

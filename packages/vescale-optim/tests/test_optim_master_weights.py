@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from vescale.optim import DDP, DistributedOptimizer, Muon
-from vescale.optim._state import masters as _master
 from vescale_testing import gather_full, ranks, run_ranks
 
 NUM_STEPS = 16
@@ -134,25 +133,26 @@ def in_place(model, _optimizer):
             param.fill_(1.0)
 
 
-def through_data(model, optimizer):
+def through_data(model, _optimizer):
     for param in model.parameters():
         param.data.fill_(1.0)
+
+
+def through_data_and_refreshed(model, optimizer):
+    through_data(model, optimizer)
     optimizer.refresh_master_weights()
 
 
 def test_values_written_between_steps_are_taken_over():
-    for write in (by_load_state_dict, in_place, through_data):
+    for write in (by_load_state_dict, in_place, through_data_and_refreshed):
         for distances in run_ranks(write_between_steps, 2, write):
             assert max(distances) < 2**-6
 
 
-def deaf():
-    pytest.MonkeyPatch().setattr(_master.MasterWeights, "follow", lambda _self: None)
-    return write_between_steps(in_place)
-
-
-def test_masters_that_do_not_follow_are_seen():
-    assert min(run_ranks(deaf, 2)[0]) > 0.5
+def test_values_that_masters_do_not_take_over_are_seen():
+    """Torch counts no change by a write through ``.data``; with ZeRO 1 and 2 an all-gather of gloo may count as one."""
+    without_ddp, with_zero_0, *_ = run_ranks(write_between_steps, 2, through_data)[0]
+    assert min(without_ddp, with_zero_0) > 0.5
 
 
 def test_an_unchanged_value_keeps_the_bits_of_its_master():

@@ -7,8 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer, Muon
-from vescale.optim._muon.newton_schulz import NewtonSchulz
-from vescale.optim._ranks.axis import Axis
 from vescale_testing import TrainingRecord, assert_same_training, gather_state, ranks, run_ranks
 
 SETTINGS = {"lr": 0.02, "adamw": ["embedding.*"], "adamw_lr": 0.01}
@@ -83,40 +81,21 @@ def test_any_number_of_ranks_stage_and_bucket_size(world_size):
             assert_same_training(record, expected, rtol=1e-12)
 
 
-def with_lost_results():
-    """The mistake of an exchange whose way back is lost."""
-    real = Axis.exchange_uneven
-    calls = []
-
-    def lossy(*args, **kwargs):
-        calls.append(args)
-        return [torch.zeros_like(each) if len(calls) % 2 == 0 else each for each in real(*args, **kwargs)]
-
-    pytest.MonkeyPatch().setattr(Axis, "exchange_uneven", lossy)
-    return on_ranks(zero=1)
-
-
-def test_lost_results_are_seen():
+def test_lost_results_are_seen(monkeypatch, lost_exchanges):
+    expected = one_process()
+    lost_exchanges(monkeypatch, 1)
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_training(run_ranks(with_lost_results, 2)[0], one_process(), rtol=1e-12)
-
-
-def count_iterations(zero):
-    counted = []
-    real = NewtonSchulz.__call__
-    with pytest.MonkeyPatch().context() as patch:
-        patch.setattr(
-            NewtonSchulz,
-            "__call__",
-            lambda self, matrix: counted.append(tuple(matrix.shape)) or real(self, matrix),
-        )
-        on_ranks(zero=zero)
-    return [shape for shape in counted if shape != (1, 2)]  # that of the state of a parameter that was never used
+        assert_same_training(run_ranks(on_ranks, 2, 1)[0], expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_every_matrix_is_iterated_once_whole_and_on_one_rank(zero):
-    every = run_ranks(count_iterations, 3, zero)
+def test_every_matrix_is_iterated_once_whole_and_on_one_rank(zero, iterations):
+    def body():
+        counted = iterations(pytest.MonkeyPatch())
+        on_ranks(zero=zero)
+        return [shape for shape in counted if shape != (1, 2)]  # that of the state of a parameter that was never used
+
+    every = run_ranks(body, 3)
     expected = [(10, 6), (6, 7), (6, 6), *[(10, 7)] * 3] * 3  # three steps
     assert sorted(shape for counted in every for shape in counted) == sorted(expected)
     assert all(every)

@@ -5,6 +5,7 @@ ranks hold, iterates them for itself, and compares what it has got.
 """
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -15,10 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, RaggedShard, distribute_tensor
 from vescale.optim import DDP, DistributedOptimizer, Muon
-from vescale.optim._muon.newton_schulz import NewtonSchulz
-from vescale.optim._muon.plan import matrix_cost
-from vescale.optim._ranks.axis import Axis
-from vescale.optim._state.pieces import StatePiece
 from vescale_testing import ranks
 
 SETTINGS = {"lr": 0.02, "adamw": ["gain"], "adamw_lr": 0.01}
@@ -65,23 +62,30 @@ class Sums(nn.Module):
         return total
 
 
+def matrix_cost(rows, cols):
+    """Return the operations of an iteration: n x n = n x m times its transpose, n x n squared, n x n times n x m."""
+    n, m = sorted((rows, cols))
+    return 2 * n * n * m + 2 * n**3 + 2 * n * n * m
+
+
 class Watch:
     """Notes what this rank iterates and calls, and what comes out."""
 
-    def __init__(self, optimizer, patch):
-        self.cost, self.calls, self.seen = 0, [], {}
-        self._optimizer = optimizer
-        iterate, matrices = NewtonSchulz.__call__, optimizer._base._matrices
-        self._orthogonalize, self._pieces = matrices.orthogonalize, matrices._by_tensor
-        patch.setattr(NewtonSchulz, "__call__", lambda each, matrix: self._count(iterate, each, matrix))
+    def __init__(self, optimizer, patch, iterations):
+        self.calls, self.seen = [], {}
+        self._optimizer, self._iterated = optimizer, iterations(patch)
+        matrices = optimizer._base._matrices
+        self._orthogonalize = matrices.orthogonalize
+        self._pieces = {piece.tensor: piece for piece in optimizer.pieces}
         patch.setattr(matrices, "orthogonalize", self._watch)
         for name in ("all_to_all_single", "broadcast"):
             call = getattr(dist, name)
             patch.setattr(dist, name, lambda *a, call=call, name=name, **k: self.calls.append(name) or call(*a, **k))
 
-    def _count(self, iterate, iteration, matrix):
-        self.cost += matrix_cost(*matrix.shape)
-        return iterate(iteration, matrix)
+    @property
+    def cost(self):
+        """The operations of the iterations of this rank, but for those of the comparison."""
+        return sum(matrix_cost(*shape) for shape in self._iterated)
 
     def _watch(self, updates):
         updates = {update.tensor: update for update in updates}
@@ -93,7 +97,14 @@ class Watch:
 
     def check_bits(self):
         """Compare all results with iterations of whole matrices on this rank."""
-        values = {fqn: boxes_of(piece, update.value) for fqn, (piece, update, _) in self.seen.items()}
+        state = self._optimizer.state_dict()["state"]
+
+        def boxes_of(fqn, tensor):
+            held = copy.copy(state[fqn]["momentum_buffer"])
+            held.tensor = tensor
+            return [(offsets, view.clone()) for offsets, view in held.__boxes__()]
+
+        values = {fqn: boxes_of(fqn, update.value) for fqn, (_, update, _) in self.seen.items()}
         every = [None] * dist.get_world_size()
         dist.all_gather_object(every, values)
         for fqn, (piece, update, result) in self.seen.items():
@@ -103,27 +114,28 @@ class Watch:
             matrices = whole.bfloat16() if whole.ndim == 3 else whole.bfloat16()[None]
             # what nobody has is of experts whose ranks had no gradient
             expected = torch.stack([m if m.isnan().any() else update.iteration(m) for m in matrices]).view(whole.shape)
-            for offsets, value in boxes_of(piece, result):
+            for offsets, value in boxes_of(fqn, result):
                 assert value.dtype == torch.bfloat16
                 assert torch.equal(value, expected[slices(offsets, value)]), f"{fqn} at {offsets} differs"
-
-
-def boxes_of(piece, tensor):
-    return [(offsets, view.clone()) for offsets, view in StatePiece(piece, tensor).__boxes__()]
 
 
 def slices(offsets, value):
     return tuple(slice(o, o + n) for o, n in zip(offsets, value.shape, strict=True))
 
 
-@contextlib.contextmanager
-def watched(mesh, zero, parameters=PARAMETERS, data=("dp",), tensor="tp"):
-    """Yield a model with parameters over an axis of a mesh, its optimizer, and the watch on it."""
-    module = Sums(parameters, lambda value, p: distribute_tensor(value, mesh[tensor], [p]) if tensor else value)
-    model = module if zero is None else DDP(module, mesh[data], zero=zero, bucket_bytes=300)
-    optimizer = DistributedOptimizer(Muon, model=model, **SETTINGS)
-    with pytest.MonkeyPatch().context() as patch:
-        yield model, optimizer, Watch(optimizer, patch)
+@pytest.fixture
+def watched(iterations):
+    """Yield, in a context, a model with parameters over an axis of a mesh, its optimizer, and the watch on it."""
+
+    @contextlib.contextmanager
+    def watched(mesh, zero, parameters=PARAMETERS, data=("dp",), tensor="tp"):
+        module = Sums(parameters, lambda value, p: distribute_tensor(value, mesh[tensor], [p]) if tensor else value)
+        model = module if zero is None else DDP(module, mesh[data], zero=zero, bucket_bytes=300)
+        optimizer = DistributedOptimizer(Muon, model=model, **SETTINGS)
+        with pytest.MonkeyPatch().context() as patch:
+            yield model, optimizer, Watch(optimizer, patch, iterations)
+
+    return watched
 
 
 def step(model, optimizer, number, missing=()):
@@ -148,7 +160,7 @@ def check_shares(watch, num_ranks):
 
 
 @ranks(2)
-def test_two_tensor_parallel_ranks_have_half_each():
+def test_two_tensor_parallel_ranks_have_half_each(watched):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     for zero in (None, 0, 1, 2, 3):
         with watched(mesh, zero) as (model, optimizer, watch):
@@ -175,7 +187,7 @@ def layouts():
 
 
 @ranks(4)
-def test_four_ranks_have_a_quarter_each():
+def test_four_ranks_have_a_quarter_each(watched):
     for mesh, data, tensor in layouts():
         for zero in (0, 1, 3):
             with watched(mesh, zero, data=data, tensor=tensor) as (model, optimizer, watch):
@@ -191,18 +203,11 @@ def test_four_ranks_have_a_quarter_each():
 
 
 @ranks(2)
-def test_lost_parts_and_lost_results_are_seen():
+def test_lost_parts_and_lost_results_are_seen(watched, lost_exchanges):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    real = Axis.exchange_uneven
     for lost in (0, 1):
-        calls = []
-
-        def lossy(*args, calls=calls, lost=lost, **kwargs):
-            calls.append(args)
-            return [torch.zeros_like(each) if len(calls) % 2 != lost else each for each in real(*args, **kwargs)]
-
         with watched(mesh, 1) as (model, optimizer, watch), pytest.MonkeyPatch().context() as patch:
-            patch.setattr(Axis, "exchange_uneven", lossy)
+            lost_exchanges(patch, lost)
             step(model, optimizer, 0)
             differ = 0
             try:
@@ -215,7 +220,7 @@ def test_lost_parts_and_lost_results_are_seen():
 
 
 @ranks(2)
-def test_one_matrix_that_all_have_is_repeated_and_nothing_travels():
+def test_one_matrix_that_all_have_is_repeated_and_nothing_travels(watched):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     with watched(mesh, None, {"router": PARAMETERS["router"], "gain": PARAMETERS["gain"]}) as (model, optimizer, watch):
         step(model, optimizer, 0)
@@ -231,7 +236,7 @@ def test_one_matrix_that_all_have_is_repeated_and_nothing_travels():
 
 
 @ranks(2)
-def test_ragged_shards_of_rows_and_of_whole_matrices():
+def test_ragged_shards_of_rows_and_of_whole_matrices(iterations):
     """Submodules that are experts are whole on one rank, which keeps them; other ragged shards are brought."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     placements = {
@@ -247,7 +252,7 @@ def test_ragged_shards_of_rows_and_of_whole_matrices():
     optimizer = DistributedOptimizer(Muon, model=module, **settings)
     expected = Muon(whole.named_parameters(), **settings)
     with pytest.MonkeyPatch().context() as patch:
-        watch = Watch(optimizer, patch)
+        watch = Watch(optimizer, patch, iterations)
         for number in range(2):
             step(module, optimizer, number)
     mine = [2 * matrix_cost(4, 6), 2 * matrix_cost(4, 6)][dist.get_rank()] + 2 * (1 + dist.get_rank()) * matrix_cost(
@@ -271,7 +276,7 @@ def test_a_ragged_shard_through_the_matrices_of_a_stack_is_refused():
 
 
 @ranks(2)
-def test_ranks_of_a_mesh_in_descending_order():
+def test_ranks_of_a_mesh_in_descending_order(watched):
     mesh = DeviceMesh("cpu", torch.tensor([[1, 0]]), mesh_dim_names=("dp", "tp"))
     for zero in (None, 1):
         with watched(mesh, zero) as (model, optimizer, watch):
@@ -296,7 +301,7 @@ def test_axes_that_cross_otherwise_elsewhere_are_an_error():
 
 
 @ranks(2)
-def test_ranks_that_disagree_on_a_matrix_are_told():
+def test_ranks_that_disagree_on_a_matrix_are_told(watched):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parameters = {"rows": ((8 + 2 * dist.get_rank(), 6), Shard(0)), "gain": PARAMETERS["gain"]}
     with watched(mesh, None, parameters) as (model, optimizer, _):

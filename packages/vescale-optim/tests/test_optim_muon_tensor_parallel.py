@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, distribute_tensor
 from vescale.optim import DDP, DistributedOptimizer, Muon
-from vescale.optim._muon import step as _matrix_step
 from vescale_testing import TrainingRecord, assert_same_training, run_ranks
 
 SETTINGS = {"lr": 0.02, "adamw": "head.*", "adamw_lr": 0.01}
@@ -107,24 +106,14 @@ def experts_over_two_axes(stages):
     return records
 
 
-def without_the_parts_of_others(*args):
-    """The mistake of an optimizer that iterates what an owner has of a matrix itself."""
-
-    def incomplete(job, parts, like):
-        mine = [(span, flat if number == 0 else torch.zeros_like(flat)) for number, (span, flat) in enumerate(parts)]
-        return assemble(job, mine, like)
-
-    assemble = _matrix_step._assemble
-    pytest.MonkeyPatch().setattr(_matrix_step, "_assemble", incomplete)
-    return on_mesh(*args)
-
-
 def test_experts_cut_over_two_axes():
     for records in run_ranks(experts_over_two_axes, 4, (None,)):
         assert_same_training(records[0], one_process(), rtol=1e-12)
 
 
-def test_a_shard_taken_for_the_matrix_is_seen():
-    records = run_ranks(without_the_parts_of_others, 2, (1, 2), ("dp", "tp"), (1,))[0]
+def test_a_shard_taken_for_the_matrix_is_seen(monkeypatch, lost_exchanges):
+    """Without the parts of others, an owner iterates what it has of a matrix itself."""
+    lost_exchanges(monkeypatch, 0)
+    records = run_ranks(on_mesh, 2, (1, 2), ("dp", "tp"), (1,))[0]
     with pytest.raises(AssertionError, match="differ"):
         assert_same_training(records[0], one_process(), rtol=1e-12)

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from vescale.dtensor import deferred_init
 from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
-from vescale.optim._parameters.offload import HostMemory
 from vescale_testing import ranks
 
 WIDTH = 6
@@ -143,25 +142,34 @@ def test_every_setting_has_the_bits_of_no_offload():
     assert any(torch.equal(value, torch.tensor(2.0**126)) for value in records["scaled"][0])  # a step was skipped
 
 
-def stale_values(host, target, home, then):
+def stale_values(_bring):
     """Bring, from the second time on, the values of the first."""
-    first = vars(host).setdefault("first", {}).setdefault(home.data_ptr(), home.clone())
-    target.copy_(first)
-    return then()
+
+    def bring(host, target, home, then):
+        first = vars(host).setdefault("first", {}).setdefault(home.data_ptr(), home.clone())
+        target.copy_(first)
+        return then()
+
+    return bring
 
 
-def lost_gradients(_host, home, value):
+def lost_gradients(_keep):
     """Keep the gradients of the first step, and no later ones."""
-    if not home.any():
-        home.copy_(value)
+
+    def keep(_host, home, value):
+        if not home.any():
+            home.copy_(value)
+
+    return keep
 
 
 @ranks(2)
-def test_a_stale_copy_or_a_gradient_that_is_not_brought_back_is_seen(monkeypatch):
+def test_a_stale_copy_or_a_gradient_that_is_not_brought_back_is_seen(monkeypatch, fault):
     expected = train(False)
-    for name, fault in (("bring", stale_values), ("keep", lost_gradients)):
+    places = {"a shard is copied to the device": stale_values, "a gradient is copied to the host": lost_gradients}
+    for place, make in places.items():
         with monkeypatch.context() as patch:
-            patch.setattr(HostMemory, name, fault)
+            fault(patch, place, make)
             actual = train(True)
         torch.testing.assert_close(actual[0][0], expected[0][0], rtol=0, atol=0)  # the first forward is right
         with pytest.raises(AssertionError):

@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._parameters.offload import HostMemory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,9 +90,9 @@ def test_homes_are_pinned_and_the_device_is_empty_between_uses(mesh):
     assert all(part.to_local().device.type == "cpu" for part in model.sharded_parameters().values())
 
 
-def test_a_gradient_that_nobody_waits_for_is_seen(mesh, monkeypatch):
+def test_a_gradient_that_nobody_waits_for_is_seen(mesh, monkeypatch, fault):
     """A step that begins before the gradients have come reads those of the step before."""
-    monkeypatch.setattr(HostMemory, "wait_before_reading", lambda _host: None)
+    fault(monkeypatch, "the host waits for copies of gradients", lambda _wait: lambda _host: None)
     model = DDP(build(), mesh, zero=3, offload=True)
     optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.01)
     model(torch.ones(8, WIDTH, dtype=torch.float64, device="cuda")).sum().backward()

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._parameters.offload import HostMemory
 from vescale_testing import RankFailure, held_bytes, ranks, run_ranks, settled_bytes
 
 WIDTH, NUM_BLOCKS = 32, 6
@@ -131,22 +130,22 @@ def test_homes_are_tensors_of_their_own():
 
 
 @ranks(2)
-def test_each_use_and_each_reduction_is_a_copy(monkeypatch):
+def test_each_use_and_each_reduction_is_a_copy(monkeypatch, fault):
     copied = {"bring": 0, "keep": 0}
-    bring, keep = HostMemory.bring, HostMemory.keep
 
-    def counted_bring(host, target, home, then):
-        copied["bring"] += home.nbytes
-        assert target.data_ptr() != home.data_ptr()
-        return bring(host, target, home, then)
+    def counted(name):
+        def make(copy):
+            def counting_copy(host, target, source, **then):
+                copied[name] += target.nbytes
+                assert target.data_ptr() != source.data_ptr()
+                return copy(host, target, source, **then)
 
-    def counted_keep(host, home, value):
-        copied["keep"] += home.nbytes
-        assert value.data_ptr() != home.data_ptr()
-        keep(host, home, value)
+            return counting_copy
 
-    monkeypatch.setattr(HostMemory, "bring", counted_bring)
-    monkeypatch.setattr(HostMemory, "keep", counted_keep)
+        return make
+
+    fault(monkeypatch, "a shard is copied to the device", counted("bring"))
+    fault(monkeypatch, "a gradient is copied to the host", counted("keep"))
     model, optimizer = wrapped(2, offload=True)
     values, grads, _ = (sum(memory.values()) for memory in homes(model, optimizer))
     root = sum(bucket.shard.nbytes for bucket in model._sharded.units.all[-1].buckets)

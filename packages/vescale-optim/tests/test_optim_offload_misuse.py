@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 from vescale.dtensor import deferred_init
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._parameters.offload import check_offload
-from vescale.optim._ranks.axis import Axis
 from vescale_testing import ranks
 
 
@@ -44,8 +43,7 @@ def never(*_args, **_kwargs):
 @ranks(2)
 def test_settings_that_do_not_fit_are_refused_before_any_collective(monkeypatch):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    with monkeypatch.context() as patch:
-        patch.setattr(Axis, "_start", never)
+    with monkeypatch.context() as patch, CommDebugMode() as comm:
         patch.setattr(dist, "new_group", never)
         for zero in (0, 1, 2):
             with pytest.raises(
@@ -58,20 +56,24 @@ def test_settings_that_do_not_fit_are_refused_before_any_collective(monkeypatch)
             ValueError, match=r"offload must be True \(shards are kept in host memory\) or False, got 'cpu'"
         ):
             DDP(Net(), mesh["dp"], zero=3, offload="cpu")
+    assert comm.get_total_counts() == 0
 
 
 def test_a_module_elsewhere_than_the_mesh_is_refused():
     mesh = SimpleNamespace(device_type="cuda")
     with pytest.raises(
         ValueError,
-        match=r"'layers.0.weight' is on cpu, and the mesh given to DDP is of devices of type 'cuda', which compute; "
-        r"offload=True brings shards to the host by itself: move the module before \(module.to\('cuda'\)\), or "
-        r"construct it by vescale.dtensor.deferred_init: each rank then makes its share there$",
+        match=r"expected every parameter on a device of type 'cuda', as the mesh given to DDP, but 'layers.0.weight' "
+        r"is on cpu; call module.to\('cuda'\) before DDP, or construct the module by vescale.dtensor.deferred_init",
     ):
-        check_offload(True, 3, Net(), mesh)
-    check_offload(False, 3, Net(), mesh)
-    check_offload(True, 3, deferred_init(Net), mesh)
-    check_offload(True, 3, Net(), SimpleNamespace(device_type="cpu"))
+        DDP(Net(), mesh, zero=3, offload=True)
+    for settings in (
+        {"module": Net(), "mesh_axis": mesh, "offload": False},
+        {"module": deferred_init(Net), "mesh_axis": mesh, "offload": True},
+        {"module": Net(), "mesh_axis": SimpleNamespace(device_type="cpu"), "offload": True},
+    ):
+        with pytest.raises(ValueError, match="expects a 1-D DeviceMesh"):  # which is checked next
+            DDP(**settings, zero=3)
 
 
 @ranks(2)

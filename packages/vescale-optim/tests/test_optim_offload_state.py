@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._state.pieces import StatePiece
 from vescale_testing import ranks, run_ranks
 
 
@@ -54,7 +53,7 @@ def assert_equal(actual, expected):
 
 def check_loading():
     source, optimizer = wrapped(1)
-    assert all(isinstance(v, StatePiece) for k, v in source.state_dict().items() if k != "count")
+    assert all(hasattr(v, "__boxes__") for k, v in source.state_dict().items() if k != "count")
     expected, state, full = whole(source), optimizer.state_dict(), optimizer.full_state_dict()
     ways = {
         "pieces": lambda: (source.state_dict(), state),

@@ -113,7 +113,7 @@ def test_each_rank_holds_its_part_until_the_optimizer_takes_it():
         counts = torch.tensor([held])
         dist.all_reduce(counts)
         assert counts.item() == (every if zero else 2 * every)
-        assert not model.originals._whole
+        assert not model.originals._full
         DistributedOptimizer(torch.optim.SGD, model=model)
         assert not model.originals._parts
         again = DistributedOptimizer(torch.optim.SGD, model=model)  # begins from the rounded values

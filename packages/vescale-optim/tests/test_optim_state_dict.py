@@ -11,7 +11,6 @@ from torch.distributed.tensor import Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, distribute_tensor
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._state.pieces import Piece, StatePiece
 from vescale_testing import assert_same_training, gather_state, ranks, run_ranks
 
 ADAMW = {"lr": 0.01, "betas": (0.8, 0.99)}
@@ -42,10 +41,12 @@ def step(model, optimizer, seed=0):
 def test_boxes_of_a_flat_range_by_brute_force(shape):
     param = nn.Parameter(torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape))
     numel = param.numel()
+    optimizer = DistributedOptimizer(torch.optim.AdamW, model=nn.ParameterList([param]))
+    value = optimizer.state_dict()["state"]["0"]["exp_avg"]
     for start in range(numel + 1):
         for stop in range(start, numel + 1):
             state = param.detach().flatten()[start:stop].clone()
-            value = StatePiece(Piece("p", param, state, start, stop), state)
+            value.tensor, value.piece.start, value.piece.stop = state, start, stop
             seen = torch.full(shape, -1.0)
             for offsets, view in value.__boxes__():
                 seen[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))] = view
@@ -84,7 +85,7 @@ def test_the_structure(zero):
         assert list(state_dict["state"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
         for entries in state_dict["state"].values():
             assert sorted(entries) == ["exp_avg", "exp_avg_sq", "step"]
-            assert isinstance(entries["exp_avg"], StatePiece)
+            assert hasattr(entries["exp_avg"], "__boxes__")
             assert entries["step"].shape == ()
         assert json.loads(json.dumps(state_dict["param_groups"]))[0]["betas"] == [0.8, 0.99]
         step(model, optimizer)

@@ -2,14 +2,12 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer, Muon
-from vescale.optim._state import state_dtype as _state_dtype
 from vescale_testing import run_ranks
 
 BF16 = torch.bfloat16
@@ -144,7 +142,6 @@ CASES = [
 
 
 def on_ranks():
-    pytest.MonkeyPatch().setattr(_state_dtype, "PART_BYTES", 50)  # less than the larger parameters
     results = []
     for optimizer_class, settings, state_dtype, stages in CASES:
         for zero in stages:
@@ -168,7 +165,8 @@ def assert_same(actual, expected, case):
                 assert torch.equal(state[fqn][name], value), (case, fqn, name)
 
 
-def test_any_optimizer_and_stage():
+def test_any_optimizer_and_stage(parts_of):
+    parts_of(50)  # less than the larger parameters
     expected = [one_process(*case[:2], case[2]) for case in CASES for _ in case[3]]
     which = [(case[0].__name__, case[1], zero) for case in CASES for zero in case[3]]
     for results in run_ranks(on_ranks, 2):
@@ -185,12 +183,13 @@ def test_state_that_is_not_rounded_is_seen():
         assert not torch.equal(values["0.weight"], expected["0.weight"])
 
 
-def test_a_class_that_counts_is_not_stepped_in_parts(monkeypatch):
+def test_a_class_that_counts_is_not_stepped_in_parts(monkeypatch, parts_of):
     expected = one_process(Lion, {"lr": 0.01}, BF16)[0]
-    monkeypatch.setattr(_state_dtype, "PART_BYTES", 50)
+    parts_of(50)
     same = []
-    for alike in (_state_dtype.steps_parts_alike, lambda _class: True):
-        monkeypatch.setattr(_state_dtype, "steps_parts_alike", alike)
+    for is_of_torch in (False, True):
+        if is_of_torch:  # whose classes do not count
+            monkeypatch.setattr(torch.optim, "Lion", Lion, raising=False)
         model = build()
         optimizer = build_optimizer(Lion, {"lr": 0.01}, model, BF16)
         values = train(model, optimizer)

@@ -12,7 +12,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._state import state_dtype as _state_dtype
 from vescale_testing import gather_full, held_bytes, ranks
 
 BF16 = torch.bfloat16
@@ -188,8 +187,8 @@ def test_tensor_parallel_parameters():
         assert torch.equal(gather_full(state).float(), expected)
 
 
-def test_hooks_run_once_and_the_closure_too(monkeypatch):
-    monkeypatch.setattr(_state_dtype, "PART_BYTES", 1)
+def test_hooks_run_once_and_the_closure_too(parts_of):
+    parts_of(1)
     counts = []
     for state_dtype in (None, BF16):
         calls = []
@@ -254,13 +253,13 @@ def few_objects():
 
 
 @pytest.mark.usefixtures("few_objects")
-def test_memory(monkeypatch):
+def test_memory(monkeypatch, parts_of):
     total = NUM_LAYERS * LAYER_BYTES
-    monkeypatch.setattr(_state_dtype, "PART_BYTES", 2 * LAYER_BYTES)
+    parts_of(2 * LAYER_BYTES)
     assert measure(monkeypatch, BF16) == (total, 2 * 2 * LAYER_BYTES)  # two moments of half the bytes
     assert measure(monkeypatch, {"exp_avg": BF16}) == (total // 2 + total, 2 * LAYER_BYTES)
     assert measure(monkeypatch, None) == (2 * total, 0)
-    monkeypatch.setattr(_state_dtype, "PART_BYTES", total)  # what parts are for
+    parts_of(total)  # what parts are for
     assert measure(monkeypatch, BF16) == (total, 2 * total)
 
 

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
-from vescale.optim._parameters.sharded_values import ShardedValues
 from vescale_testing import RankFailure, run_ranks
 
 WIDTH = 6
@@ -239,22 +238,23 @@ def test_two_ranks_give_the_bits_of_zero_2():
         assert_same(ranks3[0]["plain"], ranks2[0]["accumulation"], rtol=0)
 
 
-def with_stale_values():
-    """Train with units that show, from the second gather on, the values of the first."""
-    finish = ShardedValues.finish
+def stale(finish):
+    """Show, from the second gather on, the values of the first."""
 
-    def stale(self):
-        finish(self)
-        self.first = getattr(self, "first", self._values.clone())
-        self._values.copy_(self.first)
+    def finish_with_stale_values(held):
+        finish(held)
+        for param in held.params:
+            param.first = getattr(param, "first", param.detach().clone())
+            param.data.copy_(param.first)
 
-    pytest.MonkeyPatch().setattr(ShardedValues, "finish", stale)
-    return train(3)
+    return finish_with_stale_values
 
 
-def test_values_from_before_a_step_are_seen():
+def test_values_from_before_a_step_are_seen(monkeypatch, fault):
+    expected = run_ranks(train, 2, 2)[0]
+    fault(monkeypatch, "the parameters of a unit have come", stale)
     with pytest.raises(AssertionError):
-        assert_same(run_ranks(with_stale_values, 2)[0], run_ranks(train, 2, 2)[0], rtol=1e-6)
+        assert_same(run_ranks(train, 2, 3)[0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

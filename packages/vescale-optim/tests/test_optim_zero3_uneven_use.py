@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale.optim._gradients import reducer as _reduce
 from vescale_testing import ranks
 
 
@@ -36,11 +35,11 @@ def rows(rank):
     return torch.randn(3, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
+@pytest.mark.usefixtures("impatient_reducer")
 @pytest.mark.parametrize("reduction", ["backend", "ordered"])
 @ranks(2)
 def test_a_rank_that_uses_fewer_parameters_of_the_root_unit(reduction):
     """The first rank has reductions of factors to wait for, which the second launches at the end of its backward."""
-    _reduce.PATIENCE = 0.05  # this process ends with the test
     rank, reference = dist.get_rank(), build()
     expected = torch.optim.SGD(reference.parameters(), lr=0.1)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
