@@ -119,7 +119,7 @@ def run_command(command: list[str], folder: Path) -> tuple[int | None, str]:
             return None, process.communicate(timeout=60)[0]
         except subprocess.TimeoutExpired:
             process.kill()
-            return None, "it did not end when it was told to"
+            return None, "it did not end after SIGTERM"
     return process.returncode, output
 
 
@@ -156,7 +156,7 @@ def main(names: list[str]) -> None:
         ran = 0
         for program in programs(page):
             if program.needs_gpu and not has_gpu():
-                print(f"{page}:{program.first_line}: skipped, torch sees no CUDA device")
+                print(f"{page}:{program.first_line}: skipped, torch finds no CUDA device")
                 continue
             try:
                 run(program)

@@ -45,7 +45,7 @@ PRESETS: dict[str, dict[str, object]] = {
 # additions: a sum over tensor-parallel ranks, the mean over data-parallel ranks and micro-batches. One such rounding is
 # 6e-8 in float32 (1e-16 in float64, 4e-3 in bfloat16). AdamW divides by the root of the second moment, which lifts the
 # rounding of small gradients to the size of a step, and a token that sits between two experts may change sides; so the
-# bound leaves room for some hundred roundings. (tests/dp_tp sees stock dropout masks in the first loss, in float64.)
+# bound leaves room for some hundred roundings. (In tests/dp_tp stock dropout masks change the first loss, in float64.)
 BOUNDS = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-3}
 
 

@@ -121,7 +121,7 @@ def run(config: Config) -> int:
             gc.collect()
     status = share(report.finish() if dist.get_rank() == 0 else None)
     dist.destroy_process_group()
-    time.sleep(0.1)  # gloo's threads may still want Python's lock, which they no longer get while the interpreter ends
+    time.sleep(0.1)  # gloo's threads may still need the GIL, which they cannot take during the interpreter's shutdown
     return status
 
 

@@ -18,8 +18,8 @@ def results(monkeypatch):
         x = distribute_tensor(torch.ones(6, 4, dtype=dtype), mesh, [placement])
         before = set(shapes.known)
         found = [call(x) for call in calls]
-        learned = [operator.split(".")[1] for operator, *_ in shapes.known.keys() - before]
-        return [(out.dtype, tuple(out.shape), tuple(out.to_local().shape)) for out in found], learned
+        added = [operator.split(".")[1] for operator, *_ in shapes.known.keys() - before]
+        return [(out.dtype, tuple(out.shape), tuple(out.to_local().shape)) for out in found], added
 
     def run(world_size, *calls, dtype=torch.float32, placement=None):
         return run_ranks(body, world_size, calls, dtype, placement or Shard(0))
@@ -28,7 +28,7 @@ def results(monkeypatch):
     return run
 
 
-def test_ranks_of_later_tests_learn_nothing_new(results):
+def test_ranks_of_later_tests_add_nothing(results):
     double = torch.float64
     assert results(2, torch.exp, dtype=double) == 2 * [([(double, (6, 4), (3, 4))], ["exp"])]
     assert results(3, torch.exp, dtype=double) == 3 * [([(double, (6, 4), (2, 4))], [])]
@@ -55,9 +55,9 @@ def test_calls_that_differ_are_not_confused(results):
     ]
     expected = [call(torch.ones(6, 4, dtype=torch.int64)) for call in calls]
     for _ in range(2):
-        (found, learned), *_ = results(2, *calls, dtype=torch.int64)
+        (found, added), *_ = results(2, *calls, dtype=torch.int64)
         assert [each[:2] for each in found] == [(whole.dtype, tuple(whole.shape)) for whole in expected]
-    assert not learned
+    assert not added
 
 
 def test_default_dtype_and_modes_count(results):
@@ -93,8 +93,8 @@ def test_operators_of_tests_are_not_cached(results):
         return call
 
     for step in (2, 3):
-        [([(_, shape, _)], learned)] = results(1, every(step))
-        assert (shape, learned) == ((6 // step, 4), [])
+        [([(_, shape, _)], added)] = results(1, every(step))
+        assert (shape, added) == ((6 // step, 4), [])
 
 
 def test_it_can_be_switched_off(results, monkeypatch):

@@ -35,7 +35,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_testing.shapes import remember_shapes
+from vescale_testing.shapes import cache_shapes
 
 Kind = Literal["returned", "raised", "skipped", "xfailed", "died", "killed"]
 
@@ -85,7 +85,7 @@ def rank_main(seat: Seat, pipe: Connection, inherited: list[Connection], body: C
     for connection in inherited:  # else a sibling would hold the parent's end open, and end of file would never come
         connection.close()
     _detach(seat)
-    shapes = remember_shapes()
+    shapes = cache_shapes()
     report = replace(_run(seat, body), shapes=shapes)
     sys.stdout.flush()
     sys.stderr.flush()

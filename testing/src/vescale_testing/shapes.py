@@ -33,13 +33,13 @@ class _Unknown(Exception):  # noqa: N818 - not an error
     """An argument that this module cannot describe."""
 
 
-def remember_shapes() -> dict[Hashable, Any]:
+def cache_shapes() -> dict[Hashable, Any]:
     """Let this process use the cache; return the dictionary that collects its new entries."""
-    learned: dict[Hashable, Any] = {}
+    computed: dict[Hashable, Any] = {}
     if os.environ.get("VESCALE_TESTING_SHAPES") == "0":
-        return learned
+        return computed
 
-    def remembering(stock: Any, propagator: Any, schema: Any) -> Any:
+    def cached(stock: Any, propagator: Any, schema: Any) -> Any:
         key = _describe_call(schema)
         if key is None:
             return stock(propagator, schema)
@@ -47,12 +47,12 @@ def remember_shapes() -> dict[Hashable, Any]:
             meta = stock(propagator, schema)
             if not _is_plain(meta):
                 return meta
-            known[key] = learned[key] = meta
+            known[key] = computed[key] = meta
         meta = known[key]
         return list(meta) if isinstance(meta, list) else meta
 
-    replace_shape_propagation(remembering)
-    return learned
+    replace_shape_propagation(cached)
+    return computed
 
 
 def _describe_call(schema: Any) -> Hashable | None:
