@@ -3,7 +3,7 @@
 Backward of a dozen square layers on two and on four gloo ranks, in buckets of one layer, one thread per process. All
 cases reduce the same gradients; the run stops if they differ by more than rounding. Besides the time, which is of the
 clock, the table shows the processor time of one rank, and what its tensors take more during backward than before it.
-Bytes on the wire are those of the table in `vescale/optim/_reduction.py`.
+Bytes on the wire are those of the table in `vescale/optim/_gradients/reduction.py`.
 """
 
 from __future__ import annotations

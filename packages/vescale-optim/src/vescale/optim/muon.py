@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ._muon.matrices import Matrices, Update, WholeMatrices
+from ._muon.matrices import FullMatrices, Matrices, Update
 from ._muon.newton_schulz import ADJUSTMENTS, NewtonSchulz, adjusted_lr
 
 __all__ = ["Muon"]
@@ -87,7 +87,7 @@ class Muon(torch.optim.Optimizer):
         matrices: Matrices | None = None,
     ):
         _check(lr, weight_decay, momentum, ns_coefficients, ns_steps, adjust_lr_fn)
-        self._matrices = matrices or WholeMatrices()
+        self._matrices = matrices or FullMatrices()
         self._listed = [adamw] if isinstance(adamw, (str, Tensor)) else list(adamw)
         self._names_seen: list[str] = []
         self._entries_used: set[int] = set()
@@ -187,7 +187,7 @@ class Muon(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_adamw" not in self.__dict__:  # a copy, which torch makes without the constructor
-            self._matrices, self._listed, self._names_seen, self._entries_used = WholeMatrices(), [], [], set()
+            self._matrices, self._listed, self._names_seen, self._entries_used = FullMatrices(), [], [], set()
             self._adamw = _adamw_without_parameters()
         self._link()
 

@@ -158,7 +158,7 @@ def _block(fqn: str, param: Tensor, value: Any) -> int:
 def _elements(shape: tuple[int, ...], value: Any) -> tuple[int, str]:
     """Return the elements of a block, and the name of blocks in messages."""
     if value == "tensor":
-        return max(math.prod(shape), 1), "whole tensors"
+        return max(math.prod(shape), 1), "full tensors"
     if isinstance(value, int):
         return value, f"blocks of {value} elements"
     count = value[1] if isinstance(value, tuple) else 1

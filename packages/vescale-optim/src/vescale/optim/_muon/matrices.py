@@ -30,7 +30,7 @@ from .newton_schulz import NewtonSchulz
 from .plan import Job, Sharing, share_matrices
 from .step import MatrixStep
 
-__all__ = ["Matrices", "PieceMatrices", "Update", "WholeMatrices"]
+__all__ = ["FullMatrices", "Matrices", "PieceMatrices", "Update"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Matrices(Protocol):
         """Yield each update's tensor and result, a bfloat16 tensor of the same shape, in order."""
 
 
-class WholeMatrices:
+class FullMatrices:
     """Matrices of tensors that are full matrices (rows, cols), or stacks of them (num_matrices, rows, cols), of this
     process.
     """
