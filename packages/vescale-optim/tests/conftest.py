@@ -177,9 +177,9 @@ def impatient_reducer(monkeypatch):
 
 @pytest.fixture
 def quick_failures(monkeypatch):
-    """Look for failures of other ranks often, and wait 3 seconds for their answers."""
+    """Look for failures of other ranks often; wait for their answers less than the 3 s after which ranks are ended."""
     monkeypatch.setattr(failures, "POLL", timedelta(seconds=0.1))
-    monkeypatch.setattr(failures, "PATIENCE", 3.0)
+    monkeypatch.setattr(failures, "PATIENCE", 2.0)
 
 
 @pytest.fixture
