@@ -77,9 +77,9 @@ def test_replicas_start_from_the_first_rank():
 def test_a_copy_trains_by_itself(build, train, assert_same_pass):
     expected = train(build("mixtral", dropout=0.1))
     model = sequence_parallel(build("mixtral", dropout=0.1))
-    twin = copy.deepcopy(model)
-    assert_same_pass(train(twin), expected)
-    assert all(p.grad.placements == p.placements for p in twin.parameters())
+    other = copy.deepcopy(model)
+    assert_same_pass(train(other), expected)
+    assert all(p.grad.placements == p.placements for p in other.parameters())
     assert all(p.grad is None for p in model.parameters())
     assert_same_pass(train(model), expected)
     again = copy.deepcopy(model)  # with hooks and gradients in place

@@ -199,7 +199,7 @@ def test_function_modes_of_the_user_see_every_call():
 
 
 class StandIn(torch.Tensor):
-    """A tensor subclass of somebody else; sees the calls that it takes part in."""
+    """A foreign tensor subclass; records the calls with an operand of it."""
 
     seen: list = []  # noqa: RUF012
 

@@ -113,7 +113,7 @@ def test_sizes_that_are_attributes_are_divided(in_all_modes, graphs):
     model = in_all_modes(make, planned(**DIVIDED), mesh, step, modes=MODES)
     assert len(graphs.forward) == 1  # of both layers, although their attributes change
     assert (model.h[0].attn.n_head, model.h[0].attn.n_embd) == (4, WIDTH)  # outside of a call
-    # nobody has told it
+    # without the attribute
     model = parallelize_module(make(), mesh, planned(), mode="static")
     with pytest.raises(NotLocalFriendlyError) as info:
         model(X)

@@ -80,7 +80,7 @@ def test_the_patch_is_not_seen(in_all_modes):
         step(model)
         handle.remove()
         step(model)
-        # a rehearsal would call them more often: the shapes are known by now
+        # the shapes are recorded already; a recording would call them more often
         assert seen == [*["backward"] * 2, "LayerNorm", "LayerNorm", "Linear", "Linear", "Layer"], seen
         return {}
 
@@ -115,7 +115,7 @@ def test_boundaries_are_called_directly(in_all_modes):
         return {}
 
     model = in_all_modes(Asking, PLAN, mesh, twice, modes=("static",))
-    # the plain module, the two runs of the rehearsal, the calls themselves
+    # the plain module, two dry runs, the calls themselves
     assert found == [*[[False] * 3] * 4, *[[False, True, True]] * 2], found
     assert not any("_compiled_call_impl" in vars(part) for part in model.modules())
     assert all(isinstance(p.grad, DTensor) for p in model.parameters())

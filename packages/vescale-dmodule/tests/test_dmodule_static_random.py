@@ -115,7 +115,7 @@ def test_each_data_rank_draws_its_part_of_the_batch(in_all_modes):
 
 
 class Scheduled(nn.Module):
-    """Drops only after a while, which no argument tells."""
+    """Drops after some calls; no argument depends on it."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class Scheduled(nn.Module):
 
 
 @ranks(2)
-def test_draws_that_no_rehearsal_has_seen_are_refused():
+def test_random_operators_that_are_not_recorded_are_refused():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = parallelize_module(Scheduled(), mesh, PLAN, mode="static")
     model(X)

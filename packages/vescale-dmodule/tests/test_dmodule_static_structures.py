@@ -120,7 +120,7 @@ def test_a_module_called_twice_and_one_that_returns_its_argument(in_all_modes):
         return {"y": y.detach(), "x": x.grad}
 
     in_all_modes(Shared, plan, mesh, program)
-    # two layouts that local shapes tell apart
+    # two layouts with different local shapes
     both = {**plan, "forward": {**plan["forward"], r"layer\.input": [S0], r"layer\.output": [R]}}
     in_all_modes(lambda: Shared(other_layout=True), both, mesh, program)
     # its gradient is whole from one call and a sum from the other, which no layout of local tensors says
@@ -143,7 +143,7 @@ class TwoHeads(nn.Module):
 
 @ranks(2)
 def test_results_without_a_gradient(in_all_modes):
-    """The rehearsal goes backward from scalars alone; other results may get a gradient all the same."""
+    """The recording runs backward from scalars only; in a real call other results may have gradients, too."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     plan = {
         "parameter": {r"up\.(weight|bias)": S0, r"down\.weight": S1},
@@ -242,7 +242,7 @@ class Mlp(nn.Module):
 
 @ranks(2)
 def test_control_flow_that_data_decide(in_all_modes):
-    """A branch that the rehearsal has not taken is refused; how often one is taken does not matter."""
+    """A branch that was not recorded is refused; the number of calls of a recorded branch may change."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     plan = {
         "parameter": {r".*\.up\.(weight|bias)": S0, r".*\.down\.weight": S1},

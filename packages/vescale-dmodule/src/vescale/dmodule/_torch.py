@@ -1,4 +1,4 @@
-"""The only file of ``vescale.dmodule`` that touches private torch names."""
+"""The only file of ``vescale.dmodule`` that uses private names of torch."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ __all__ = [
 
 
 def replicate_plain_operands(allow: bool) -> bool:
-    """Set whether DTensor operators take plain operands as replicated, and return what was set before.
+    """Set whether DTensor operators treat plain operands as replicated; return the previous setting.
 
-    ``torch.distributed.tensor.experimental.implicit_replication`` is the same as a context, but it always leaves the
-    switch off, also when it was on outside.
+    ``torch.distributed.tensor.experimental.implicit_replication`` is a context for the same switch, but it always
+    leaves the switch off, even if it was on before.
     """
     dispatcher = DTensor._op_dispatcher
     before = dispatcher._allow_implicit_replication
@@ -74,7 +74,7 @@ def replicate_plain_operands(allow: bool) -> bool:
 
 @contextlib.contextmanager
 def plain_operands_replicated() -> Iterator[None]:
-    """Take plain operands of DTensor operators as replicated inside."""
+    """Treat plain operands of DTensor operators as replicated while the context is open."""
     before = replicate_plain_operands(allow=True)
     try:
         yield
@@ -83,12 +83,12 @@ def plain_operands_replicated() -> Iterator[None]:
 
 
 def no_function_modes() -> contextlib.AbstractContextManager:
-    """Return a context whose calls reach no ``TorchFunctionMode`` and no ``__torch_function__``."""
+    """Return a context that disables every ``TorchFunctionMode`` and ``__torch_function__``."""
     return torch._C.DisableTorchFunction()
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None]]:
-    """Return the tables of the parameters and of the buffers that ``module`` itself holds; changing them changes it."""
+    """Return the tables of the parameters and the buffers of ``module``, without submodules; they may be changed."""
     return module._parameters, module._buffers
 
 
@@ -98,7 +98,7 @@ def local_of(tensor: DTensor) -> Tensor:
 
 
 wrap: Callable[[Tensor, object], DTensor] = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
-"""Return a local tensor as a DTensor of a layout, without autograd. (``DTensor.__init__`` does nothing, slowly.)"""
+"""Return a local tensor as a DTensor of a layout, without autograd; skips ``DTensor.__init__``, which is empty."""
 
 
 def wrap_like(local: Tensor, like: DTensor) -> DTensor:
@@ -107,15 +107,15 @@ def wrap_like(local: Tensor, like: DTensor) -> DTensor:
 
 
 def wrapper_like(like: DTensor) -> Callable[[Tensor], DTensor]:
-    """Return :func:`wrap_like` for one tensor, prepared."""
+    """Return :func:`wrap_like` with its second argument fixed."""
     layout = like._spec
     return lambda local: wrap(local, layout)
 
 
 def leaf_states(leaves: Sequence[DTensor]) -> tuple[list[bool], list[int]]:
-    """Return of some DTensors whether each requires a gradient, and the address of its local storage.
+    """Return whether each DTensor requires a gradient, and the address of its local tensor.
 
-    Their classes are not asked: one whose values are on their way would wait.
+    Skips ``__torch_function__`` of subclasses: a parameter with an all-gather in flight would block.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(_requires_grad, leaves)), list(map(Tensor.data_ptr, map(_local, leaves)))
@@ -125,13 +125,13 @@ _requires_grad, _local = operator.attrgetter("requires_grad"), operator.attrgett
 
 
 def train_flags(leaves: Sequence[Tensor]) -> list[bool]:
-    """Return of some tensors, whatever their classes answer at the moment, whether each requires a gradient."""
+    """Return whether each tensor requires a gradient; skips ``__torch_function__`` of subclasses."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(_requires_grad, leaves))
 
 
 def leaf_over(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
-    """Return a leaf parameter over the memory of a tensor, whatever that one's class answers at the moment."""
+    """Return a leaf parameter over the memory of a tensor; skips ``__torch_function__`` of subclasses."""
     return Tensor._make_subclass(nn.Parameter, tensor, requires_grad)
 
 
@@ -142,7 +142,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 def for_each(function: Callable, *columns: Iterable) -> None:
-    """Call a function once per row of some columns, without a loop in Python."""
+    """Call a function once per row of some columns, without a Python loop."""
     collections.deque(map(function, *columns), maxlen=0)
 
 
@@ -152,9 +152,9 @@ def in_backward() -> bool:
 
 
 def hook_tables(leaf: Tensor) -> tuple[dict, dict]:
-    """Return the tables of the gradient and of the post-accumulate hooks of a leaf, made where there are none.
+    """Return the tables of the gradient hooks and of the post-accumulate hooks of a leaf; create missing tables.
 
-    Hooks that are registered later appear in them.
+    Later registrations use the same tables.
     """
     if leaf._backward_hooks is None:
         leaf._backward_hooks = OrderedDict()
@@ -165,11 +165,11 @@ def hook_tables(leaf: Tensor) -> tuple[dict, dict]:
 
 @contextlib.contextmanager
 def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Take the gradient hooks off some leaf tensors while the context lasts."""
+    """Remove the gradient hooks of some leaf tensors while the context is open."""
     hooked = [t for t in tensors if t._backward_hooks or t._post_accumulate_grad_hooks]
     kept = [(t, t._backward_hooks, t._post_accumulate_grad_hooks) for t in hooked]
     for tensor in hooked:
-        # None would leave the second as it is
+        # torch ignores an assignment of None to the second
         tensor._backward_hooks, tensor._post_accumulate_grad_hooks = OrderedDict(), OrderedDict()
     try:
         yield
@@ -180,15 +180,15 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _needs_operators(tensor: Tensor) -> bool:
-    """Return whether operators are traced, such as by a compiler, or the tensor is complex."""
+    """Return whether collectives must run as operators: under a compiler or dispatch mode, or for a complex tensor."""
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None or tensor.is_complex()
 
 
 class Collectives:
     """Collectives of one process group on plain tensors, outside autograd, complete on return.
 
-    A compiler sees the functional operators. Otherwise the process group itself is called, as ``torch.distributed``
-    does after its checks of arguments, which take as long as the call. Complex tensors take the functional way too.
+    Under a compiler or a dispatch mode, and for complex tensors, they are functional operators. Otherwise they call the
+    process group directly and skip the checks of arguments of ``torch.distributed``, which take as long as the call.
 
     Arguments are contiguous; results are new, contiguous tensors.
     """
@@ -204,7 +204,7 @@ class Collectives:
                 options.reduceOp, options.asyncOp = op, False
 
     def all_gather(self, local: Tensor) -> Tensor:
-        """Return the tensors of all ranks, of one or more dims, one after the other along the first."""
+        """Return the tensors of all ranks, concatenated along the first dim."""
         if _needs_operators(local):
             came = torch.ops._c10d_functional.all_gather_into_tensor(local.resolve_conj(), self.size, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)
@@ -222,7 +222,7 @@ class Collectives:
         return out
 
     def reduce_scatter(self, parts: Tensor, op: str, shape: tuple[int, ...]) -> Tensor:
-        """Return this rank's reduced part, of ``shape``; ``parts`` has those of all ranks one after the other."""
+        """Return this rank's reduced part, of ``shape``; ``parts`` concatenates the parts of all ranks."""
         if _needs_operators(parts):
             came = torch.ops._c10d_functional.reduce_scatter_tensor(parts.resolve_conj(), op, self.size, self.name)
             return torch.ops._c10d_functional.wait_tensor(came).view(shape)
@@ -231,7 +231,7 @@ class Collectives:
         return out
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """Return what each rank has for this one; the first dim of ``parts`` and of the result counts the ranks."""
+        """Return the parts that the ranks send to this one; the first dim of argument and result is the rank."""
         if _needs_operators(parts):
             splits = [1] * self.size
             came = torch.ops._c10d_functional.all_to_all_single(parts.resolve_conj(), splits, splits, self.name)
@@ -250,17 +250,16 @@ def _wait(work: dist.Work | None) -> None:
 
 
 def sum_later(group: dist.ProcessGroup) -> Callable[[Tensor], dist.Work | None]:
-    """Return the function that begins to add a tensor over the ranks of ``group``, in place; its result is awaited."""
+    """Return a function that launches the in-place sum of a tensor over the ranks of ``group`` and returns the work."""
     options = dist.AllreduceOptions()
     options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, True
     return lambda tensor: group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable:
-    """Return ``function.apply`` without the part that serves transforms of ``torch.func``, which takes half its time.
+    """Return ``function.apply`` without its support of ``torch.func`` transforms, which takes half its time.
 
-    Backward calls ``function.backward`` without asking what else there may be. A compiler traces ``function.apply``
-    only.
+    Backward calls ``function.backward`` directly. A compiler must trace ``function.apply`` instead.
     """
     function._backward_cls.apply = function.backward
     return super(torch.autograd.Function, function).apply
@@ -269,7 +268,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable:
 def flat_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
     """Return the ranks that differ from this one along ``axes`` only, in the order of their coordinates.
 
-    The mesh's own group of an axis has them in ascending order. All of them must ask for it together.
+    The mesh's own group of an axis has them in ascending order. All of these ranks must call this together.
     """
     coord = mesh.get_coordinate()
     ranks = mesh.mesh[tuple(slice(None) if axis in axes else coord[axis] for axis in range(mesh.ndim))]
@@ -288,7 +287,7 @@ backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Do as ``torch.autograd.backward``, which turns function modes off while it runs."""
+    """Run ``torch.autograd.backward`` without disabling function modes, which it would do."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(
         tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -296,34 +295,34 @@ def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward pass has computed everything, before it returns to the user.
+    """Call ``callback`` at the end of the running backward pass, before ``backward()`` returns.
 
-    The pass alone keeps ``callback`` alive: after an exception it is freed without a call.
+    Only the pass holds ``callback``: after an exception it is freed without a call.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_profiling() -> bool:
-    """Return whether a profiler of torch is running, which may be one that emits NVTX or ITT ranges."""
+    """Return whether a profiler of torch is running, also one that emits NVTX or ITT ranges."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
 DIRECT_CALL = "_compiled_call_impl"
-"""The attribute of a module that its call runs in place of everything else, where it is set."""
+"""The attribute of a module that replaces its call, hooks included, if it is set."""
 
 
 def ordinary_call(module: nn.Module) -> Callable:
-    """Return what a call of a module runs where nothing else is set: its hooks and its forward."""
+    """Return the normal call of a module: its hooks and its forward."""
     return module._call_impl
 
 
 def has_global_hooks() -> bool:
-    """Return whether there are hooks for the calls of all modules."""
+    """Return whether hooks for the calls of all modules are registered."""
     return nn.modules.module._has_any_global_hook()
 
 
 def is_in_own_forward(module: nn.Module) -> bool:
-    """Return whether a call of ``module`` encloses the running one; asked in a hook of the running call."""
+    """Return whether another call of ``module`` encloses the running one; for hooks of the running call."""
     frame, num_calls = sys._getframe(1), 0
     while frame is not None and num_calls < 2:
         is_call = frame.f_code is nn.Module._call_impl.__code__
@@ -333,20 +332,20 @@ def is_in_own_forward(module: nn.Module) -> bool:
 
 
 def module_hook_tables(module: nn.Module) -> list[dict]:
-    """Return the tables of a module's own forward and backward hooks."""
+    """Return the tables of the forward and backward hooks of a module, without submodules."""
     return [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
 
 
 def is_full_cache(error: Exception) -> bool:
-    """Return whether a compiler gives up because it has compiled a function too often."""
+    """Return whether a compiler refused because it has recompiled a function too often."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
 
 
 def is_compiler_error(error: Exception) -> bool:
-    """Return whether an error comes from a compiler, which has not run anything yet, and not from what it compiled."""
+    """Return whether an error is one of the compiler, raised before the compiled function runs."""
     return any(cls.__name__ == "TorchDynamoException" for cls in type(error).__mro__)
 
 
 def has_dispatch_mode() -> bool:
-    """Return whether operators are watched by a ``TorchDispatchMode``; a compiler refuses to run then."""
+    """Return whether a ``TorchDispatchMode`` is active; a compiler refuses to run then."""
     return _get_current_dispatch_mode() is not None

@@ -1,4 +1,4 @@
-"""Change how a parallelized module runs, after it was made."""
+"""Change the mode of a parallelized module, and accumulate gradients without communication."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ __all__ = ["no_sync", "set_mode"]
 
 
 def set_mode(module: nn.Module, mode: str, *parts: str) -> nn.Module:
-    """Run a parallelized module, or some parts of it, in another mode from the next call on.
+    """Set the mode of a parallelized module, or of some parts of it, from the next call on.
 
     Args:
-        module: what :func:`parallelize_module` returned.
+        module: the result of :func:`parallelize_module`.
         mode: ``"eager"``, ``"static"`` or ``"compile"``.
-        *parts: regexes of whole names of submodules; none for the whole module. Parts of a static module can be eager,
-            parts of an eager one static; the mode of a part stays when that of the whole changes.
+        *parts: regexes of fully qualified names of submodules; without any, the mode of the module itself changes.
+            Parts of a static module can be eager, and parts of an eager module static. A part keeps its mode when the
+            mode of the module changes.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: the module is not parallelized, or there is no such mode.
+        ValueError: the module is not parallelized, or the mode is unknown.
         PlanError: a regex matches no submodule.
 
     Example:
         >>> set_mode(model, "static")                                   # doctest: +SKIP
-        >>> set_mode(model, "eager", r"model\\.layers\\.3\\.mlp")       # to step through it    # doctest: +SKIP
+        >>> set_mode(model, "eager", r"model\\.layers\\.3\\.mlp")       # for a debugger    # doctest: +SKIP
     """
     execution = execution_of(module)
     if execution is not None:
@@ -40,13 +41,13 @@ def set_mode(module: nn.Module, mode: str, *parts: str) -> nn.Module:
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Leave partial gradients unreduced, to accumulate over several backward passes.
+    """Accumulate gradients over several backward passes without reducing partial gradients.
 
-    Parameters whose gradient is a sum over ranks (norms under sequence parallelism) keep their partial gradient in
-    ``.grad``, a DTensor that says so. The next backward outside of this context reduces old and new together.
+    Inside, the ``.grad`` of a parameter with a partial gradient (norms under sequence parallelism) is a DTensor with
+    Partial placements. The next backward pass outside of this context reduces the accumulated gradient.
 
     Args:
-        module: what :func:`parallelize_module` returned.
+        module: the result of :func:`parallelize_module`.
 
     Raises:
         ValueError: the module is not parallelized.

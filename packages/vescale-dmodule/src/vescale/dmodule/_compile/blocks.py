@@ -1,23 +1,24 @@
 """Compiled mode: the repeated blocks of a static program run as compiled functions, each one graph.
 
-A block is what a model repeats: an element of its outermost ``ModuleList`` or ``Sequential``. While the program is
-open, the forward of each block is a function of ``torch.compile``; what is around the blocks runs as in static mode::
+A block is an element of the outermost ``ModuleList`` or ``Sequential`` of a model. While the program is open, the
+forward of each block is a function of ``torch.compile``; the modules around the blocks run as in static mode::
 
-    program opens     forward of each block   -> compiled function
-                      hooks inside of blocks  -> the conversions of the boundaries, without names
-    program closes    everything put back
+    program opens     forward of each block  -> compiled function
+                      hooks inside blocks    -> the conversions of the boundaries, without names
+    program closes    the patch is restored
 
-Collectives are functional operators in the graph, so a compiler sees them. Blocks that are alike share their compiled
-code (see ``hooks``). Blocks that are not alike (another class, other hooks) never meet in one cache: each
-kind gets a code object of its own, because a compiler does not guard the absence of hooks. New shapes make new ones,
-and so does a full cache (blocks that read their own number).
+Collectives are functional operators in the graph, so the compiler sees them. Equal blocks share their compiled code
+(see ``hooks``). Blocks of another class or with other hooks have their own code object and so their own cache, because
+a compiler does not guard the absence of hooks. New shapes, and a full cache (blocks that read their own index), make
+another code object.
 
-Data parallelism has a mode that watches every operator for random ones on a rank's part of the batch (see
-``vescale.dtensor.random.local_batch``), and no compiler runs then. Compiled blocks run without that mode. The operator
-that their dropout is in a graph takes it on again for its own draw; other random operators keep a block in static mode.
+Data parallelism opens a mode that intercepts random operators on a rank's rows of the batch (see
+``vescale.dtensor.random.local_batch``). No compiler runs under such a mode, so compiled blocks run without it. In a
+graph dropout is an opaque operator, which opens the mode for its own call. A block with other random operators stays in
+static mode.
 
-A block that a compiler refuses (control flow that depends on data, random operators other than dropout on sharded
-tensors or on parts of a batch) stays in static mode, and a warning says why.
+A block that the compiler refuses (control flow that depends on data, random operators other than dropout on sharded
+tensors or on rows of a batch) stays in static mode, with a warning that says why.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class CompiledProgram:
         self._has_warned = False
 
     def patch(self, layouts: RecordedLayouts) -> ModulePatch | None:
-        """Return the patch that runs compiled blocks by some layouts; None while no compiler may run."""
+        """Return the patch that runs compiled blocks with some layouts; None while no compiler may run."""
         if may_compile():
             if layouts not in self._blocks:
                 self._blocks[layouts] = CompiledBlocks(self.parts, self.mesh, layouts)
@@ -87,14 +88,14 @@ class CompiledProgram:
 def may_compile() -> bool:
     """Return whether compiled code may run now.
 
-    A compiler refuses while a mode watches operators. The exception is the mode that looks for random operators:
-    compiled blocks run those themselves.
+    A compiler refuses to run under a dispatch mode. The mode that intercepts random operators is an exception: compiled
+    blocks run without it, and their dropout opens it.
     """
     return not _torch.has_dispatch_mode() or extension.is_watched_alone()
 
 
 class CompiledBlocks:
-    """The compiled functions of one static program, by its layouts.
+    """The compiled functions of one static program for some layouts.
 
     Args:
         parts: of the program.
@@ -102,7 +103,7 @@ class CompiledBlocks:
         layouts: recorded.
 
     Attributes:
-        functions: kind of block -> its compiled function, the newest.
+        functions: kind of block -> its newest compiled function.
         refused: names of the blocks that stay in static mode.
     """
 
@@ -111,13 +112,13 @@ class CompiledBlocks:
         self.functions: dict[Hashable, Callable] = {}
         self.refused: set[str] = set()
         self._made: tuple[Hashable, ModulePatch] | None = None
-        self._tables: list[dict] = []  # hooks inside of blocks
+        self._tables: list[dict] = []  # hook tables of the modules inside blocks
 
     def patch(self) -> ModulePatch:
-        """Return the rows of all blocks. Compiles nothing yet; the first call of a block does.
+        """Return the rows of all blocks. The first call of a block compiles it.
 
-        They are made anew after another recording, when hooks have come or gone inside of blocks, when a block has been
-        refused, and when a part of a batch begins or ends.
+        The rows are made again after another recording, a change of hooks inside blocks, the refusal of a block, and at
+        the beginning and end of a batch window.
         """
         if self._made is None or self._made[0] != self._state():
             patch = self._make()
@@ -172,12 +173,12 @@ class CompiledBlocks:
 
         def run(*args: object, **kwargs: object) -> object:
             nonlocal compiled
-            if name in self.refused or not may_compile():  # in this call already; the mode still makes draws
+            if name in self.refused or not may_compile():  # the dropout of `mode` still draws
                 return call(entry.function, args, kwargs)
             try:
                 with _unwatched(name, self.mesh):
                     return call(compiled, args, kwargs)
-            except Exception as error:  # nothing has run yet where it comes from the compiler
+            except Exception as error:  # an error of the compiler is raised before the block runs
                 if _torch.is_full_cache(error):
                     if self.functions[key] is compiled:
                         self.functions[key] = _compiled(entry)
@@ -192,28 +193,29 @@ class CompiledBlocks:
 
 
 class _Entry:
-    """The forward of a block in its own attributes: the block's code, or what is put in while a program is open.
+    """The attribute ``forward`` of a block: its code, or the compiled function while a program is open.
 
-    It stays there when the program is closed, because activation checkpointing calls the block itself: only the hooks
-    of that call open the program, when the module has already looked its forward up. A deep copy is the plain forward.
+    It stays in the block when the program closes. Activation checkpointing calls the block in backward, and only the
+    hooks of that call open the program, after ``nn.Module`` has looked up ``forward``. A deep copy is the plain
+    forward.
 
     Attributes:
-        function: the block's code.
+        function: the code of the block.
         first: the block, if the code takes it as its first argument.
-        run: what is called instead.
+        run: the compiled function while the program is open, else None.
     """
 
     def __init__(self, block: nn.Module):
         own = vars(block).get("forward")
-        if getattr(own, "__func__", None) is type(block).forward:  # what a deep copy leaves
+        if getattr(own, "__func__", None) is type(block).forward:  # set by a deep copy
             own = None
         self.block, self.own, self.run = block, own, None
         self.function, self.first = (type(block).forward, (block,)) if own is None else (own, ())
-        self.__wrapped__ = block.forward  # for those who ask for the signature
+        self.__wrapped__ = block.forward  # for `inspect.signature`
 
     @classmethod
     def of(cls, block: nn.Module) -> _Entry:
-        """Return the entry of a block, made if there is none."""
+        """Return the entry of a block; install one if there is none."""
         own = vars(block).get("forward")
         if not isinstance(own, cls):
             vars(block)["forward"] = own = cls(block)
@@ -231,15 +233,16 @@ class _Entry:
 
 
 def _mode(drawn: list[RandomOperator], mesh: DeviceMesh, *, is_watched: bool) -> CompiledDropout | None:
-    """Return what runs the dropout of a block; None if there is none but that all ranks run alike."""
+    """Return the mode that runs the dropout of a block; None if no dropout differs between ranks."""
     found = [operator for operator in drawn if is_dropout(operator) and (operator.is_sharded or is_watched)]
     return CompiledDropout(found, mesh, is_watched=is_watched) if found else None
 
 
 @contextlib.contextmanager
 def _unwatched(name: str, mesh: DeviceMesh) -> Iterator[None]:
-    """Run a compiled block without the modes that watch operators. Calls that draw nothing have no such mode left, and
-    are compared as a whole.
+    """Run a compiled block without the mode that intercepts random operators, and check that only its dropout draws.
+
+    A quiet call has no such mode, and is checked as a whole (see ``QuietCall``).
     """
     position = functools.partial(extension.random_position, mesh.device_type)
     is_watched = extension.is_watched_alone()
@@ -248,7 +251,7 @@ def _unwatched(name: str, mesh: DeviceMesh) -> Iterator[None]:
 
 
 def _compiled(entry: _Entry) -> Callable:
-    """Return a block's code compiled, under a code object of its own, which is what compilers keep their caches by."""
+    """Return the compiled code of a block, with a code object of its own; compilers cache by code object."""
     forward = entry.function
 
     def run(*args: object, **kwargs: object) -> object:
@@ -264,9 +267,9 @@ def _compiled(entry: _Entry) -> Callable:
 
 
 def find_blocks(parts: Parts) -> Iterator[tuple[str, nn.Module]]:
-    """Yield blocks with their full names; of a block with parts that no compiler traces, its other parts.
+    """Yield the blocks with their full names. If a compiler must not trace a part of a block, yield its other parts.
 
-    A module that repeats nothing is one block itself.
+    A module without repeated parts is one block.
     """
     found = list(_repeated(parts.module, parts.name))
     for name, block in found or [(parts.name, parts.module)]:

@@ -1,23 +1,23 @@
-"""Dropout inside of compiled blocks: the factors are drawn by an operator that no compiler looks into.
+"""Dropout inside compiled blocks: an opaque operator draws the factors.
 
-On local tensors dropout must draw this rank's part of one device's draw, by the rules of ``vescale.dtensor``. In a
-graph that is one operator, which runs when the graph runs and advances the random stream then::
+On local tensors dropout must draw this rank's part of the global values, by the rules of ``vescale.dtensor``. In a
+graph this is one operator, which advances the random stream when the graph runs::
 
     dropout(x, p)   ->   x * dropout_factors(x, p, layout)          factors are 0 or 1 / (1 - p)
 
 The operator is tagged as random, so a compiler neither drops, repeats nor merges its calls. Three kinds of dropout:
 
 ==========================  =============================================  ==========================================
-tensor                      one device or tensor parallelism alone         inside of a part of the batch, or "philox"
+tensor                      without a batch window                         with a batch window, or stream "philox"
 ==========================  =============================================  ==========================================
-sharded over the model      the operator draws by the recorded layout      the same; its rules know the windows
-equal on its ranks          left unchanged                                 the operator draws with the modes on
-not seen while recording    left unchanged                                 an error after the block
+sharded                     the operator draws with the recorded layout    the same; its rules read the window
+equal on all ranks          unchanged                                      the operator draws with the mode opened
+not recorded                unchanged                                      an error after the block
 ==========================  =============================================  ==========================================
 
-The modes of a part of the batch (``vescale.dtensor.random.local_batch``) are off while compiled code runs, so whatever
-draws there beside the operator would draw as if there were no other ranks. An `Account` sees it: it follows the random
-stream from one call of the operator to the next.
+The mode that applies the batch window (``vescale.dtensor.random.local_batch``) is off while compiled code runs. Another
+random operator in the block would ignore the window. An `Account` detects it: it compares the random stream before each
+call of the operator with its state after the previous call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..errors import NotLocalFriendlyError
 
 __all__ = ["CompiledDropout", "accounted", "dropout_obstacle", "is_dropout"]
 
-# Operators take numbers, not meshes: a layout is its place in this list, which holds each layout once.
+# Arguments of operators are integers: a layout is its index in this list, which holds each layout once.
 _layouts: list[tuple] = []
 
 EQUAL = -1
@@ -54,7 +54,7 @@ EQUAL = -1
 
 @torch.library.custom_op("vescale_dmodule::dropout_factors", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def dropout_factors(like: Tensor, p: float, layout: int) -> Tensor:
-    """Return what dropout multiplies a local tensor with, of the shape and dtype of ``like``."""
+    """Return the factors of dropout for a local tensor, of the shape and dtype of ``like``."""
     return _drawn(like, p, layout)
 
 
@@ -83,7 +83,7 @@ def _number(layout: tuple) -> int:
 
 
 class Account:
-    """Checks that a random stream moves only inside the recorded random operators.
+    """Checks that only the recorded random operators advance a random stream.
 
     Args:
         position: returns the position of the stream.
@@ -94,11 +94,11 @@ class Account:
         self.is_right = True
 
     def check(self) -> None:
-        """Compare the stream with where it was left."""
+        """Compare the position of the stream with the last noted position."""
         self.is_right = self.is_right and self._ask() == self._position
 
     def move(self) -> None:
-        """Note where the stream is."""
+        """Note the position of the stream."""
         self._position = self._ask()
 
 
@@ -107,7 +107,7 @@ _account: ContextVar[Account | None] = ContextVar("vescale_account_of_draws", de
 
 @contextlib.contextmanager
 def _entered(account: Account | None) -> Iterator[None]:
-    """Enter one draw."""
+    """Account for one call of the operator."""
     if account is not None:
         account.check()
     yield
@@ -117,7 +117,7 @@ def _entered(account: Account | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def accounted(name: str, position: Callable[[], extension.Position]) -> Iterator[None]:
-    """Refuse draws of a block that `dropout_factors` does not make.
+    """Refuse random operators of a block other than `dropout_factors`.
 
     Raises:
         NotLocalFriendlyError: at the end, naming the block.
@@ -131,9 +131,9 @@ def accounted(name: str, position: Callable[[], extension.Position]) -> Iterator
     account.check()
     if not account.is_right:
         raise NotLocalFriendlyError(
-            f"{describe(name)} runs compiled on a part of the batch and drew random numbers that the recorded call did "
-            "not draw, so nothing says which parts of one device's draws they are (a rate of dropout that was 0?); "
-            'call set_mode(model, "compile") after such a change, or run the model in mode "static"'
+            f"{describe(name)} runs compiled on a part of the batch and drew random numbers, but the recorded call did "
+            "not (a dropout rate that was 0?), so their global positions are unknown; call set_mode(model, "
+            '"compile") after such a change, or run the model in mode "static"'
         )
 
 
@@ -145,7 +145,7 @@ def dropout_obstacle(operators: Sequence[RandomOperator], *, is_watched: bool = 
 
     Args:
         operators: of all modules in the block.
-        is_watched: whether tensors that are equal on the ranks of the model get parts of a draw, too.
+        is_watched: whether tensors that are equal on the ranks of the model have a batch window.
     """
     layouts: dict[torch.Size, object] = {}
     for operator in operators:
@@ -162,17 +162,17 @@ def dropout_obstacle(operators: Sequence[RandomOperator], *, is_watched: bool = 
 
 
 def is_dropout(operator: RandomOperator) -> bool:
-    """Return whether a random operator is one that `CompiledDropout` can make."""
+    """Return whether `CompiledDropout` can run a random operator."""
     return operator.function is F.dropout and len(operator.operands) == 1
 
 
 class CompiledDropout(TorchFunctionMode):
-    """Let dropout of recorded local shapes draw by their layouts.
+    """Run dropout of recorded local shapes with their layouts.
 
     Args:
         operators: recorded.
         mesh: of the layouts.
-        is_watched: whether tensors that are equal on the ranks of the mesh get parts of a draw, too.
+        is_watched: whether tensors that are equal on the ranks of the mesh have a batch window.
     """
 
     def __init__(self, operators: Sequence[RandomOperator], mesh: DeviceMesh, *, is_watched: bool = False):
@@ -189,16 +189,16 @@ class CompiledDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout:
             return self.dropout(*args, **kwargs)
-        if func is Tensor.unflatten:  # Python code that a compiler cannot follow from here
+        if func is Tensor.unflatten:  # a compiler cannot trace its Python code under a function mode
             func = torch.unflatten
         return func(*args, **kwargs)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
-        """Return what the function of torch returns."""
+        """Return the result of ``torch.nn.functional.dropout``."""
         layout = self.layouts.get(input.shape)
         if layout is None or not training or p == 0:
             return F.dropout(input, p, training, inplace)
-        # called from Python, the operator would be one more that the modes of a part of the batch look at
+        # outside of a graph, the mode of the batch window would intercept the operator
         draw = dropout_factors if torch.compiler.is_compiling() else _drawn
         factors = draw(input.detach(), float(p), layout)
         return input.mul_(factors) if inplace else input * factors

@@ -1,13 +1,13 @@
 """Boundaries inside compiled blocks: the conversions of a boundary, without the names that differ between blocks.
 
-A compiler guards what traced code reads, and blocks share code where their guards agree. A boundary of static mode
-looks its conversion up by the name of its module, which is another one in each block. So inside of compiled blocks
-other hooks stand in for those of boundaries: they hold the conversions that were recorded for them, and equal
-conversions are the same function in all blocks. Hooks that only keep books are left out, users' hooks stay.
+A compiler guards the values that traced code reads, and blocks share compiled code if their guards agree. A boundary of
+static mode finds its conversion by the name of its module, which differs between blocks. So inside compiled blocks
+other hooks replace the boundaries: they hold the recorded conversions, and equal conversions are one function in all
+blocks. Hooks of this package that only record are removed; user hooks stay.
 
-Other packages say by an attribute ``_vescale_in_graph`` of a hook what it is to compiled code: ``"absent"`` is left
-out; a module with one that is ``"outside"`` (ZeRO 3 gathers and frees its parameters there) is never inside of compiled
-code, so what is around it is no block, and it is one itself.
+A hook of another package may have an attribute ``_vescale_in_graph``. ``"absent"`` removes the hook from compiled code.
+A module with a hook that is ``"outside"`` (ZeRO 3 gathers and frees its parameters there) is never called inside
+compiled code: it becomes a block, and the modules around it do not.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ IN_GRAPH = "_vescale_in_graph"
 
 Step = Callable[[Tensor], Tensor]
 Table = dict[str, dict[torch.Size, Step]]
-"""Path inside of a value -> local shape -> conversion."""
+"""Path inside a value -> local shape -> conversion."""
 
 
 def compiled_hooks(steps: Steps, part: nn.Module, shared: dict[Hashable, Step]) -> list[Row]:
-    """Return the rows for the tables of a part's hooks of which some change.
+    """Return the rows that replace the hook tables of a part; none for a table without boundaries.
 
     Args:
         steps: the recorded conversions.
-        part: a module inside of a block.
-        shared: one function for equal conversions of all blocks.
+        part: a module inside a block.
+        shared: the one function of each conversion; this adds to it.
     """
     rows = []
     for table_name in ("_forward_pre_hooks", "_forward_hooks"):
@@ -55,13 +55,13 @@ def compiled_hooks(steps: Steps, part: nn.Module, shared: dict[Hashable, Step]) 
 
 
 def stays_outside(part: nn.Module) -> bool:
-    """Return whether a module must be entered and left outside of compiled code."""
+    """Return whether a module must not be called inside compiled code."""
     tables = (vars(part)["_forward_pre_hooks"], vars(part)["_forward_hooks"])
     return any(getattr(hook, IN_GRAPH, None) == "outside" for table in tables for hook in table.values())
 
 
 def hook_kinds(part: nn.Module, rows: list[Row]) -> Hashable:
-    """Return a key that is equal for two parts with equal hooks: their number, and the identity of foreign hooks."""
+    """Return a key that is equal for two parts with equal hooks: types of our hooks, identities of all others."""
     changed = {table_name: table for _, table_name, table in rows}
     kinds = []
     for table_name in ("_forward_pre_hooks", "_forward_hooks"):
@@ -71,7 +71,7 @@ def hook_kinds(part: nn.Module, rows: list[Row]) -> Hashable:
 
 
 def _replaced(steps: Steps, hook: object, shared: dict[Hashable, Step]) -> object | None:
-    """Return the hook that stands in for one inside of a compiled block; None for those that only keep books."""
+    """Return the hook that replaces ``hook`` inside a compiled block; None removes it."""
     if isinstance(hook, OwnHook) or getattr(hook, IN_GRAPH, None) == "absent":
         return None
     if isinstance(hook, OutputBoundary):
@@ -84,7 +84,7 @@ def _replaced(steps: Steps, hook: object, shared: dict[Hashable, Step]) -> objec
 
 
 def _table(steps: Steps, where: str, shared: dict[Hashable, Step]) -> Table:
-    """Return the conversions of a boundary by the path inside of its value."""
+    """Return the conversions of a boundary by the path inside its value."""
     found: Table = {}
     for boundary, by_shape in steps.items():
         path = boundary[len(where) :]
@@ -95,16 +95,16 @@ def _table(steps: Steps, where: str, shared: dict[Hashable, Step]) -> Table:
 
 
 def _in_graph(step: Step) -> Step:
-    """Let a compiler's front end take a conversion for one operator.
+    """Return a conversion as one operator for the compiler's front end.
 
-    It is traced with all others for kernels and for backward, as the collectives that it consists of. Only its Python
-    code is left alone, which would take as long as the rest of a block.
+    The front end skips its Python code, whose tracing takes as long as that of the rest of the block. Later stages
+    trace the collectives inside it, for kernels and for backward.
     """
     return step if step is identity else torch.compiler.allow_in_graph(step)
 
 
 class _Output:
-    """Forward hook that converts what a module returns."""
+    """Forward hook that converts the results of a module."""
 
     def __init__(self, entry: object, table: Table):
         self.entry, self.table = entry, table
@@ -129,7 +129,7 @@ class _Inputs:
 
 
 def _leaves(entry: object) -> object:
-    """Return a plan entry with ``LEAF`` for placements, which a compiler need not look at."""
+    """Return a plan entry with ``LEAF`` in place of placements, so that a compiler guards no placements."""
     if entry is None or isinstance(entry, Repeat):
         return entry
     if is_placements(entry):
@@ -140,7 +140,7 @@ def _leaves(entry: object) -> object:
 
 
 def _place(value: object, entry: object, table: Table, path: str) -> object:
-    """Convert the tensors of ``value`` that ``entry`` has leaves for; as ``_boundary.convert.place``, without names."""
+    """Convert the tensors of ``value`` that have leaves in ``entry``; as ``_boundary.convert.place``, without names."""
     if entry is None or value is None:
         return value
     if isinstance(entry, list) and not isinstance(value, tuple | list):
@@ -159,7 +159,7 @@ def _converted(value: Tensor, table: Table, path: str) -> Tensor:
     step = table.get(path, {}).get(value.shape)
     if step is None:
         raise NotLocalFriendlyError(
-            f"a value of local shape {tuple(value.shape)} came to a boundary inside of a compiled block, where "
-            f"{[tuple(shape) for shape in table.get(path, {})]} are recorded; static mode names the boundary"
+            f"boundary inside a compiled block: expected one of the local shapes {[*map(tuple, table.get(path, {}))]}, "
+            f"got {tuple(value.shape)}; run the model in mode 'static', whose error names the boundary"
         )
     return value if step is identity else step(value)

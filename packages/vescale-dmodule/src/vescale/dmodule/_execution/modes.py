@@ -1,4 +1,4 @@
-"""How a parallelized module runs: its mode, for the whole and for parts of it, and what its hooks share."""
+"""The modes of a parallelized module and of its parts, and the state that its hooks share."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ MODES = ("eager", "static", "compile")
 
 
 class Execution:
-    """What the hooks of one parallelized module share.
+    """The state that the hooks of one parallelized module share.
 
-    A deep copy of the module gets an execution of its own with the same modes; it installs its hooks when it is first
-    called.
+    A deep copy of the module has its own execution with the same modes. It installs its hooks at its first call.
 
     Attributes:
         mesh: the mesh of the plan.
-        phase: what boundaries do at the moment.
-        scope: which modules run in eager mode at the moment.
+        phase: the current conversion of all boundaries.
+        scope: the running modules in eager mode.
         sync: reduces partial gradients.
-        local_attributes: module name -> attribute -> value that it has on local tensors.
-        modes: mode by module name; the nearest owner with a mode decides. The root has one always.
-        any_rank: a collective that returns whether a flag is set on any rank that must make the same calls. None if
-            these are the ranks of the mesh, which get the same arguments. Data parallelism that communicates during
-            forward sets it (ZeRO 3 of ``vescale.optim``), because a recording adds calls.
+        local_attributes: module name -> attribute -> its value on local tensors.
+        modes: mode by module name; the nearest owner with an entry decides. The root always has one.
+        any_rank: a collective that returns whether a flag is set on any rank that must make the same calls. None means
+            the ranks of the mesh, which get equal arguments. Data parallelism that communicates in forward sets it
+            (ZeRO 3 of ``vescale.optim``), because a recording makes additional calls.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class Execution:
         return new
 
     def attach(self, root: nn.Module) -> None:
-        """Hook the whole module; called once, also copies keep these two hooks."""
+        """Hook the root. Called once; copies keep these two hooks."""
         vars(root)[ATTRIBUTE] = self
         root.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
         root.register_forward_hook(self.leave, always_call=True)
@@ -81,11 +80,11 @@ class Execution:
     # --------------------------------------------------------------------------------------------- modes
 
     def set_mode(self, mode: str, patterns: tuple[str, ...]) -> None:
-        """Change the mode of the whole, or of the parts whose names match.
+        """Change the mode of the root, or of the parts whose names match.
 
         Raises:
             ValueError: unknown mode.
-            PlanError: a pattern that matches no module, or static parts inside a static part.
+            PlanError: a pattern matches no module.
         """
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; this version has {', '.join(map(repr, MODES))}")
@@ -100,7 +99,7 @@ class Execution:
         self.install(self.root)
 
     def install(self, root: nn.Module) -> None:
-        """Install the hooks for the modes that are set."""
+        """Install the hooks of the current modes."""
         self._remove()
         self.root = root
         modules = dict(root.named_modules())
@@ -119,7 +118,7 @@ class Execution:
             self.parts.append(part)
 
     def _static_parts(self, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-        """Yield the outermost parts that are static inside of an eager whole."""
+        """Yield the names of the outermost static parts of an eager root."""
         static = [name for name in self.modes if name and self.modes[name] != "eager" and name in modules]
         static = [name for name in static if _can_be_local(modules[name])]
         for name in static:
@@ -134,7 +133,7 @@ class Execution:
         self.handles, self.parts, self.program = [], [], None
 
     def boundary_record(self, where: str, local_shape: tuple[int, ...]) -> BoundaryRecord | None:
-        """Return what static mode recorded for a local tensor at a boundary, or None."""
+        """Return the boundary record of a local tensor in static mode, or None."""
         programs = (*self.parts, *([self.program] if self.program else []))
         found = (program.call.layouts.records.known.get((where, local_shape)) for program in programs)
         return next((record for record in found if record is not None), None)
@@ -142,25 +141,25 @@ class Execution:
     # --------------------------------------------------------------------------------------------- calls
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Begin a call of the whole module."""
-        if self.root is not module:  # a copy, called for the first time
+        """Begin a call of the root."""
+        if self.root is not module:  # the first call of a copy
             self.install(module)
             if self.program is None:
-                self.scope.enter(module, "")  # its hook comes too late for this call
+                self.scope.enter(module, "")  # a hook that is registered during a call misses it
         return None if self.program is None else self.program.enter(module, args, kwargs)
 
     def leave(self, module: nn.Module, args: tuple, output: object) -> object:
-        """End a call of the whole module: replicated results become plain tensors, partial ones are reduced first."""
+        """End a call of the root: replicated results become plain tensors, partial results are reduced first."""
         if self.program is not None:
             left = self.program.leave(module, args, output)
             if left is not None and self.program.call.state is not State.RECORDING:
-                return left  # which are plain already where they are whole
+                return left  # the program has converted replicated results
             output = output if left is None else left
         return None if output is None else map_tensors(to_plain, output)
 
 
 def _can_be_local(module: nn.Module) -> bool:
-    """Return whether a module by itself may run on local tensors: its forward cannot change once it is called."""
+    """Return whether the root of a program may be this module: the patch cannot change a forward that is running."""
     return local_forward(module) is None
 
 
@@ -168,14 +167,14 @@ ATTRIBUTE = "_vescale_execution"
 
 
 def execution_of(module: nn.Module) -> Execution | None:
-    """Return how a parallelized module runs; None on a mesh of one rank.
+    """Return the execution of a parallelized module; None on a mesh of one rank.
 
     Raises:
         ValueError: the module is not parallelized, or only a part of a parallelized one.
     """
     if ATTRIBUTE not in vars(module):
         raise ValueError(
-            f"this {type(module).__name__} is not parallelized; call parallelize_module first, pass the module "
-            f"that it returned"
+            f"this {type(module).__name__} is not parallelized; call parallelize_module first, and pass the module "
+            "that it returned"
         )
     return vars(module)[ATTRIBUTE]

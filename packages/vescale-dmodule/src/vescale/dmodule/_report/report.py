@@ -99,7 +99,7 @@ class Measurable(Protocol):
     phase: Any
     sync: Any
 
-    def crossing(self, where: str, local_shape: tuple[int, ...]) -> Any:
+    def boundary_record(self, where: str, local_shape: tuple[int, ...]) -> Any:
         """Return the boundary record of a local tensor in static mode, or None."""
 
 
@@ -139,9 +139,9 @@ class _Meter(Meter):
         return row
 
     def _layout(self, where: str, tensor: Tensor, result: Tensor) -> tuple:
-        crossing = None if placements_of(result) else self.execution.boundary_record(where, tuple(tensor.shape))
-        if crossing is not None:
-            return crossing.source, crossing.target, crossing.gradient, tuple(crossing.shape), tensor.dtype
+        record = None if placements_of(result) else self.execution.boundary_record(where, tuple(tensor.shape))
+        if record is not None:
+            return record.source, record.target, record.gradient, tuple(record.shape), tensor.dtype
         whole = (Replicate(),) * self.execution.mesh.ndim  # a plain tensor is equal on all ranks
         source, target = placements_of(tensor) or whole, placements_of(result) or whole
         return source, target, None, tuple(tensor.shape), tensor.dtype

@@ -167,7 +167,7 @@ def _missing_boundary(module: nn.Module) -> str | None:
 
 
 def keep_on_dtensors(name: str) -> str:
-    """Return the text that tells how to keep a module in eager mode, for error messages.
+    """Return the fix that keeps a module in eager mode, for error messages.
 
     Args:
         name: of the module; it is escaped, because plans have regexes.

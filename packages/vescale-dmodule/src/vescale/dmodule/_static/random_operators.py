@@ -51,7 +51,7 @@ class Operand(NamedTuple):
 
 @dataclass
 class RandomOperator:
-    """One recorded call that drew random numbers.
+    """One recorded call of a random operator.
 
     Attributes:
         function: the torch function.
@@ -74,7 +74,7 @@ class RandomOperator:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the ranks draw different parts."""
+        """Whether the ranks draw different parts of the global values."""
         return not all(p.is_replicate() for operand in self.operands for p in operand.placements)
 
     def __str__(self) -> str:
@@ -120,9 +120,9 @@ class QuietCall:
         before, self._before = self._before, None
         if before is not None and well and extension.random_position(self._device_type) != before:
             raise NotLocalFriendlyError(
-                f"{describe(name)} drew random numbers, but the recorded call did not, so nothing says which "
-                "parts of one device's draws they are (a rate of dropout that was 0?); call "
-                'set_mode(model, "static") after such a change, or run the model on DTensors (mode="eager")'
+                f"{describe(name)} drew random numbers, but the recorded call did not (a dropout rate that was 0?), so "
+                'their global positions are unknown; call set_mode(model, "static") after such a change, or run the '
+                'model on DTensors (mode="eager")'
             )
 
 
@@ -145,8 +145,8 @@ class OperatorRecorder(TorchFunctionMode):
         mesh: of the module.
 
     Attributes:
-        operators: those with a DTensor operand, by module.
-        plain: those on plain tensors only, by module, and all calls with a generator of their own.
+        operators: random operators with a DTensor operand, by module.
+        plain: random operators on plain tensors only, by module, and all calls with a generator argument.
     """
 
     def __init__(self, running: Callable[[], str], mesh: DeviceMesh):
@@ -240,7 +240,7 @@ class OperatorMode(TorchFunctionMode):
             return func(*args, **kwargs)
         leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(leaf, DTensor) for leaf in leaves):
-            return func(*args, **kwargs)  # a part that stays in eager mode
+            return func(*args, **kwargs)  # a part in eager mode
         operator = self.operators.get((func, tuple(leaf.shape for leaf in leaves)))
         if operator is None:
             self._check_draws_nothing(func, args, kwargs, leaves)
@@ -252,7 +252,7 @@ class OperatorMode(TorchFunctionMode):
             for leaf, operand in zip(leaves, operator.operands, strict=True)
         }
         args, kwargs = _torch.tree_map(lambda leaf: dtensors.get(id(leaf), leaf), (args, kwargs))
-        with _torch.plain_operands_replicated():  # for tensors that torch itself makes inside a composite operator
+        with _torch.plain_operands_replicated():  # composite operators create plain tensors
             result = func(*args, **kwargs)
         return self._local(result, leaves, dtensors, operator)
 
@@ -269,8 +269,8 @@ class OperatorMode(TorchFunctionMode):
         if drew:
             raise NotLocalFriendlyError(
                 f"in {describe(self.name)}: {resolve_name(func)} on local shapes {[tuple(t.shape) for t in leaves]} "
-                "draws random numbers, but the recorded call did not, so nothing says which part of one device's draw "
-                f"they are; {ways_out(self.name, is_random=True)}"
+                "draws random numbers, but the recorded call did not, so their global positions are unknown; "
+                f"{ways_out(self.name, is_random=True)}"
             )
 
     def _local(

@@ -21,7 +21,7 @@ from .._boundary.values import map_leaves
 from .._experts import ExpertRegion, listed_gradients
 from ..errors import NotLocalFriendlyError
 from .call import Call, State
-from .parts import Parts, join, ways_out
+from .parts import Parts, join, keep_on_dtensors
 
 __all__ = ["EagerPart", "ExpertsPart", "experts_gradients"]
 
@@ -98,8 +98,8 @@ class ExpertsPart:
         tokens = self.call.layouts.tokens
         if self.call.is_open and self.name not in tokens:
             raise NotLocalFriendlyError(
-                f"experts {self.name!r} run now, but did not when static mode recorded this call: a branch that "
-                f"depends on data? {ways_out(self.name)}"
+                f"experts {self.name!r}: expected no call, as when static mode recorded the model, but they ran; "
+                f"if a branch depends on data, {keep_on_dtensors(self.name)}"
             )
         context = self.region.on_local_tensors(tokens[self.name]) if self.call.is_open else contextlib.nullcontext()
         context.__enter__()

@@ -1,14 +1,14 @@
-"""Dry runs: one call of a module, forward and backward, that leaves nothing behind.
+"""Dry runs: one call of a module, forward and backward, without side effects.
 
-The first dry run is the recording: the module runs on DTensors, and an observer finds the layouts of all values and
-gradients at the boundaries. From them the program is made. The second is the check: the same call on local tensors, for
-``compare``. Both get the same inputs, random state, buffers and attributes::
+The first dry run is the recording: the module runs on DTensors, and an observer records the layouts of all values and
+gradients at the boundaries. The program adopts them. The second is the check: the same call on local tensors, for
+``compare``. Both start from the same inputs, random state, buffers and attributes::
 
-    caller's arguments --copied--> forward -> backward from the results -> gradients, buffers
-                                   random state, buffers, attributes, gradients, hooks put back
+    arguments of the caller --copied--> forward -> backward from the results -> gradients, buffers
+                                        then restore random state, buffers, attributes, gradients, hooks
 
-Backward starts from the scalars that the module returns (losses), else from all its tensors. Incoming gradients are the
-cosines of the values, so that no error hides behind equal weights.
+Backward starts from the scalars that the module returns (losses). Without a scalar it starts from all returned tensors.
+The incoming gradients are the cosines of the values: they differ between elements, so a permutation is visible.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ __all__ = ["Names", "Run", "check", "new_run", "record"]
 Gradients = dict[str, tuple[Tensor, tuple[Placement, ...] | None]]
 
 
-# ------------------------------------------------------------------------------------------------- who runs
+# ------------------------------------------------------------------------------------------------- names
 
 
 @dataclass
 class Names:
-    """Hooks that record which module runs, and which modules are recomputed in backward.
+    """Hooks that record which modules are running, and which are recomputed in backward.
 
     Attributes:
         path: names of the running modules, outermost first.
-        failed: the innermost module whose forward raised.
-        recomputed: modules that autograd called, outermost ones only.
+        failed: name of the innermost module whose forward raised.
+        recomputed: names of the outermost modules that autograd called.
     """
 
     path: list[str] = field(default_factory=list)
@@ -58,12 +58,12 @@ class Names:
 
     @property
     def running(self) -> str:
-        """Name of the innermost module that runs."""
+        """Name of the innermost running module."""
         return self.path[-1] if self.path else ""
 
     @contextlib.contextmanager
     def watching(self, modules: dict[str, nn.Module]) -> Iterator[None]:
-        """Follow the calls of some modules."""
+        """Record the calls of some modules while the context is open."""
         handles = []
         for name, module in modules.items():
             handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
@@ -91,13 +91,13 @@ class Names:
 
 @dataclass
 class Run:
-    """What one dry run gave.
+    """The results of one dry run.
 
     Attributes:
         observer: the boundary records.
-        names: the modules.
-        gradients: local gradients of the parameters by name, with their layouts in the run on DTensors.
-        buffers: local values after the call, by name.
+        names: the running and recomputed modules.
+        gradients: local gradients of the parameters by name; in the recording with their layouts.
+        buffers: local values of the buffers after the call, by name.
     """
 
     observer: Observer
@@ -119,20 +119,20 @@ def record(run: Run, parts: Parts, scope: EagerScope, args: tuple, kwargs: dict)
     """Run a call on DTensors.
 
     Args:
-        run: takes what the run gives.
+        run: receives the results.
         parts: the module.
         scope: of the parallelized model.
         args: of the call.
         kwargs: of the call.
 
     Raises:
-        Exception: what the module itself raises in eager mode.
+        Exception: any error of the module itself in eager mode.
     """
     mesh, module = run.observer.mesh, parts.module
     buffers, recorder = _dtensor_buffers(parts), OperatorRecorder(lambda: run.names.running, mesh)
     handles = hook_scope(module, parts.name, scope)
     try:
-        with _nothing_happens(module), run.names.watching(parts.modules):
+        with _without_side_effects(module), run.names.watching(parts.modules):
             before = extension.random_position(mesh.device_type)
             with recorder:
                 output = module(*copied(args), **copied(kwargs))
@@ -159,16 +159,16 @@ def check(run: Run, parts: Parts, args: tuple, kwargs: dict) -> None:
     """Run a call on local tensors.
 
     Args:
-        run: takes what the run gives; its gradients of local parameters come from their hooks.
+        run: receives the results; the hooks of local parameters add gradients to it.
         parts: the module.
         args: of the call.
         kwargs: of the call.
 
     Raises:
-        NotLocalFriendlyError: the module fails, naming the innermost part.
+        NotLocalFriendlyError: the module raises; names the innermost part.
     """
     mesh, buffers = run.observer.mesh, _dtensor_buffers(parts)
-    with _nothing_happens(parts.module), run.names.watching(parts.modules):
+    with _without_side_effects(parts.module), run.names.watching(parts.modules):
         output = _call_locally(run, parts, copied(args), copied(kwargs))
         if torch.is_grad_enabled():
             _differentiate_locally(output)
@@ -177,7 +177,7 @@ def check(run: Run, parts: Parts, args: tuple, kwargs: dict) -> None:
 
 
 def _of_local_parts(recorder: OperatorRecorder, parts: Parts) -> dict[str, list]:
-    """Return the random operators of modules that run on local tensors, if they or a part of them draw on shards."""
+    """Return the random operators of local modules that have, in themselves or a part, a random operator on shards."""
     found = {name: operators for name, operators in recorder.operators.items() if not parts.is_eager(name)}
     sharded = [name for name, operators in found.items() if any(operator.is_sharded for operator in operators)]
     return {name: ops for name, ops in found.items() if any(is_inside(name, owner) for owner in sharded)}
@@ -204,13 +204,13 @@ def _differentiate_locally(output: object) -> None:
     except Exception as error:
         raise NotLocalFriendlyError(
             f"on local tensors backward fails, which runs in eager mode: {type(error).__name__}: {error}. Activation "
-            "checkpointing of a function may be why, whose own code draws random numbers or reads parameters: "
-            'checkpoint a module instead, or run the model on DTensors (mode="eager")'
+            "checkpointing of a function with random operators or parameters of its own may be the cause: checkpoint a "
+            'module instead, or run the model on DTensors (mode="eager")'
         ) from error
 
 
 def _differentiate(output: object) -> None:
-    """Go backward from what a module returned, see the module's docstring."""
+    """Run backward from the results of a module; the docstring of this file says from which."""
     leaves: list[Tensor] = []
     map_leaves(lambda tensor, _where: leaves.append(tensor) or tensor, output, "")
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
@@ -227,15 +227,14 @@ def _weights(output: Tensor) -> Tensor:
     return value.cos()
 
 
-# ------------------------------------------------------------------------------------------------- what a run gives
+# ------------------------------------------------------------------------------------------------- results
 
 
 def _gradients(parts: Parts) -> Gradients:
-    """Return local gradients and their layouts.
+    """Return local gradients and their layouts: those of the parameters, or partial.
 
-    Only sums are left to be done: along an axis where eager mode computes a gradient in another layout than its
-    parameter's without being partial (of a sharded vocabulary it computes the full one), it is brought to the
-    parameter's, as local code does.
+    Eager mode may compute a gradient in a layout that is neither (for a sharded vocabulary it computes the full
+    gradient). Along that axis the gradient is redistributed to the layout of the parameter, which local code computes.
     """
     found = {}
     for name, parameter in parts.module.named_parameters():
@@ -248,18 +247,18 @@ def _gradients(parts: Parts) -> Gradients:
 
 
 def _add_gradients(run: Run, others: Gradients) -> None:
-    """Add gradients that came to DTensors, in parts that stay in eager mode, to those that came to local tensors.
+    """Add the gradients of eager parts, which DTensors received, to those of local parameters.
 
     Raises:
-        NotLocalFriendlyError: a tied parameter has both, and one of them is a sum that is yet to be done.
+        NotLocalFriendlyError: a tied parameter has both, and the one of the eager part is partial.
     """
     for name, (gradient, layout) in others.items():
         if name in run.gradients:
             local, _ = run.gradients[name]
             if local.shape != gradient.shape or any(p.is_partial() for p in layout):
                 raise NotLocalFriendlyError(
-                    f"parameter {name!r} is used on local tensors and by a part that stays in eager mode, where its "
-                    f"gradient is {layout}; keep both uses in one mode"
+                    f"parameter {name!r} is used on local tensors and by a part in eager mode: expected a gradient in "
+                    f"the layout of the parameter there, got {layout}; run both uses in one mode"
                 )
             gradient = gradient + local
         run.gradients[name] = gradient, layout
@@ -271,7 +270,7 @@ def _dtensor_buffers(parts: Parts) -> dict[str, DTensor]:
 
 
 def _buffers(parts: Parts, before: dict[str, DTensor], mesh: DeviceMesh) -> dict[str, Tensor]:
-    """Return the local values of the buffers after a call, in the layouts that they had before it."""
+    """Return the local values of the buffers after a call, in their layouts before it."""
     found = {}
     for name, buffer in parts.module.named_buffers():
         old, new = before.get(join(parts.name, name)), buffer
@@ -285,16 +284,16 @@ def _buffers(parts: Parts, before: dict[str, DTensor], mesh: DeviceMesh) -> dict
     return found
 
 
-# ------------------------------------------------------------------------------------------------- nothing happens
+# ------------------------------------------------------------------------------------------------- side effects
 
 
 @contextlib.contextmanager
-def _nothing_happens(module: nn.Module) -> Iterator[None]:
-    """Undo what a call does to random streams, buffers, attributes of modules and gradients; silence users' hooks."""
+def _without_side_effects(module: nn.Module) -> Iterator[None]:
+    """Restore random streams, buffers, attributes of modules and gradients at the end; remove user hooks meanwhile."""
     state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in random.get_state().items()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     tables = [(table, dict(table)) for part in module.modules() for table in _torch.tensor_tables(part)]
-    # Models install hooks in their first call and note that in an attribute: both or neither must stay.
+    # Models install hooks in their first call and set an attribute for that: restore both.
     tables += [(table, dict(table)) for part in module.modules() for table in _torch.module_hook_tables(part)]
     attributes = [(part, dict(vars(part))) for part in module.modules()]
     parameters = list(module.parameters())

@@ -1,11 +1,11 @@
 """Recorded layouts, and the calls that share them.
 
-On local tensors a value is identified by its boundary and its local shape. That is enough as long as one local shape at
-one boundary always means the same. (A sequence of 8 and one of 7 over two ranks both give the first rank 4.) So calls
-whose values look alike but lie differently have layouts of their own, and the signature of a call chooses. Nearly all
-programs have one for all::
+On local tensors a boundary and a local shape identify a value, as long as they always imply the same layout. They may
+not: sequences of 8 and of 7 tokens over two ranks both have the local shape 4 on the first rank. Calls whose layouts
+contradict each other have separate `RecordedLayouts`, and the signature of a call chooses. Nearly all programs have one
+for all calls::
 
-    recording of a call  ->  Recording  -- adopt -->  RecordedLayouts, one that agrees or a new one
+    recording of a call  ->  Recording  -- adopt -->  the RecordedLayouts that agree, or new ones
     signature of a call  ----------------- find ---->  RecordedLayouts
 """
 
@@ -36,12 +36,12 @@ MANY = 1 << 16  # calls of parts that may still be recomputed
 
 @dataclass(eq=False)
 class Recording:
-    """What the recording of one call found on DTensors; plain data.
+    """The result of recording one call on DTensors; plain data.
 
     Attributes:
         records: boundary records in order.
-        operators: random operators on shards, by module; the program runs them.
-        drawn: all random operators, those on plain tensors, too, by module; a compiler must know of each.
+        operators: random operators of the modules with random operators on shards, by module; the program runs them.
+        drawn: all random operators, also those on plain tensors, by module; compile mode needs each.
         tokens: layouts of the tokens of experts, by name of the experts.
         gradients: layouts of the local gradients of parameters, by name.
         recomputed: parts that autograd called in backward.
@@ -57,7 +57,7 @@ class Recording:
     is_quiet: bool
 
     def check(self) -> None:
-        """Refuse two layouts in one call that look the same on local tensors.
+        """Refuse two layouts in one call that local tensors cannot distinguish.
 
         Raises:
             NotLocalFriendlyError: naming the boundary or the module, and the layouts.
@@ -67,10 +67,10 @@ class Recording:
             other = seen.conflict(record)
             if other is not None:
                 raise NotLocalFriendlyError(
-                    f"{record.where}: in one call values of local shape {record.arriving} come in two layouts, "
-                    f"{other.source} of shape {other.shape} and {record.source} of shape {record.shape} (their "
-                    f"gradients in {other.gradient} and {record.gradient}); bring them to one by a boundary, or keep "
-                    "the module in eager mode"
+                    f"{record.where}: expected one layout of values of local shape {record.arriving} in one call, got "
+                    f"{other.source} of shape {other.shape} with gradient {other.gradient} and {record.source} of "
+                    f"shape {record.shape} with gradient {record.gradient}; bring them to one layout by a boundary, or "
+                    "keep the module in eager mode"
                 )
             seen.add(record)
         for name, found in self.operators.items():
@@ -79,14 +79,14 @@ class Recording:
                 other = known.setdefault(operator.key, operator)
                 if not operator.agrees(other):
                     raise NotLocalFriendlyError(
-                        f"{describe(name)} draws random numbers for two layouts that look alike on local tensors: "
-                        f"{other}, and {operator}; {ways_out(name, is_random=True)}"
+                        f"{describe(name)}: expected one layout of random operators with equal local shapes, got "
+                        f"{other} and {operator}; {ways_out(name, is_random=True)}"
                     )
 
 
 @dataclass(eq=False)
 class RecordedLayouts:
-    """Layouts of values, as calls with some signatures have them.
+    """The layouts of values in the calls with some signatures.
 
     Attributes:
         records: by boundary and local shape.
@@ -94,7 +94,7 @@ class RecordedLayouts:
         operators: random operators on shards, by module.
         drawn: all random operators, by module.
         tokens: layouts of the tokens of experts, by name of the experts.
-        calls: direct calls by these layouts, made when they are first used.
+        calls: the patch of direct calls with these layouts; made at its first use.
     """
 
     records: BoundaryRecords = field(default_factory=BoundaryRecords)
@@ -119,7 +119,7 @@ class RecordedLayouts:
         Args:
             new: the recording.
             mesh: of the layouts.
-            returns: the edge where replicated results become plain tensors; None if they stay DTensors.
+            returns: name of the boundary where replicated results become plain tensors; None if they stay DTensors.
         """
         for record in new.records:
             self.records.add(record)
@@ -134,7 +134,7 @@ class RecordedLayouts:
         self.tokens.update(new.tokens)
 
     def _add_step(self, record: BoundaryRecord, mesh: DeviceMesh, returns: str | None) -> None:
-        """Compile the conversion of a value that moves or whose gradient does."""
+        """Compile the conversion of a value, unless it is a plain tensor in eager mode, too."""
         if record.source is None:
             return
         target, gradient = record.target, record.gradient
@@ -150,7 +150,7 @@ class RecordedLayouts:
         self.steps.setdefault(record.where, {})[torch.Size(record.arriving)] = step
 
     def _add_operators(self, name: str, operators: Iterable[RandomOperator]) -> None:
-        """Add random operators of a module; of two that look the same, one with known gradients is kept."""
+        """Add random operators of a module; of two with equal keys, keep one with known gradient layouts."""
         known = {operator.key: operator for operator in self.operators.get(name, ())}
         for operator in operators:
             old = known.get(operator.key)
@@ -163,8 +163,8 @@ class Recordings:
     """All recordings of one program.
 
     Attributes:
-        by_signature: the layouts by which a call with a signature runs.
-        layouts: all of them.
+        by_signature: the layouts of the calls with a signature.
+        layouts: all recorded layouts.
         gradients: layouts of the local gradients of parameters, by name.
         quiet: signatures of calls that draw no random numbers.
         seen: signatures of calls without gradients that ran once in eager mode.
@@ -202,7 +202,7 @@ class Recordings:
         return layouts
 
     def know(self, signature: Hashable, layouts: RecordedLayouts, *, is_quiet: bool) -> None:
-        """Run calls with a signature by some layouts from now on."""
+        """Use some layouts for calls with a signature from now on."""
         self.by_signature[signature] = layouts
         (self.quiet.add if is_quiet else self.quiet.discard)(signature)
 

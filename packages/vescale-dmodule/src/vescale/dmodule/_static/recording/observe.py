@@ -1,8 +1,8 @@
-"""What one recorded run shows, as data: the layouts of every tensor at a boundary.
+"""Boundary records: the layouts of every tensor at a boundary, as data.
 
-A *boundary record* is one tensor at one boundary: an argument or result of a planned boundary, of the module itself, or
-of a part that stays in eager mode. The same observer runs in the recording on DTensors and in the check on local
-tensors, so that the two can be compared value by value.
+A *boundary record* describes one tensor at one boundary: an argument or result of a planned boundary, of the module
+itself, or of a part in eager mode. The same observer runs in the recording on DTensors and in the check on local
+tensors, so both can be compared value by value.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class BoundaryRecord:
     """One tensor at one boundary.
 
     Attributes:
-        where: the boundary, such as ``model.layers.0.mlp.input 'x'``.
-        arriving: local shape of the value that arrives.
+        where: name of the boundary, such as ``model.layers.0.mlp.input 'x'``.
+        arriving: local shape of the value before its conversion.
         shape: global shape.
-        source: layout of the value that arrives; None for one that is a plain tensor in eager mode, too.
-        target: layout of the value that leaves.
-        gradient: layout of the gradient that comes back to it; None where none came.
+        source: layout of the value before its conversion; None if it is a plain tensor in eager mode, too.
+        target: layout of the value after its conversion.
+        gradient: layout of the gradient of the converted value; None if it has no gradient.
         dtype: of the value.
     """
 
@@ -47,13 +47,13 @@ class BoundaryRecord:
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
-        """What identifies a value on local tensors."""
+        """The identity of the value on local tensors."""
         return self.where, self.arriving
 
 
 @dataclass(eq=False)
 class _Seen:
-    """A record in the making: the local value, and later its local gradient."""
+    """An incomplete record, with the local value and, after backward, its local gradient."""
 
     record: BoundaryRecord
     value: Tensor
@@ -62,7 +62,7 @@ class _Seen:
     gradient_layout: Placements | None = None
 
     def note_gradient(self, grad: Tensor | None) -> None:
-        if self.gradient is None and grad is not None:  # None: nothing on this rank used the value
+        if self.gradient is None and grad is not None:  # None: no operator on this rank used the value
             is_dtensor = isinstance(grad, DTensor)
             self.gradient = (_torch.local_of(grad) if is_dtensor else grad).detach().clone()
             self.gradient_layout = tuple(grad.placements) if is_dtensor else None
@@ -77,8 +77,8 @@ class Observer:
 
     Attributes:
         mesh: of the placements.
-        running: returns the name of the module that runs.
-        seen: records in order.
+        running: returns the name of the running module.
+        seen: the records, in the order of the calls.
     """
 
     mesh: DeviceMesh
@@ -86,27 +86,27 @@ class Observer:
     seen: list[_Seen] = field(default_factory=list)
 
     def convert(self, tensor: Tensor, placements: Placements, where: str) -> DTensor:
-        """Bring a value of the eager program to its placements, and record it."""
+        """Bring a value of the eager run to its placements, and record it."""
         arriving = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.mesh)
         out = bring(tensor, placements, self.mesh)
         self._note(_record(where, arriving, tuple(arriving.placements), tuple(out.placements)), _local(out), out)
         return out
 
     def watch(self, tensor: Tensor, where: str) -> Tensor:
-        """Record a value of the eager program as it is; return an alias, whose gradient is this record's alone."""
+        """Record a value of the eager run unchanged; return an alias, so that its gradient has one record only."""
         layout = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
         out = tensor.view_as(tensor) if tensor.requires_grad else tensor
         self._note(_record(where, tensor, layout, layout), _local(out), out)
         return out
 
     def watch_argument(self, tensor: Tensor, where: str) -> Tensor:
-        """Record an argument of the eager program; a plain tensor that requires a gradient becomes a DTensor."""
+        """Record an argument of the eager run; a plain tensor that requires a gradient becomes a DTensor."""
         if isinstance(tensor, DTensor):
             return self.watch(tensor, where)
         return self.watch(as_dtensor(tensor, self.mesh), where) if tensor.requires_grad else tensor
 
     def note_local(self, tensor: Tensor, where: str) -> None:
-        """Record a value of the program on local tensors, for the comparison."""
+        """Record a value of the run on local tensors, for the comparison."""
         self._note(_record(where, tensor, None, None), _local(tensor), tensor)
 
     def _note(self, record: BoundaryRecord, value: Tensor, tensor: Tensor) -> None:
@@ -116,7 +116,7 @@ class Observer:
         self.seen.append(seen)
 
     def records(self) -> Iterator[BoundaryRecord]:
-        """Yield the records, with the layouts of the gradients that came."""
+        """Yield the records, with the layouts of the gradients that backward computed."""
         return (seen.finished() for seen in self.seen)
 
 
@@ -136,23 +136,23 @@ class BoundaryRecords:
     known: dict[tuple[str, tuple[int, ...]], BoundaryRecord] = field(default_factory=dict)
 
     def conflict(self, new: BoundaryRecord) -> BoundaryRecord | None:
-        """Return a record that looks like ``new`` on local tensors, but has other layouts."""
+        """Return the record with the boundary and local shape of ``new``, but other layouts; None if there is none."""
         old = self.known.get(new.key)
         return None if old is None or _agree(old, new) else old
 
     def add(self, new: BoundaryRecord) -> None:
-        """Add a record; of two that agree, the one that says more is kept: a DTensor's, and with a gradient."""
+        """Add a record; of two that agree, keep the one of a DTensor, and the one with a gradient."""
         old = self.known.get(new.key)
         if old is None or old.source is None or (old.gradient is None and new.source is not None):
             self.known[new.key] = new
 
     def shapes(self, where: str) -> list[tuple[int, ...]]:
-        """Return the local shapes that are recorded at a boundary."""
+        """Return the recorded local shapes of a boundary."""
         return [shape for boundary, shape in self.known if boundary == where]
 
 
 def _agree(old: BoundaryRecord, new: BoundaryRecord) -> bool:
-    if old.shape == new.shape and None in (old.source, new.source):  # a plain tensor is equal on all ranks
+    if old.shape == new.shape and None in (old.source, new.source):  # plain tensors are equal on all ranks
         return all(p.is_replicate() for p in (*(old.source or ()), *(new.source or ())))
     layouts = (old.shape, old.source, old.target) == (new.shape, new.source, new.target)
     return layouts and (old.gradient == new.gradient or None in (old.gradient, new.gradient))
