@@ -206,12 +206,10 @@ def test_gradients_that_cannot_be_given_are_errors():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x = torch.ones(2, 3, requires_grad=True)
     gather = compile_conversion(Conversion((4, 3), (Shard(0),), (Replicate(),)), mesh)
-    with pytest.raises(
-        RuntimeError, match=r"gradient arrived at the boundary Conversion\(shape=\(4, 3\).*mode=\"eager\""
-    ):
+    with pytest.raises(RuntimeError, match=r"no gradient at the boundary Conversion\(shape=\(4, 3\).*mode=\"eager\""):
         gather(x).sum().backward()
     assert gather(x.detach()).shape == (4, 3)
-    with pytest.raises(ValueError, match=r"comes as \(Shard\(dim=0\),\): on mesh axis 0 .* boundary in the plan"):
+    with pytest.raises(ValueError, match=r"got \(Shard\(dim=0\),\) \(mesh axis 0\); bring .* boundary in the plan"):
         compile_conversion(Conversion((4, 3), (Shard(0),), (Replicate(),), (Shard(0),)), mesh)
     twice = compile_conversion(Conversion((4, 3), (Shard(0),), (Replicate(),), (Replicate(),)), mesh)
     with pytest.raises(RuntimeError, match="second derivative"):

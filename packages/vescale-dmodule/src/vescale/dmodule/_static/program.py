@@ -318,7 +318,7 @@ class StaticProgram:
                 self._expect_gradients(checked=local)
                 check(local, self.parts, args, kwargs)
             check_same(eager, local, self.parts)
-            self.recordings.know(signature, self.call.layouts, is_quiet=recording.is_quiet)
+            self.recordings.assign(signature, self.call.layouts, is_quiet=recording.is_quiet)
         except Exception as found:
             error = found
             logger.warning("static mode: the recording failed on this rank: %s", found)  # `raise_together` may hang

@@ -104,9 +104,9 @@ def _check_gradient(conversion: Conversion, mesh: DeviceMesh) -> None:
     for axis, (value, gradient) in enumerate(zip(conversion.target, conversion.gradient or (), strict=False)):
         if mesh.size(axis) > 1 and without_partials((value,)) != without_partials((gradient,)):
             raise ValueError(
-                f"the value leaves as {conversion.target}, but its gradient comes as {conversion.gradient}: on mesh "
-                f"axis {axis} the gradient of a local tensor in {value!r} is nothing else, except Partial for "
-                f"Replicate; bring the value to {gradient!r} by a boundary in the plan, where it is used like that"
+                f"expected a gradient placed as its value, {conversion.target}, or Partial for Replicate, because "
+                f"local code computes no other, got {conversion.gradient} (mesh axis {axis}); bring the value to "
+                f"{gradient!r} by a boundary in the plan at the module that uses it"
             )
 
 
@@ -140,9 +140,8 @@ def _ascending(mesh: DeviceMesh) -> bool:
 def _refuse(conversion: Conversion) -> Local:
     def refuse(_gradient: Tensor) -> Tensor:
         raise RuntimeError(
-            f"a gradient arrived at the boundary {conversion}, where none came when the module was tried in eager "
-            "mode, so its placements are not known; run the first backward from the same outputs as later ones, or "
-            'use mode="eager"'
+            f"expected no gradient at the boundary {conversion}, as in the recording, but got one, whose placements "
+            'are unknown; run the first backward from the same outputs as later ones, or use mode="eager"'
         )
 
     return refuse

@@ -177,7 +177,7 @@ def check(run: Run, parts: Parts, args: tuple, kwargs: dict) -> None:
 
 
 def _of_local_parts(recorder: OperatorRecorder, parts: Parts) -> dict[str, list]:
-    """Return the random operators of local modules that have, in themselves or a part, a random operator on shards."""
+    """Return the random operators of the local modules with random operators on shards, and of their parts."""
     found = {name: operators for name, operators in recorder.operators.items() if not parts.is_eager(name)}
     sharded = [name for name, operators in found.items() if any(operator.is_sharded for operator in operators)]
     return {name: ops for name, ops in found.items() if any(is_inside(name, owner) for owner in sharded)}

@@ -40,7 +40,7 @@ class Recording:
 
     Attributes:
         records: boundary records in order.
-        operators: random operators of the modules with random operators on shards, by module; the program runs them.
+        operators: random operators of modules with random operators on shards, and of their parts, by module.
         drawn: all random operators, also those on plain tensors, by module; compile mode needs each.
         tokens: layouts of the tokens of experts, by name of the experts.
         gradients: layouts of the local gradients of parameters, by name.
@@ -201,7 +201,7 @@ class Recordings:
         self.recomputes |= bool(new.recomputed)
         return layouts
 
-    def know(self, signature: Hashable, layouts: RecordedLayouts, *, is_quiet: bool) -> None:
+    def assign(self, signature: Hashable, layouts: RecordedLayouts, *, is_quiet: bool) -> None:
         """Use some layouts for calls with a signature from now on."""
         self.by_signature[signature] = layouts
         (self.quiet.add if is_quiet else self.quiet.discard)(signature)
