@@ -150,15 +150,15 @@ def _try(feature: Feature, plan: object, module_plan: dict, mesh: object) -> Non
 
 
 def first_sentence(text: str) -> str:
-    """Return the first line of an error text up to its first full stop or semicolon; with the last line after a colon.
+    """Return the first line of an error text up to its first full stop; with the last line after a colon.
 
-    >>> first_sentence("stage 1 failed: \\nTraceback\\nValueError: no; try yes")
-    'stage 1 failed: ValueError: no'
+    >>> first_sentence("stage 1 failed: \\nTraceback\\nValueError: no; try yes. More")
+    'stage 1 failed: ValueError: no; try yes'
     """
     first, *more = [line.strip() for line in text.strip().splitlines()]
     if first.endswith(":") and more:
         first = f"{first} {more[-1]}"
-    return re.split(r"(?<=[a-z)])[.;](?:\s|$)", first)[0].strip()
+    return re.split(r"(?<=[a-z)])\.(?:\s|$)", first)[0].strip()
 
 
 def page(results: Results) -> str:

@@ -29,5 +29,5 @@ def test_something_runs_and_something_is_refused(results):
 
 
 def test_a_refusal_is_shortened_to_its_first_sentence():
-    assert first_sentence("no BatchNorm; use another\nmore") == "no BatchNorm"
+    assert first_sentence("no BatchNorm; use another\nmore") == "no BatchNorm; use another"
     assert first_sentence("it failed:\nTraceback\nValueError: no. Yes") == "it failed: ValueError: no"
