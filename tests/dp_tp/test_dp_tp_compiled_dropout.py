@@ -121,9 +121,9 @@ def distance(actual, expected, mesh=None):
 
 
 @ranks(4, timeout=300)
-def test_compiled_blocks_train_as_one_process(monkeypatch, caplog):
+def test_compiled_blocks_train_as_one_process(compile_with, monkeypatch, caplog):
     caplog.set_level(logging.WARNING, logger="vescale.dmodule")
-    monkeypatch.setattr("vescale.dmodule._compile.blocks.BACKEND", "aot_eager")
+    compile_with("aot_eager")
     expected = train(Net())
     for axes, options in (
         (("tp", "dp"), {}),

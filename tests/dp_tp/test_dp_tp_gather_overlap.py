@@ -95,8 +95,8 @@ def train(mesh, *, modes, **settings):
 
 
 @ranks(4, timeout=120)
-def test_modes_may_change_while_gathers_are_on_their_way(monkeypatch):
-    monkeypatch.setattr("vescale.dmodule._compile.blocks.BACKEND", "eager")
+def test_modes_may_change_while_gathers_are_on_their_way(compile_with):
+    compile_with("eager")
     modes = ("eager", "static", "static", "compile", "static", "eager")
     mesh = data_and_tensor_parallel()
     values, on_their_way = train(mesh, modes=modes)

@@ -133,8 +133,8 @@ def test_training_is_that_of_one_process():
 
 
 @ranks(4, timeout=240)
-def test_compiled_layers_train_as_one_process(monkeypatch, caplog):
-    monkeypatch.setattr("vescale.dmodule._compile.blocks.BACKEND", "aot_eager")
+def test_compiled_layers_train_as_one_process(compile_with, caplog):
+    compile_with("aot_eager")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for checkpoints in (False, True):
         counters["stats"].clear()

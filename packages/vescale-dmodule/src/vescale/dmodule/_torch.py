@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._C import _distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale.dtensor.extension import group_of_ranks
@@ -181,7 +180,7 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 def _needs_operators(tensor: Tensor) -> bool:
     """Return whether collectives must run as operators: under a compiler or dispatch mode, or for a complex tensor."""
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None or tensor.is_complex()
+    return torch.compiler.is_compiling() or has_dispatch_mode() or tensor.is_complex()
 
 
 class Collectives:
@@ -348,4 +347,4 @@ def is_compiler_error(error: Exception) -> bool:
 
 def has_dispatch_mode() -> bool:
     """Return whether a ``TorchDispatchMode`` is active; a compiler refuses to run then."""
-    return _get_current_dispatch_mode() is not None
+    return torch._C._len_torch_dispatch_stack() > 0

@@ -48,8 +48,6 @@ __all__ = ["CompiledProgram", "find_blocks"]
 
 logger = logging.getLogger("vescale.dmodule")
 
-BACKEND = "inductor"
-
 # the same random numbers as without a compiler
 OPTIONS = {"fallback_random": True}
 
@@ -259,8 +257,7 @@ def _compiled(entry: _Entry) -> Callable:
 
     code = run.__code__.replace(co_name=f"{type(entry.block).__name__}_forward")
     alone = types.FunctionType(code, run.__globals__, code.co_name, run.__defaults__, run.__closure__)
-    options = OPTIONS if BACKEND == "inductor" else None
-    return torch.compile(alone, fullgraph=True, dynamic=False, backend=BACKEND, options=options)
+    return torch.compile(alone, fullgraph=True, dynamic=False, options=OPTIONS)
 
 
 # ------------------------------------------------------------------------------------------------- blocks

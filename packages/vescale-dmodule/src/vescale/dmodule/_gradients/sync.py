@@ -134,6 +134,7 @@ class _Receiver:
         self.sync, self.position = sync, position
         self._parameter = weakref.ref(parameter, lambda _: sync.unreduced.pop(self, None))
         self._last: tuple[object, tuple[int, ...] | None] = None, None
+        self._axes: dict[tuple[int, ...], tuple[MeshAxis, ...]] = {}  # by dims
 
     @property
     def parameter(self) -> DTensor:
@@ -211,8 +212,11 @@ class _Receiver:
 
     def partial_gradient(self, local: Tensor, dims: tuple[int, ...]) -> PartialGradient:
         """Return a gradient as what is summed over the axes of ``dims``."""
-        mesh = self.parameter.device_mesh
-        return PartialGradient(local, tuple([self.sync.mesh_axis(mesh, dim) for dim in dims]))
+        axes = self._axes.get(dims)
+        if axes is None:
+            mesh = self.parameter.device_mesh
+            axes = self._axes[dims] = tuple(self.sync.mesh_axis(mesh, dim) for dim in dims)
+        return PartialGradient(local, axes)
 
     def add_total(self, total: Tensor) -> None:
         """Add a gradient that has been summed, contiguous, to ``.grad``, which has the strides of the parameter."""
