@@ -52,7 +52,7 @@ class Project:
 
 
 def requirement_name(requirement: str) -> str:
-    """Return the normalised distribution name at the head of a requirement string."""
+    """Return the normalized distribution name at the head of a requirement string."""
     match = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", requirement)
     if not match:
         raise ValueError(f"not a requirement: {requirement!r}; expected a name first, as in 'torch>=2.11'")

@@ -149,7 +149,7 @@ def test_a_forward_on_local_tensors_begins_before_the_last_gather_has_ended(monk
 
 
 def outputs_after_a_late_gather(mesh, monkeypatch, late_gathers, module, *, prepare=lambda _model: None):
-    """Return what static mode computes with values that come when somebody waits for them, and what is right."""
+    """Return what static mode computes with values that come on the first wait, and the expected result."""
     model, _ = wrapped(mesh, module)
     set_mode(model.module, "static")
     prepare(model)

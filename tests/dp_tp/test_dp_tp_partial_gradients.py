@@ -174,12 +174,12 @@ def test_one_sum_per_step():
     mesh = grid()
     for mode in ("eager", "static"):
         for zero in (0, 1):
-            local, synchronising = logs_of(build(mesh, mode, zero=zero), mesh)
+            local, synchronizing = logs_of(build(mesh, mode, zero=zero), mesh)
             assert len(local.only(axis="dp")) == 0
             num_of_activations = len(local.only(axis="tp"))
             assert num_of_activations == 2 * 2  # of the input of `up` and of the output of `down`, in two blocks
-            assert len(synchronising.only(axis="tp")) == num_of_activations + 1, (mode, zero)
-            assert len(synchronising.only(axis="dp")) == 2  # the bucket, and which parameters were used
+            assert len(synchronizing.only(axis="tp")) == num_of_activations + 1, (mode, zero)
+            assert len(synchronizing.only(axis="dp")) == 2  # the bucket, and which parameters were used
 
     model = build(mesh, "static")
     seen = []

@@ -1,4 +1,4 @@
-"""A model without memory is materialised shard by shard, and trains as the eager one in one process."""
+"""A model without memory is materialized shard by shard, and trains as the eager one in one process."""
 
 import pytest
 import torch

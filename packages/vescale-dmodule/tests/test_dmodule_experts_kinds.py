@@ -1,7 +1,7 @@
 """Other kinds of experts than one stack of tensors, and Hugging Face's implementations of their forward.
 
-A list that the model calls one by one, a list with a forward of its own, a forward with other arguments that knows no
-absent experts, the grouped and the batched implementation.
+A list that the model calls one by one, a list with a forward of its own, a forward with other arguments that assumes
+all experts to be present, the grouped and the batched implementation.
 """
 
 import copy
@@ -170,7 +170,7 @@ def mixtral(implementation):
     def make():
         config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=16, num_local_experts=NUM_EXPERTS)
         config._experts_implementation = implementation
-        return initialised(MixtralExperts(config))
+        return initialized(MixtralExperts(config))
 
     return make
 
@@ -178,10 +178,10 @@ def mixtral(implementation):
 def gpt_oss():
     config = GptOssConfig(hidden_size=HIDDEN, intermediate_size=16, num_local_experts=NUM_EXPERTS)
     config._experts_implementation = "eager"
-    return initialised(GptOssExperts(config))
+    return initialized(GptOssExperts(config))
 
 
-def initialised(module):
+def initialized(module):
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module.double()

@@ -244,7 +244,7 @@ def test_a_generator_of_another_device_is_left_to_the_native_operator():
 def test_nothing_is_asked_during_the_capture_of_a_graph():
     backend = Simulated()
     backend.capturing = True
-    backend.default = None  # nobody may read or set it
+    backend.default = None  # must not be read or set
     assert not fill(backend)
     assert not dropout(backend)
     assert not bernoulli(backend)

@@ -137,7 +137,7 @@ def test_code_that_is_not_watched():
                     assert torch.equal(torch.rand(B, 5), again.chunk(2)[coord])
                 assert not dispatch_modes()
             assert extension.is_watched_alone()
-            with random.forbidden("of this test"), extension.unwatched():  # somebody else watches, too
+            with random.forbidden("of this test"), extension.unwatched():  # inside another watch
                 with pytest.raises(RuntimeError, match="of this test"):
                     torch.rand(1)
         assert torch.equal(rows, whole.chunk(2)[coord])

@@ -193,43 +193,19 @@ def test_buckets_hold_everything_and_cut_no_block(kinds, num_shards, bucket_byte
         assert bucket.shard_numel <= max(-(-total // num_shards) + longest, longest) + 4
 
 
-class Net(nn.Module):
-    """Matrices, a stack of experts, a tied weight, a frozen layer and a 0-dim parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 9), nn.Linear(9, 6)])
-        self.experts = nn.Parameter(torch.randn(5, 6, 4))
-        self.out = nn.Linear(4, 9)
-        self.back = nn.Linear(9, 6, bias=False)
-        self.back.weight = self.layers[1].weight
-        self.frozen = nn.Linear(6, 6).requires_grad_(False)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-
-GRANULARITY = {
-    r"layers\.\d\.weight": "tensor",
-    "layers.0.weight": "rows",
-    "experts": "expert",
-    re.compile(r"out\..*"): 3,
-    "frozen.weight": ("dim0", 2),
-    "scale": "rows",
-}
-BLOCKS = {
-    "layers.0.weight": 6,
-    "layers.1.weight": 54,
-    "experts": 24,
-    "out.weight": 3,
-    "out.bias": 3,
-    "frozen.weight": 12,
-    "scale": 1,
-}
-
-
 def test_blocks_by_name():
-    module = Net()
-    assert resolve_blocks(module, GRANULARITY) == BLOCKS
-    assert resolve_blocks(module, {"back.weight": "tensor"}) == {"layers.1.weight": 54}  # the second name of a tied one
+    module = nn.Module()
+    module.layers = nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 2)])
+    module.back = nn.Linear(3, 2, bias=False)
+    module.back.weight = module.layers[1].weight
+    module.experts, module.scale = nn.Parameter(torch.zeros(5, 6, 4)), nn.Parameter(torch.tensor(1.5))
+    module.frozen = nn.Linear(4, 6).requires_grad_(False)
+    by_name = {r"layers\.\d\.weight": "tensor", "layers.0.weight": "rows", re.compile(r"layers\.0\.b.*"): 3}
+    blocks = {"layers.0.weight": 2, "layers.0.bias": 3, "layers.1.weight": 6}
+    assert resolve_blocks(module, by_name) == blocks
+    by_name = {"experts": "expert", "frozen.weight": ("dim0", 2), "scale": "rows"}
+    assert resolve_blocks(module, by_name) == {"experts": 24, "frozen.weight": 8, "scale": 1}
+    assert resolve_blocks(module, {"back.weight": "tensor"}) == {"layers.1.weight": 6}  # the second name of a tied one
     assert resolve_blocks(module, None) == {}
     module.layers[1] = nn.Identity()  # as a pipeline stage has it that lacks the layer
     with pytest.raises(ValueError, match=r"'layers.1.bias' matches no parameter"):

@@ -56,7 +56,7 @@ def test_copies():
             for fqn, value in twin.state_dict().items():
                 assert torch.equal(value, before[fqn]), (zero, name, fqn)
                 assert not torch.equal(value, after[fqn]), (zero, name, fqn)
-            if dist.get_rank() == 0:  # alone: whoever asked the other rank would wait for ever
+            if dist.get_rank() == 0:  # on one rank: a collective would wait for the other rank forever
                 torch.manual_seed(1)
                 out = twin(X)
                 torch.manual_seed(1)

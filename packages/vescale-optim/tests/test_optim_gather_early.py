@@ -1,4 +1,4 @@
-"""Where nobody would see that a parameter is read, or it would cost more than it gains, gathers are awaited earlier."""
+"""Gathers complete early where a read of a parameter cannot be seen, or where waiting costs more than it gains."""
 
 import atexit
 import gc

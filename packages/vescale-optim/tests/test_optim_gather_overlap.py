@@ -1,4 +1,4 @@
-"""Gathers of parameters (ZeRO 1, 2) overlap with the next forward, and nobody reads a parameter before it is there."""
+"""Gathers of parameters (ZeRO 1, 2) overlap with the next forward; a read of a parameter waits for its gather."""
 
 import copy
 import io

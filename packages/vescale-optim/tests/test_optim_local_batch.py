@@ -1,4 +1,4 @@
-"""Dropout on a rank's part of the batch draws its slice of the mask of the global batch, whoever runs the module."""
+"""Dropout on a part of the batch draws its slice of the mask of the global batch, however the module is called."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every part of a matrix goes to its owner once, and back to whoever needs it: simulated ranks, integers only."""
+"""Every part of a matrix goes to its owner once, and back to each rank that needs it (simulated ranks)."""
 
 import itertools
 import time

@@ -112,7 +112,7 @@ class Watch:
             for offsets, value in (box for each in every for box in each.get(fqn, ())):
                 whole[slices(offsets, value)] = value
             matrices = whole.bfloat16() if whole.ndim == 3 else whole.bfloat16()[None]
-            # what nobody has is of experts whose ranks had no gradient
+            # parts that no rank holds are of experts without a gradient
             expected = torch.stack([m if m.isnan().any() else update.iteration(m) for m in matrices]).view(whole.shape)
             for offsets, value in boxes_of(fqn, result):
                 assert value.dtype == torch.bfloat16

@@ -243,7 +243,7 @@ def test_state_of_another_layout_is_refused():
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a number per parameter of which nobody knows how it begins."""
+    """Keeps a number per parameter whose initial value is unknown."""
 
     def step(self, closure=None):
         for group in self.param_groups:

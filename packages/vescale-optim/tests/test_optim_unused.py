@@ -13,7 +13,7 @@ from vescale_testing import ranks, run_ranks
 
 
 class Branches(nn.Module):
-    """`odd` is used by odd ranks (in one process: by the second half of the batch), `never` by nobody."""
+    """`odd` is used by odd ranks (in one process: by the second half of the batch), `never` by no rank."""
 
     def __init__(self):
         super().__init__()

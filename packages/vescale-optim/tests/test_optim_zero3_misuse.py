@@ -127,7 +127,7 @@ def test_what_is_written_while_unsharded_is_kept():
             assert torch.equal(model.layers[1].bias, torch.full((4,), 7.0))
         view = model.layers[1].bias.detach()
         loss = model(torch.ones(2, 3)).sum()
-    assert torch.equal(view, torch.full((4,), 7.0))  # memory that somebody still looks at is not freed
+    assert torch.equal(view, torch.full((4,), 7.0))  # memory with a live view is not freed
     loss.backward()
     once = {fqn: slot.grad_part.clone() for fqn, slot in model.slots().items()}
     model(torch.ones(2, 3)).sum().backward()
