@@ -46,8 +46,3 @@ def test_a_name_alone_is_not_a_split():
 def test_other_forms_of_split(split):
     with pytest.raises(ValueError, match="expected split 'uniform', a list of the modules that begin stages"):
         PipelinePlan(split=split)
-
-
-def test_unknown_json_key():
-    with pytest.raises(ValueError, match="keys schedule, num_microbatches, split"):
-        PipelinePlan.from_json('{"microbatches": 4}')

@@ -1,6 +1,7 @@
 """A plan survives JSON exactly, and what is not a plan is refused with the place."""
 
 import json
+import re
 
 import pytest
 
@@ -43,30 +44,24 @@ def test_a_changed_plan_is_not_equal(generated):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"num_microbatch": 4},
-            "Plan: expected a field of Plan, got 'num_microbatch'; did you mean 'num_microbatches'?",
-        ),
-        ({"xyz": 4}, "Plan: expected a field of Plan, got 'xyz'; the fields are dp, tp, pp"),
-        ({"dp": "2"}, "Plan: expected an integer >= 1 for dp, got '2'"),
-        ({"format": 2}, "Plan.from_json: expected an object with 'format': 1, got 2"),
-        (
-            {"memory": [{"parameters": 1}]},
-            "Plan.memory[0]: expected field 'gradients' of StageMemory, got none; add it",
-        ),
-        ({"table": [{"layout": {"dq": 1}}]}, "Plan.table[0]: expected field 'verdict' of Candidate, got none; add it"),
+        ({"num_microbatch": 4}, "one of the keys dp, tp, .*, got 'num_microbatch'; did you mean 'num_microbatches'?"),
+        ({"xyz": 4}, "expected one of the keys dp, tp, pp, .*, got 'xyz'; remove it"),
+        ({"dp": "2"}, "expected an integer at dp, got '2'; pass the text of to_json()"),
+        ({"dp": 0}, "Plan: expected an integer >= 1 for dp, got 0"),
+        ({"format": 2}, "expected 1 at format, got 2; pass the text of to_json()"),
+        ({"memory": [{"parameters": 1}]}, "expected the key 'gradients' at memory[0], got no such key; add it"),
+        ({"table": [{"layout": {"zer": 1}}]}, "expected the key 'verdict' at table[0], got no such key; add it"),
         (
             {"table": [{"layout": {"zer": 1}, "verdict": ""}]},
-            "Plan.table[0].layout: expected a field of Layout, got 'zer'; did you mean 'zero'?",
+            "expected one of the keys .* at table[0].layout, got 'zer'; did you mean 'zero'?",
         ),
-        ({"table": [3]}, "Plan.table[0]: expected an object with the fields of Candidate, got int"),
+        ({"table": [3]}, "expected an object with the keys layout, .* at table[0], got 3; pass the text"),
     ],
 )
 def test_damaged_plans_are_refused(change, message):
     data = {**json.loads(Plan(dp=2).to_json()), **change}
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="^Plan.from_json: .*" + re.escape(message).replace(r"\.\*", ".*")):
         Plan.from_json(json.dumps(data))
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3"])
@@ -78,7 +73,7 @@ def test_text_that_is_no_plan_is_refused(text):
 def test_load_names_the_file(tmp_path):
     path = tmp_path / "broken.json"
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"broken\.json: Plan\.from_json: expected an object"):
+    with pytest.raises(ValueError, match=r"broken\.json: Plan\.from_json: expected 1 at format"):
         Plan.load(path)
     with pytest.raises(FileNotFoundError, match=r"absent\.json"):
         Plan.load(tmp_path / "absent.json")

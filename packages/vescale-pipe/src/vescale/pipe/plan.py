@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ._schedule.actions import Schedule
+from ._typed_json import JsonReader
 from .schedules import gpipe, one_f_one_b
 
 SCHEDULES = {"1f1b": one_f_one_b, "gpipe": gpipe}
@@ -43,7 +44,7 @@ class PipelinePlan:
     split: Split = UNIFORM
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
+        if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
             raise ValueError(f"expected one of {', '.join(map(repr, SCHEDULES))} for schedule, got {self.schedule!r}")
         count = self.num_microbatches
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
@@ -63,15 +64,11 @@ class PipelinePlan:
         """Read a plan from ``to_json`` text.
 
         Raises:
-            ValueError: the text is not a JSON object, or has an unknown key.
+            ValueError: the text is not a JSON object, has an unknown key or a value of another type, or the plan
+                refuses a value; the text has the place, such as ``split[2][0]``.
         """
-        data = json.loads(text)
-        known = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(data, dict) or set(data) - set(known):
-            raise ValueError(
-                f"expected a JSON object with the keys {', '.join(known)}, got {text}; pass the text of to_json()"
-            )
-        return cls(**data)
+        reader = JsonReader(where="PipelinePlan.from_json", fix="pass the text of to_json()")
+        return reader.read(reader.parse(text), cls)
 
 
 def _normalized_split(split: Any) -> Split:

@@ -3,6 +3,7 @@
 An invalid value raises at construction, so every `Plan`, `Cluster` and `Constraints` is valid.
 """
 
+import reprlib
 from collections.abc import Collection
 
 SCHEDULES = ("1f1b", "gpipe")
@@ -12,9 +13,11 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 
 def check_int(owner: str, name: str, value: object, *, at_least: int) -> None:
-    """Raise `ValueError` naming ``owner`` and the field unless ``value`` is an integer (no bool) >= ``at_least``."""
+    """Raise `ValueError` naming ``owner`` and the field unless ``value`` is an integer of 64 bits >= ``at_least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ValueError(f"{owner}: expected an integer >= {at_least} for {name}, got {value!r}")
+    if value >= 2**63:
+        raise ValueError(f"{owner}: expected an integer of 64 bits for {name}, got {reprlib.repr(value)}")
 
 
 def check_bool(owner: str, name: str, value: object) -> None:

@@ -30,8 +30,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._checks import DEFAULT_BUCKET_BYTES, check_batch
+from ._checks import (
+    DEFAULT_BUCKET_BYTES,
+    SCHEDULES,
+    ZERO_STAGES,
+    check_batch,
+    check_bool,
+    check_choice,
+    check_int,
+)
 from ._profile import ModelProfile, dtype_bytes
+from ._typed_json import Size
 from ._units import format_bytes, format_percent
 
 ACTIVATIONS_COVER = (
@@ -69,7 +78,11 @@ class StateBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The degrees and choices of a plan that determine memory."""
+    """The degrees and choices of a plan that determine memory.
+
+    Raises:
+        ValueError: a value is invalid; the text has the field, the value and the valid values.
+    """
 
     dp: int
     tp: int
@@ -78,6 +91,13 @@ class Layout:
     num_microbatches: int = 1
     schedule: str = "1f1b"
     sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "num_microbatches"):
+            check_int("Layout", name, getattr(self, name), at_least=1)
+        check_choice("Layout", "zero", self.zero, ZERO_STAGES)
+        check_choice("Layout", "schedule", self.schedule, SCHEDULES)
+        check_bool("Layout", "sequence_parallel", self.sequence_parallel)
 
     def __str__(self) -> str:
         sp = " sp" if self.sequence_parallel else ""
@@ -100,11 +120,11 @@ class StageMemory:
         buffers: gradient and parameter buffers, see `buffer_bytes`.
     """
 
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: int
+    parameters: Size
+    gradients: Size
+    optimizer: Size
+    activations: Size
+    buffers: Size
 
     @property
     def total(self) -> int:

@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, Literal
 
 from ._memory import Layout
+from ._typed_json import Size
 from ._units import format_bytes, format_percent
 
-CHOSEN, FITS, REFUSED = "chosen", "fits", "refused"
+CHOSEN: Final = "chosen"
+FITS: Final = "fits"
+REFUSED: Final = "refused"
 _COLUMNS = ("dp", "tp", "pp", "zero", "micro-batches", "sp", "bubble", "bytes per rank", "verdict")
 
 
@@ -22,9 +26,9 @@ class Candidate:
     """
 
     layout: Layout
-    verdict: str
+    verdict: Literal["chosen", "fits", "refused"]
     reason: str = ""
-    bytes_per_rank: int | None = None
+    bytes_per_rank: Size | None = None
 
     def cells(self) -> tuple[str, ...]:
         """Return the row's texts, one per column of the table."""

@@ -9,8 +9,10 @@ tensor-parallel group has neighboring devices of one host:
     rank = (pp_coord * dp + dp_coord) * tp + tp_coord
 """
 
+import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,9 +26,9 @@ from ._checks import (
     check_choice,
     check_int,
 )
-from ._codec import from_data, to_data
 from ._memory import ACTIVATIONS_COVER, Layout, StageMemory, describe_stages
 from ._table import Candidate, render
+from ._typed_json import JsonReader
 from ._units import format_bytes, format_percent
 
 FORMAT = 1
@@ -77,7 +79,7 @@ class Plan:
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     num_microbatches: int = 1
-    split: str | tuple = "uniform"
+    split: str | Sequence[str] | Sequence[Sequence[str]] = "uniform"
     module_plan: str | None = None
     mode: str = "eager"
     device: str = "cpu"
@@ -207,28 +209,21 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as JSON text; `from_json` returns an equal plan."""
-        return json.dumps({"format": FORMAT, **to_data(self)}, indent=1)
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """Build a plan from `to_json`'s text.
 
         Raises:
-            ValueError: the text is not JSON, has another format number or an unknown field, or `Plan` refuses a value.
+            ValueError: the text is not JSON, has another format number, an unknown key or a value of another type, or
+                `Plan` refuses a value; the text has the place, such as ``table[2].layout.dp``.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"Plan.from_json: expected JSON, got other text ({error}); pass the text of to_json()"
-            ) from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(
-                f"Plan.from_json: expected an object with 'format': {FORMAT}, got {found!r}; pass the text of to_json()"
-            )
-        del data["format"]
-        return from_data(cls, data, where="Plan")
+        reader = JsonReader(where="Plan.from_json", fix="pass the text of to_json()")
+        tree = reader.parse(text)
+        reader.expect(tree, "format", FORMAT)
+        del tree["format"]
+        return reader.read(tree, cls)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON to ``path``."""

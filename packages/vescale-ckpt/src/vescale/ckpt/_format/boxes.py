@@ -128,7 +128,7 @@ def describe_coverage_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str |
     """
     full = Box.full(shape)
     for box in boxes:
-        if len(box.offsets) != len(shape) or not full.contains(box):
+        if {len(box.offsets), len(box.sizes)} != {len(shape)} or not full.contains(box):
             return f"box {box} lies outside of the global shape {tuple(shape)}"
     if (pair := find_overlap(boxes)) is not None:
         return f"boxes {pair[0]} and {pair[1]} overlap"

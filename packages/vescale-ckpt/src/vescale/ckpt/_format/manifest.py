@@ -16,13 +16,16 @@ JSON dialect is Python's: ``Infinity`` and ``NaN`` are valid numbers.
 """
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from .._errors import CheckpointError
+from .._typed_json import AtLeast, JsonReader, Size
 from .boxes import Box, describe_coverage_fault
+from .dtypes import ITEM_BYTES
 
 FORMAT = "vescale-checkpoint"
 VERSION = 1
@@ -89,6 +92,60 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
 
 
+@dataclass(frozen=True)
+class _PieceText:
+    """A piece in ``manifest.json``."""
+
+    offsets: tuple[Size, ...]
+    sizes: tuple[Size, ...]
+    file: str
+    key: str
+    crc32: str
+
+    def __post_init__(self) -> None:
+        _check_crc(self.crc32)
+        if len(self.offsets) != len(self.sizes):
+            raise ValueError(f"expected as many offsets as sizes, got {self.offsets} and {self.sizes}")
+
+
+@dataclass(frozen=True)
+class _TensorText:
+    """A tensor in ``manifest.json``."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    pieces: tuple[_PieceText, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"expected a dtype of {', '.join(ITEM_BYTES)}, got {self.dtype!r}")
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The keys of ``manifest.json``."""
+
+    format: str
+    version: int
+    crc32: str
+    world_size: Annotated[int, AtLeast(1)]
+    metadata: Mapping[str, Any]
+    leaves: Mapping[str, Any]
+    files: Mapping[str, Size]
+    tensors: Mapping[str, _TensorText]
+
+    def __post_init__(self) -> None:
+        _check_crc(self.crc32)
+        for name in self.files:
+            if not re.fullmatch(r"[\w-][\w.-]*", name):
+                raise ValueError(f"expected names of files in the checkpoint's directory, got {name!r}")
+
+
+def _check_crc(text: str) -> None:
+    if not re.fullmatch("[0-9a-f]{8}", text):
+        raise ValueError(f"expected a checksum of 8 hexadecimal digits, got {text!r}")
+
+
 def manifest_to_text(manifest: Manifest) -> str:
     """Return a manifest as JSON text with one tensor, leaf or file per line."""
     body = _to_body(manifest)
@@ -105,40 +162,23 @@ def manifest_from_text(text: str, *, where: str) -> Manifest:
         where: the checkpoint's path, for messages.
 
     Raises:
-        CheckpointError: the text is not a manifest of a supported version, was changed after it was written, or has a
-            tensor that its pieces do not tile.
+        CheckpointError: the text is not a manifest of a supported version, has a value of another type, was changed
+            after it was written, or has a tensor that its pieces do not tile.
     """
-    try:
-        body = json.loads(text)
-    except ValueError as error:
+    reader = JsonReader(
+        f"{where}: {MANIFEST_NAME}", "it was cut or changed, so use another checkpoint", CheckpointError
+    )
+    tree = reader.parse(text)
+    reader.expect(tree, "format", FORMAT, fix="pass a directory of vescale.ckpt.save")
+    reader.expect(tree, "version", VERSION, fix="load it with the vescale-ckpt release that wrote it")
+    body = reader.read(tree, _Body)
+    found = _crc_of({key: value for key, value in tree.items() if key != "crc32"})
+    if body.crc32 != found:
         raise CheckpointError(
-            f"{where}: expected JSON in {MANIFEST_NAME}, got invalid text ({error}); it was cut or changed, so "
-            "use another checkpoint"
-        ) from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        found = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise CheckpointError(
-            f"{where}: expected format {FORMAT!r} in {MANIFEST_NAME}, got {found!r}; pass a directory of "
-            "vescale.ckpt.save"
+            f"{where}: expected checksum {body.crc32} of {MANIFEST_NAME}, got {found}; it was changed after the save, "
+            "so use another checkpoint"
         )
-    if body.get("version") != VERSION:
-        raise CheckpointError(
-            f"{where}: expected checkpoint format version {VERSION}, got {body.get('version')}; load it with the "
-            "vescale-ckpt release that wrote it"
-        )
-    written = body.pop("crc32", None)
-    if written != _crc_of(body):
-        raise CheckpointError(
-            f"{where}: expected checksum {written} of {MANIFEST_NAME}, got {_crc_of(body)}; it was changed after the "
-            "save, so use another checkpoint"
-        )
-    try:
-        manifest = _from_body(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{where}: expected all keys in {MANIFEST_NAME}, got {type(error).__name__}: {error}; use another "
-            "checkpoint"
-        ) from None
+    manifest = _from_body(body)
     _check_pieces(manifest, where)
     return manifest
 
@@ -169,22 +209,14 @@ def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
     return {"dtype": tensor.meta.dtype, "shape": list(tensor.meta.shape), "pieces": pieces}
 
 
-def _from_body(body: dict[str, Any]) -> Manifest:
-    return Manifest(
-        world_size=int(body["world_size"]),
-        metadata=dict(body["metadata"]),
-        leaves=dict(body["leaves"]),
-        files={str(name): int(size) for name, size in body["files"].items()},
-        tensors={name: _tensor_from_json(value) for name, value in body["tensors"].items()},
-    )
+def _from_body(body: _Body) -> Manifest:
+    tensors = {name: _tensor_from_json(tensor) for name, tensor in body.tensors.items()}
+    return Manifest(body.world_size, body.metadata, body.leaves, body.files, tensors)
 
 
-def _tensor_from_json(value: dict[str, Any]) -> StoredTensor:
-    pieces = tuple(
-        Piece(Box(tuple(p["offsets"]), tuple(p["sizes"])), p["file"], p["key"], int(p["crc32"], 16))
-        for p in value["pieces"]
-    )
-    return StoredTensor(TensorMeta(value["dtype"], tuple(value["shape"])), pieces)
+def _tensor_from_json(tensor: _TensorText) -> StoredTensor:
+    pieces = tuple(Piece(Box(p.offsets, p.sizes), p.file, p.key, int(p.crc32, 16)) for p in tensor.pieces)
+    return StoredTensor(TensorMeta(tensor.dtype, tensor.shape), pieces)
 
 
 def _check_pieces(manifest: Manifest, where: str) -> None:

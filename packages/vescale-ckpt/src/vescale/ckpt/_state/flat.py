@@ -18,7 +18,7 @@ passes each object's filled state dict to ``load_state_dict``.
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,6 +121,8 @@ def to_json(node: Any) -> Json:
     if isinstance(node, dict):
         if any(isinstance(key, int) for key in node):
             return {_ITEMS: [[key, to_json(item)] for key, item in node.items()]}
+        if list(node) == [_ITEMS]:
+            raise CheckpointError(f"expected another key than {_ITEMS!r}, which marks int keys; rename it")
         return {key: to_json(item) for key, item in node.items()}
     scalar: bool | int | float | str | None = node
     return scalar
@@ -134,10 +136,19 @@ def from_json(value: Json, *, like: Any) -> Any:
         return tuple(items) if isinstance(like, tuple) else items
     if isinstance(value, dict):
         old = like if isinstance(like, dict) else {}
-        pairs: Any = value[_ITEMS] if list(value) == [_ITEMS] else value.items()
-        entries = {key: from_json(item, like=old.get(key)) for key, item in pairs}
+        entries = {key: from_json(item, like=old.get(key)) for key, item in _items(value)}
         return type(like)(entries) if isinstance(like, dict) else entries
     return value
+
+
+def _items(value: dict[str, Json]) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a JSON object, or of the int-keyed dict that it stands for."""
+    pairs: Any = value[_ITEMS] if list(value) == [_ITEMS] else list(value.items())
+    if not isinstance(pairs, list) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs):
+        raise CheckpointError(f"expected a list of [key, value] under {_ITEMS!r}, got {pairs!r}; rename this key")
+    if not all(isinstance(key, str | int) for key, _ in pairs):
+        raise CheckpointError(f"expected integers as keys under {_ITEMS!r}, got {pairs!r}; use another checkpoint")
+    return [(key, item) for key, item in pairs]
 
 
 def _read(node: Any, path: str, flat: FlatState, open_object: Callable | None) -> None:

@@ -1,0 +1,80 @@
+"""Any manifest with a right checksum either reads as what it says, or is refused with a CheckpointError."""
+
+import json
+import zlib
+
+import pytest
+import torch
+
+from vescale.ckpt import CheckpointError, load, read_manifest, save
+from vescale_testing.json_mutations import check_reader
+
+
+def sign(tree):
+    """Renew the checksum of a manifest, if it still has one."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("crc32"), str) or len(tree["crc32"]) != 8:
+        return tree
+    body = {key: value for key, value in tree.items() if key != "crc32"}
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return {**tree, "crc32": f"{zlib.crc32(canonical.encode()):08x}"}
+
+
+def write(manifest):
+    """Return the text of a manifest, from its public attributes."""
+    tensors = {
+        name: {
+            "dtype": tensor.meta.dtype,
+            "shape": tensor.meta.shape,
+            "pieces": [
+                {
+                    "offsets": piece.box.offsets,
+                    "sizes": piece.box.sizes,
+                    "file": piece.file,
+                    "key": piece.key,
+                    "crc32": f"{piece.crc32:08x}",
+                }
+                for piece in tensor.pieces
+            ],
+        }
+        for name, tensor in manifest.tensors.items()
+    }
+    names = ("world_size", "metadata", "leaves", "files")
+    tree = {name: getattr(manifest, name) for name in names}
+    return json.dumps(
+        sign({"format": "vescale-checkpoint", "version": 1, "crc32": "0" * 8, **tree, "tensors": tensors})
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    save(tmp_path / "step-1", {"w": torch.ones(2, 3), "lr": 0.1, "groups": [{"betas": (0.9, 0.99)}]}, metadata={"n": 1})
+    return tmp_path / "step-1"
+
+
+def test_every_mutation(path):
+    file = path / "manifest.json"
+
+    def read(text):
+        file.write_text(text)
+        return read_manifest(path)
+
+    tried = check_reader(file.read_text(), read, write, error=CheckpointError, sign=sign)
+    assert tried > 2000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda body: body["tensors"]["w"].update(shape=[2, 3.0]), r"an integer at tensors\.w\.shape\[1\], got 3\.0"),
+        (lambda body: body["tensors"]["w"].update(shape=[2, -3]), r"an integer from 0 to .* at tensors\.w\.shape\[1\]"),
+        (lambda body: body["tensors"]["w"].update(dtype="int3"), r"a dtype of .*, got 'int3' at tensors\.w"),
+        (lambda body: body["files"].update({"../x": 1}), "names of files in the checkpoint's directory, got '../x'"),
+        (lambda body: body.update(version=True), "expected 1 at version, got True; load it with the vescale-ckpt"),
+        (lambda body: body.update(world_size=2**63), "an integer from 1 to .* at world_size, got 9223372036854775808"),
+    ],
+)
+def test_the_error_says_where(path, rewrite_manifest, change, message):
+    rewrite_manifest(path, change)
+    for reader in (read_manifest, lambda path: load(path, {})):
+        with pytest.raises(CheckpointError, match=f"^{path}: manifest.json: .*{message}"):
+            reader(path)
