@@ -25,6 +25,7 @@ from ._exit import wait_for_gloo_threads
 from ._operators import fallback, first_arguments, forget_copies, operator_handlers, review
 from ._operators.attention import attention_handlers
 from ._operators.decompose import composite_handlers
+from ._operators.dims import seeing_counted_dims, with_counted_dims
 from ._operators.loss import loss_handlers
 from ._operators.scalars import scalar_handlers
 from ._operators.vocabulary import vocab_handlers
@@ -78,7 +79,11 @@ def handler_families() -> dict[str, Table]:
     for special in (attention_handlers(), loss_handlers(), vocab_handlers()):
         others |= special
     random = {op: handler for op, handler in handlers().items() if op not in attention_handlers()}
-    return {"random": random, "operators": {op: handler for op, handler in others.items() if op not in random}}
+    families = {"random": random, "operators": {op: handler for op, handler in others.items() if op not in random}}
+    return {
+        family: {op: seeing_counted_dims(op, handler) for op, handler in table.items()}
+        for family, table in families.items()
+    }
 
 
 def _checkpoint_rows() -> Iterator[Row]:
@@ -109,6 +114,12 @@ ROWS: tuple[Row, ...] = (
         "operators",
         "operators whose stock rule is missing, guessed or wrong under some sharding",
         patches.HandlerPatch(lambda: handler_families()["operators"]),
+    ),
+    Row(
+        "non-negative dims",
+        "operators",
+        "some of stock's rules take a negative dim for one that is not sharded: cumsum(-1), argmax(-1)",
+        patches.RulePatch(patches.PropagationRule(arguments=with_counted_dims), order=0),
     ),
     Row(
         "review of sharding",

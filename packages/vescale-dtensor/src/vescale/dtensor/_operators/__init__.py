@@ -5,6 +5,7 @@ wrong: they return another value or another gradient, or fail only on ranks whos
 the missing and the wrong rules, operator by operator. Operators that stock torch runs correctly are unchanged and keep
 their speed::
 
+    dims        no rule sees a negative dim
     tables      which operator gets which rule, and why
     gather      run on full operands on every rank: right for every deterministic operator
     decompose   run the operator's definition by simpler operators, which keeps the shards

@@ -27,7 +27,6 @@ __all__ = ["accept_plain", "zeros_around"]
 def zeros_around(op: dispatch.Op, args: tuple, kwargs: dict) -> DTensor:
     """Run ``select_backward`` or ``slice_backward`` on the shards of the gradient."""
     grad, sizes, dim, *rest = args
-    dim %= len(sizes)
     is_select = op.overloadpacket is torch.ops.aten.select_backward
     if not is_select:
         cut = tuple(axis for axis, p in enumerate(grad.placements) if is_sharded(p) and p.dim == dim)

@@ -226,7 +226,7 @@ def _has_other_shape(args: tuple) -> bool:
     """Return whether index or source is shorter than the tensor in a dim other than the indexed one."""
     tensor, dim = args[0], args[1]
     others = [other for other in args[2:] if isinstance(other, Tensor) and other.ndim == tensor.ndim]
-    kept = [d for d in range(tensor.ndim) if d != dim % max(tensor.ndim, 1)]
+    kept = [d for d in range(tensor.ndim) if d != dim]
     return any(other.shape[d] != tensor.shape[d] for other in others for d in kept)
 
 

@@ -162,7 +162,6 @@ def _embedding_backward(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
 
 def _log_softmax(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     x, dim, half_to_float = args
-    dim %= max(x.ndim, 1)
     axes = axes_sharded_on(x, dim)
     if not axes:
         return dispatch.stock_dispatch(op, args, kwargs)
@@ -178,7 +177,6 @@ def _log_softmax(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
 
 def _log_softmax_backward(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     grad, output, dim, input_dtype = args
-    dim %= max(output.ndim, 1)
     axes = axes_sharded_on(output, dim)
     if not axes:
         return dispatch.stock_dispatch(op, args, kwargs)

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch.distributed.tensor import DTensor, Partial, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OutputSharding
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor.parallel import loss as loss_parallel
 
 from ..errors import UnsupportedOperator
@@ -303,6 +303,8 @@ class PropagationRule:
     accepts a sharding costs nothing from the second call on.
 
     Attributes:
+        arguments: ``arguments(op, args, kwargs)`` returns ``(args, kwargs)`` as all rules see them, stock's included.
+            The operator itself runs with the arguments of the call. Operands are tensors or their specs.
         before: ``before(op, args, kwargs, schema)`` returns a sharding, the result, or NotImplemented to try the next
             rule and then stock propagation.
         on_error: ``on_error(op, args, kwargs)`` returns the result if stock propagation raises an error.
@@ -310,6 +312,7 @@ class PropagationRule:
             computes the result in another way.
     """
 
+    arguments: Callable[[Op, tuple, dict], tuple[tuple, dict]] | None = None
     before: Callable[[Op, tuple, dict, object], object] | None = None
     on_error: Callable[[Op, tuple, dict], object] | None = None
     after: Callable[[Op, tuple, dict, Decision], Callable[[], object] | None] | None = None
@@ -322,6 +325,8 @@ def _propagation(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def propagate(self, op: Op, args: tuple, kwargs: dict, op_info: object, *rest: object) -> object:
         rules = [patch.rule for patch in _RULES]
+        for rewrite in (rule.arguments for rule in rules if rule.arguments is not None):
+            args, kwargs = _rewritten(rewrite, op, args, kwargs, op_info)
         for ask in (rule.before for rule in rules if rule.before is not None):
             found = ask(op, args, kwargs, op_info.schema)
             if found is not NotImplemented:
@@ -346,6 +351,16 @@ def _propagation(stock: Callable) -> Callable:
         return sharding
 
     return propagate
+
+
+def _rewritten(rewrite: Callable, op: Op, args: tuple, kwargs: dict, op_info: object) -> tuple[tuple, dict]:
+    """Return the rewritten arguments, and rewrite those of the schema that stock propagation reads."""
+    new_args, new_kwargs = rewrite(op, args, kwargs)
+    if new_args is not args or new_kwargs is not kwargs:
+        old = op_info.schema
+        specs = rewrite(op, old.args_schema, old.kwargs_schema)
+        op_info.schema = OpSchema(op, *specs, schema_info=old.schema_info)
+    return new_args, new_kwargs
 
 
 _PROPAGATION = AttributePatch(
