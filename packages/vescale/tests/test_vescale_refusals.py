@@ -53,9 +53,9 @@ def build():
             build(),
             torch.optim.SGD,
             ValueError,
-            "(in parallelize: module_plan={...}, or Plan(module",
+            "got Sequential with model type None; pass module_plan={...} of your own, or the ready plan of a family",
         ),
-        (vescale.Plan(module_plan="mixtrl"), build(), torch.optim.SGD, ValueError, "no ready plan for Sequential"),
+        (vescale.Plan(module_plan="mixtrl"), build(), torch.optim.SGD, ValueError, "got the name 'mixtrl'; pass"),
         (
             vescale.Plan(dp=2),
             build(),
@@ -109,3 +109,20 @@ def test_mesh_on_another_device_is_refused():
 def test_wrong_world_is_refused_on_every_rank():
     with pytest.raises(ValueError, match=r"expected dp \* tp \* pp = 2 \* 2 \* 2 = 8 processes, got 2; start 8"):
         vescale.parallelize(vescale.Plan(dp=2, tp=2, pp=2), build(), torch.optim.SGD, module_plan={})
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, float("nan")])
+def test_a_clip_value_that_is_no_norm_is_refused_before_anything_is_built(value):
+    with pytest.raises(ValueError, match=r"^parallelize: clip_grad_norm: expected a positive number, got .*; pass a"):
+        vescale.parallelize(vescale.Plan(), build(), torch.optim.SGD, clip_grad_norm=value)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("plan", [vescale.Plan(tp=2), vescale.Plan(module_plan="mixtrl")])
+def test_errors_name_what_the_caller_has_written(plan):
+    with pytest.raises(ValueError, match=r"Plan\(module_plan='llama'\)") as error:
+        vescale.parallelize(plan, build(), torch.optim.SGD)
+    assert "family=" not in str(error.value)  # an argument of plan_for, which parallelize does not have
+    with pytest.raises(vescale.pipe.SplitError, match=r"with split=.* in the plan") as error:
+        vescale.pipe.split_units(nn.Linear(2, 2), vescale.pipe.PipelinePlan(), 2)
+    assert "PipelinePlan" not in str(error.value)  # parallelize takes vescale.Plan

@@ -17,9 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dmodule import parallelize_module
-from vescale.dmodule.plans import plan_for
+from vescale.dmodule.plans import FAMILIES, plan_for
 from vescale.dtensor import init_device_mesh, is_deferred
 from vescale.optim import DDP, DistributedOptimizer
+from vescale.optim.clip import check_max_norm
 from vescale.pipe import PipelineEngine, PipelinePlan
 from vescale.plan import Plan
 
@@ -47,8 +48,8 @@ def parallelize(
         plan: degrees and choices, written by hand or by `generate_plan`.
         model: the user's module, modified in place; real, or deferred so that no rank holds the full model.
         optimizer_fn: an element-wise ``torch.optim`` class, or ``functools.partial`` of one with its hyperparameters.
-        clip_grad_norm: clip gradients by this global norm in every ``optimizer.step()``; ``optimizer.grad_norm`` is
-            the norm before clipping.
+        clip_grad_norm: clip gradients by this global norm, a positive number, in every ``optimizer.step()``;
+            ``optimizer.grad_norm`` is the norm before clipping.
         loss_fn: computes the loss from the module's output, as ``loss_fn(output)`` or, if the batch has ``target``, as
             ``loss_fn(output, target)``. Not needed if the output is a scalar loss or has one as ``output.loss``.
         param_groups: called with the parallel module after its parameters are final; returns torch's parameter groups,
@@ -79,6 +80,8 @@ def parallelize(
             f"parallelize: expected a dict of sections as module_plan, got {module_plan!r}; name a ready plan with "
             "Plan(module_plan='llama')"
         )
+    if clip_grad_norm is not None:
+        check_max_norm("parallelize: clip_grad_norm", clip_grad_norm)
     resolved = _resolve_module_plan(plan, model, module_plan)
     ensure_process_group(plan)
     check_same_plan(plan)
@@ -136,10 +139,18 @@ def _resolve_module_plan(plan: Plan, model: nn.Module, module_plan: ModulePlan |
     family = None if plan.module_plan == "auto" else plan.module_plan
     if plan.tp == 1 and family is None:
         return {}
+    name = family or getattr(getattr(model, "config", None), "model_type", None)
+    if name not in FAMILIES:
+        found = f"the name {name!r}" if family else f"{type(model).__name__} with model type {name!r}"
+        raise ValueError(
+            f"parallelize: expected a model with a ready plan ({', '.join(sorted(FAMILIES))}), got {found}; pass "
+            "module_plan={...} of your own, or the ready plan of a family with the same names by "
+            "Plan(module_plan='llama')"
+        )
     try:
         return plan_for(model, degree=plan.tp, sequence_parallel=plan.sequence_parallel, family=family)
     except ValueError as error:
-        raise type(error)(f"{error} (in parallelize: module_plan={{...}}, or Plan(module_plan='llama'))") from None
+        raise type(error)(f"{error} (parallelize takes such a plan as module_plan=plan_for(model, ...))") from None
 
 
 def _resolve_mesh(plan: Plan, mesh: DeviceMesh | None) -> DeviceMesh:

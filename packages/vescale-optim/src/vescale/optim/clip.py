@@ -18,8 +18,10 @@ tp, of shards in hybrid sharding) count once.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +37,7 @@ from ._ranks.data_axes import DataAxes
 from ._ranks.span import KnownAxis, Ranks
 from .ddp import DDP
 
-__all__ = ["clip_grad_norm_", "distribution_axes"]
+__all__ = ["check_max_norm", "clip_grad_norm_", "distribution_axes"]
 
 
 def clip_grad_norm_(
@@ -58,7 +60,8 @@ def clip_grad_norm_(
 
     Args:
         model_or_parameters: A ``DDP``, another module, or parameters. Parameters may be plain tensors or DTensors.
-        max_norm: Largest norm.
+        max_norm: Largest norm: a positive number; ``math.inf`` only measures. torch takes any number, and turns the
+            gradients around for a negative one.
         norm_type: The p of the p-norm; positive, may be ``math.inf``.
         norm_axes: 1-D meshes whose ranks hold different parameters, for example ``(mesh["pp"],)``.
         error_if_nonfinite: Raise if the norm is nan or infinite; the host waits for the result then.
@@ -68,8 +71,9 @@ def clip_grad_norm_(
         else in float32.
 
     Raises:
-        ValueError: If ``norm_type`` is not positive, a norm axis is not 1-D or is counted already, or ranks of a mesh
-            have parameters of different meshes.
+        TypeError: If ``max_norm`` or ``norm_type`` is not a number.
+        ValueError: If ``max_norm`` or ``norm_type`` is not positive, a norm axis is not 1-D or is counted already, or
+            ranks of a mesh have parameters of different meshes.
         RuntimeError: For gradients accumulated under ``no_sync`` and not reduced; if ``error_if_nonfinite`` applies.
 
     Example:
@@ -78,9 +82,8 @@ def clip_grad_norm_(
         >>> clip_grad_norm_([weight], max_norm=1.0)
         tensor(5.)
     """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive (math.inf included), got {norm_type}")
+    max_norm = check_max_norm("clip_grad_norm_: max_norm", max_norm)
+    norm_type = _positive_number("clip_grad_norm_: norm_type", norm_type, fix="pass 2.0, or math.inf for the maximum")
     model = model_or_parameters if isinstance(model_or_parameters, DDP) else None
     parameters = _parameters(model_or_parameters)
     classes = _classes(parameters, model)
@@ -101,6 +104,26 @@ def clip_grad_norm_(
         _torch.foreach_mul_(group, factor.to(device, dtype))
     wide = any(p.dtype == torch.float64 for p in parameters)
     return norm if wide else norm.float()
+
+
+def check_max_norm(what: str, value: Any) -> float:
+    """Return the largest norm of a clipping as a float; ``what`` begins the error.
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is not positive, or nan.
+    """
+    return _positive_number(what, value, fix="pass a norm such as 1.0; math.inf only measures the norm")
+
+
+def _positive_number(what: str, value: Any, *, fix: str) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number and not (isinstance(value, Tensor) and value.numel() == 1):
+        raise TypeError(f"{what}: expected a positive number, got {value!r}; {fix}")
+    number = float(value)
+    if not number > 0:
+        raise ValueError(f"{what}: expected a positive number, got {number}; {fix}")
+    return number
 
 
 def _parameters(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:

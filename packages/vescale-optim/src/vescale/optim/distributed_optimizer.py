@@ -43,7 +43,7 @@ from ._state.loss_scaling import PieceList, Unscaler
 from ._state.masters import MasterWeights
 from ._state.pieces import Piece, StatePiece
 from ._state.state_dtype import KeptState, check_state_dtype
-from .clip import clip_grad_norm_, distribution_axes
+from .clip import check_max_norm, clip_grad_norm_, distribution_axes
 from .ddp import DDP
 
 __all__ = ["DistributedOptimizer"]
@@ -66,7 +66,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: The ``DDP``, or a module.
         param_groups: As in torch: dicts with ``"params"``, a list of the model's parameters, and hyperparameters. Every
             trainable parameter must be in exactly one. By default one group of all.
-        clip_grad_norm: Clip by this global norm before each step. ``math.inf`` only measures it.
+        clip_grad_norm: Clip by this global norm, a positive number, before each step. ``math.inf`` only measures it.
         norm_axes: 1-D meshes whose ranks hold different parameters, such as ``(mesh["pp"],)``, for that norm.
         master_dtype: Keep and update parameters of fewer bits than this, typically ``torch.float32``, in this dtype,
             which is also that of the optimizer's state. A write into parameters between steps updates the masters.
@@ -119,6 +119,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer_class, param_groups = instance.optimizer_class, instance.param_groups
             optimizer_kwargs = instance.arguments
         check_class(optimizer_class)
+        if clip_grad_norm is not None:
+            check_max_norm("DistributedOptimizer: clip_grad_norm", clip_grad_norm)
         self.model = model
         self.clip_grad_norm = clip_grad_norm
         self.norm_axes = (norm_axes,) if isinstance(norm_axes, DeviceMesh) else tuple(norm_axes)
@@ -198,6 +200,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             model.gather_parameters(self._num_views)
         self._masters.remember()
         return loss
+
+    @property
+    def optimizer_class(self) -> type[torch.optim.Optimizer]:
+        """The class of the torch optimizer, which a checkpoint stores and compares."""
+        return type(self._base)
 
     def _step_pieces(self) -> None:
         lists = [group["params"] for group in self.param_groups]

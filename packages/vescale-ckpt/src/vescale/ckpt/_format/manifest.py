@@ -8,6 +8,7 @@ A checkpoint is a directory of safetensors files and one manifest with these key
     metadata           the JSON object of ``save(metadata=...)``
     leaves             name -> JSON value
     files              data file -> bytes
+    optimizers         path of an optimizer -> name of its class
     tensors            name -> dtype, global shape, pieces; a piece is a box (offsets, sizes) with its file, its key in
                        the file and the CRC-32 of its bytes
 
@@ -19,7 +20,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
 from .._errors import CheckpointError
@@ -83,6 +84,7 @@ class Manifest:
         leaves: JSON values by name, such as ``"optimizer/param_groups"``.
         files: size in bytes of every data file.
         tensors: stored tensors by name, such as ``"model/embed.weight"``.
+        optimizers: class names by path, such as ``{"optimizer": "AdamW"}``.
     """
 
     world_size: int
@@ -90,6 +92,7 @@ class Manifest:
     leaves: Mapping[str, Json]
     files: Mapping[str, int]
     tensors: Mapping[str, StoredTensor]
+    optimizers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class _Body:
     leaves: Mapping[str, Any]
     files: Mapping[str, Size]
     tensors: Mapping[str, _TensorText]
+    optimizers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_crc(self.crc32)
@@ -191,6 +195,7 @@ def _to_body(manifest: Manifest) -> dict[str, Any]:
         "metadata": dict(manifest.metadata),
         "leaves": dict(manifest.leaves),
         "files": dict(manifest.files),
+        "optimizers": dict(manifest.optimizers),
         "tensors": {name: _tensor_to_json(tensor) for name, tensor in manifest.tensors.items()},
     }
 
@@ -211,7 +216,7 @@ def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
 
 def _from_body(body: _Body) -> Manifest:
     tensors = {name: _tensor_from_json(tensor) for name, tensor in body.tensors.items()}
-    return Manifest(body.world_size, body.metadata, body.leaves, body.files, tensors)
+    return Manifest(body.world_size, body.metadata, body.leaves, body.files, tensors, body.optimizers)
 
 
 def _tensor_from_json(tensor: _TensorText) -> StoredTensor:

@@ -46,8 +46,9 @@ def load(
     Args:
         path: directory of a checkpoint.
         state: as for ``save``, with the objects to load into. Tensors must have storage (not on the meta device).
-        strict: refuse requested names that are not stored, and stored names that no rank requests. If False, both are
-            skipped. Different shapes and dtypes are always refused.
+        strict: refuse requested names that are not stored, stored names that no rank requests, and an optimizer of
+            another class than the stored one. If False, such names are skipped. Different shapes and dtypes are always
+            refused.
         ignore: stored names that no rank needs to request; a leading part such as ``"optimizer"`` covers all names
             under it.
         allow_dtype_cast: convert stored values to the dtype of the state's tensor instead of refusing them.
@@ -78,7 +79,8 @@ def load(
         def examine() -> Comparison:
             nonlocal flat
             flat = flatten(state, open_object=objects.open)
-            request = Request({name: held.meta for name, held in flat.tensors.items()}, flat.leaves)
+            metas = {name: held.meta for name, held in flat.tensors.items()}
+            request = Request(metas, flat.leaves, objects.optimizers)
             return compare(request, manifest, allow_dtype_cast=allow_dtype_cast)
 
         def accept(comparisons: list[Comparison]) -> list[None]:

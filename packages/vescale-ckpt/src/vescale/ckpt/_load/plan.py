@@ -11,7 +11,7 @@ Pure functions; nothing is read or written here.
 import difflib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .._errors import format_ranks, format_some
 from .._format.boxes import Box
@@ -25,10 +25,12 @@ class Request:
     Attributes:
         tensors: dtype and global shape by name.
         leaves: current JSON values by name.
+        optimizers: class names of optimizers by path.
     """
 
     tensors: Mapping[str, TensorMeta]
     leaves: Mapping[str, object]
+    optimizers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,13 @@ class Comparison:
         asked: byte i is 1 if the i-th stored name, in name order, is requested, else 0.
         missing: requested names that are not stored.
         faults: ``(kind, text)`` of each difference under the same name.
+        other_optimizers: ``(path, text)`` of each optimizer of another class than the stored one.
     """
 
     asked: bytes
     missing: tuple[str, ...]
     faults: tuple[tuple[str, str], ...]
+    other_optimizers: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,12 @@ def compare(request: Request, manifest: Manifest, *, allow_dtype_cast: bool = Fa
     asked = bytes(name in names for name in _stored_names(manifest))
     missing = tuple(sorted(name for name in names if name not in manifest.tensors and name not in manifest.leaves))
     faults = [*_tensor_faults(request, manifest, allow_dtype_cast), *_leaf_faults(request, manifest)]
-    return Comparison(asked, missing, tuple(faults))
+    others = [
+        (path, f"{path!r}: expected {own}, got the state of {manifest.optimizers[path]} in the checkpoint")
+        for path, own in request.optimizers.items()
+        if manifest.optimizers.get(path, own) != own
+    ]
+    return Comparison(asked, missing, tuple(faults), tuple(others))
 
 
 def find_mismatch(
@@ -111,6 +120,7 @@ def find_mismatch(
     left = left_over(comparisons, manifest, ignore=ignore)
     lines = []
     if strict:
+        lines += _optimizer_lines(comparisons)
         lines += _missing_lines(missing, left or _stored_names(manifest))
         kept = {name.split("/", 1)[0] for name in set(_stored_names(manifest)).difference(left)}
         lines += _left_over_lines(left, roots_in_use=kept)
@@ -190,6 +200,16 @@ def _left_over_lines(left: Sequence[str], *, roots_in_use: Collection[str]) -> l
     roots = sorted({name.split("/", 1)[0] for name in left}.difference(roots_in_use))
     hint = f"; to skip names that no rank requests, pass ignore={roots!r}" if roots else ""
     return [f"stored and requested by no rank ({len(left)}): {format_some(map(repr, left))}{hint}"]
+
+
+def _optimizer_lines(comparisons: Sequence[Comparison]) -> list[str]:
+    texts = dict(other for own in comparisons for other in own.other_optimizers)
+    if not texts:
+        return []
+    return [
+        f"different optimizer ({len(texts)}): {format_some(texts.values())}; build the stored optimizer, or leave "
+        f"yours out of the state and pass ignore={sorted(texts)!r}; strict=False loads what the two share"
+    ]
 
 
 def _fault_lines(comparisons: Sequence[Comparison]) -> list[str]:

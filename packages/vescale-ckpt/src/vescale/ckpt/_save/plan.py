@@ -10,7 +10,7 @@ Pure functions over integers and strings. ``plan_save`` refuses a state without 
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .._errors import CheckpointError, format_ranks, format_some
 from .._format.boxes import Box, describe_coverage_fault
@@ -34,10 +34,12 @@ class Inventory:
     Attributes:
         tensors: boxes by tensor name.
         leaves: JSON leaves by name, as text.
+        optimizers: class names of optimizers by path.
     """
 
     tensors: Mapping[str, Holding]
     leaves: Mapping[str, str]
+    optimizers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,13 @@ class SavePlan:
         tensors: every tensor of the state, by name, in name order.
         leaves: every JSON leaf as text, by name.
         ranks: one share per rank.
+        optimizers: class names of optimizers by path.
     """
 
     tensors: Mapping[str, TensorMeta]
     leaves: Mapping[str, str]
     ranks: tuple[RankPlan, ...]
+    optimizers: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_save(inventories: Sequence[Inventory], *, min_cut_bytes: int = MIN_CUT_BYTES) -> SavePlan:
@@ -78,7 +82,8 @@ def plan_save(inventories: Sequence[Inventory], *, min_cut_bytes: int = MIN_CUT_
     Raises:
         CheckpointError: an element of the state has no value or several; the text has tensor, box and ranks.
     """
-    leaves = _merge_leaves(inventories)
+    leaves = _merge_equal("plain values", [inventory.leaves for inventory in inventories])
+    optimizers = _merge_equal("classes of an optimizer", [inventory.optimizers for inventory in inventories])
     tensors = _merge_metas(inventories)
     if both := sorted(leaves.keys() & tensors.keys()):
         raise CheckpointError(
@@ -93,7 +98,7 @@ def plan_save(inventories: Sequence[Inventory], *, min_cut_bytes: int = MIN_CUT_
             for rank in item.holders:
                 replicas[rank].append((item.name, item.box))
     shares = tuple(RankPlan(own, tuple(shared)) for own, shared in zip(writes, replicas, strict=True))
-    return SavePlan(tensors, leaves, shares)
+    return SavePlan(tensors, leaves, shares, optimizers)
 
 
 def find_torn_replicas(sums: Sequence[Mapping[tuple[str, Box], int]]) -> str | None:
@@ -123,17 +128,16 @@ def find_torn_replicas(sums: Sequence[Mapping[tuple[str, Box], int]]) -> str | N
     )
 
 
-def _merge_leaves(inventories: Sequence[Inventory]) -> dict[str, str]:
+def _merge_equal(what: str, tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
     ranks_of: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, inventory in enumerate(inventories):
-        for name, text in inventory.leaves.items():
+    for rank, table in enumerate(tables):
+        for name, text in table.items():
             ranks_of[name][text].append(rank)
     for name, values in ranks_of.items():
         if len(values) > 1:
             found = " and ".join(f"{_shorten(text)} on {format_ranks(ranks)}" for text, ranks in values.items())
             raise CheckpointError(
-                f"{name!r}: expected equal plain values on all ranks, got {found}; give values of one rank their own "
-                "name"
+                f"{name!r}: expected equal {what} on all ranks, got {found}; give values of one rank their own name"
             )
     return {name: next(iter(values)) for name, values in sorted(ranks_of.items())}
 

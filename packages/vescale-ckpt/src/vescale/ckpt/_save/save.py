@@ -124,13 +124,13 @@ class _Saving:
     def offer(self) -> _Offer:
         if self.rank == 0:
             self._temporary = prepare_directory(self._path, overwrite=self._overwrite)
-        self._flat = flatten(self._state, open_object=Objects(self._state).open)
+        objects = Objects(self._state)
+        self._flat = flatten(self._state, open_object=objects.open)
         tensors = {
             name: Holding(held.meta, tuple(box for box, _ in held.boxes)) for name, held in self._flat.tensors.items()
         }
-        return _Offer(
-            str(self._path), _metadata_text(self._metadata), Inventory(tensors, leaves_as_text(self._flat.leaves))
-        )
+        inventory = Inventory(tensors, leaves_as_text(self._flat.leaves), objects.optimizers)
+        return _Offer(str(self._path), _metadata_text(self._metadata), inventory)
 
     def plan(self, offers: Sequence[_Offer]) -> list[tuple[Path, RankPlan]]:
         _require_same("path", [offer.path for offer in offers])
@@ -179,6 +179,7 @@ class _Saving:
                 name: StoredTensor(meta, tuple(sorted(pieces[name], key=lambda piece: piece.box)))
                 for name, meta in self._plan.tensors.items()
             },
+            optimizers=self._plan.optimizers,
         )
         write_manifest(self._temporary, manifest_to_text(manifest))
         commit_directory(self._temporary, self._path)

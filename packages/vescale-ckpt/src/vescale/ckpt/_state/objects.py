@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from .._errors import CheckpointError
 from .._format.manifest import Manifest
-from .optimizer import NamedOptimizer, counts_parameters
+from .optimizer import NamedOptimizer, class_name, counts_parameters
 
 
 class Objects:
@@ -16,10 +18,13 @@ class Objects:
         self._state = state
         self._manifest = manifest
         self._named: dict[str, NamedOptimizer] = {}
+        self.optimizers: dict[str, str] = {}  # class names of the opened optimizers, by path
 
     def open(self, item: Any, path: str) -> Any:
         """Return the state dict of the object at ``path``."""
         state_dict = item.state_dict()
+        if isinstance(item, torch.optim.Optimizer):
+            self.optimizers[path] = class_name(item)
         if not (counts_parameters(state_dict) and hasattr(item, "param_groups")):
             return state_dict
         self._named[path] = named = NamedOptimizer.of(item, path, self._state)

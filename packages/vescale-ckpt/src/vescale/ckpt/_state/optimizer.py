@@ -32,6 +32,12 @@ def counts_parameters(state_dict: Any) -> bool:
     return isinstance(groups, list) and bool(groups) and all(isinstance(g, dict) and "params" in g for g in groups)
 
 
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of an optimizer's class; a wrapper names the class inside it, as ``optimizer_class``."""
+    kind = getattr(optimizer, "optimizer_class", None)
+    return (kind if isinstance(kind, type) else type(optimizer)).__name__
+
+
 @dataclass(frozen=True)
 class NamedOptimizer:
     """A torch optimizer with parameter names.

@@ -218,7 +218,7 @@ class Frame:
             raise PipelineError(
                 f"`{name}` on stage {home}: expected arguments of this or earlier stages, got "
                 f"{self._program.origin(late)}; put `{name}` on stage {late.home} or later with "
-                "PipelinePlan(split=[[...], ...]), or both on one stage"
+                "split=[[...], ...] in the plan, or both on one stage"
             )
 
     def _real(self, leaf: Any) -> Any:

@@ -95,7 +95,7 @@ def _uniform(model: nn.Module, num_stages: int) -> StageSplit:
     if blocks_fqn is None:
         raise SplitError(
             f"split='uniform': expected a ModuleList or Sequential of blocks, got none in {type(model).__name__}; name "
-            "the modules that begin stages 1, 2, ... in PipelinePlan(split=[...])"
+            "the modules that begin stages 1, 2, ... with split=[...] in the plan"
         )
     units = _units(model, open_fqns={blocks_fqn, *_ancestors(blocks_fqn)})
     prefix = f"{blocks_fqn}." if blocks_fqn else ""
@@ -104,8 +104,8 @@ def _uniform(model: nn.Module, num_stages: int) -> StageSplit:
     if num_blocks < num_stages:
         raise SplitError(
             f"expected at least {num_stages} blocks for {num_stages} pipeline stages, got {num_blocks} in "
-            f"`{blocks_fqn or 'the model'}`; use a pipeline degree of at most {num_blocks}, or name other modules in "
-            "PipelinePlan(split=[...])"
+            f"`{blocks_fqn or 'the model'}`; use a pipeline degree of at most {num_blocks}, or name other modules "
+            "with split=[...] in the plan"
         )
     stages: list[tuple[str, ...]] = []
     begin = first
@@ -265,5 +265,5 @@ def _check_tied_parameters(model: nn.Module, split: StageSplit) -> None:
             raise SplitError(
                 f"expected tied parameters on one stage, got `{other_fqn}` (stage {other_stage}) and `{fqn}` (stage "
                 f"{stage}); untie them (Hugging Face: tie_word_embeddings=False in the configuration), or put both on "
-                "one stage with PipelinePlan(split=[[...], ...])"
+                "one stage with split=[[...], ...] in the plan"
             )
