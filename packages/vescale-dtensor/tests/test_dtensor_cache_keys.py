@@ -2,7 +2,7 @@
 
 import torch
 
-from vescale.dtensor import Replicate, Shard, init_device_mesh
+from vescale.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from vescale_testing import ranks
 
 
@@ -30,3 +30,22 @@ def test_topk_of_two_counts_in_backward(shard):
             values = torch.topk(tensor, count).values
             (values / values.sum(-1, keepdim=True)).square().sum().backward()
         assert torch.equal(x.grad.to_local(), whole.grad)
+
+
+@ranks(2)
+def test_views_in_several_dtypes(shard):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = torch.rand(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for placements in ((Replicate(),), (Shard(0),), (Shard(1),)):
+        x = shard(whole, mesh, placements)
+        for dtype in (torch.int32, torch.int64, torch.complex128, torch.int32):
+            actual, expected = x.view(dtype), whole.view(dtype)
+            assert actual.dtype == expected.dtype
+            assert torch.equal(actual.full_tensor(), expected), (dtype, placements)
+
+
+@ranks(2)
+def test_views_of_partial_sums_in_another_dtype():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    halves = DTensor.from_local(torch.full((2, 4), 0.75), mesh, [Partial()])
+    assert torch.equal(halves.view(torch.int32).full_tensor(), torch.full((2, 4), 1.5).view(torch.int32))

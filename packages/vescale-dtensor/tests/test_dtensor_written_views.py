@@ -1,11 +1,23 @@
-"""What is written to a view of a sharded tensor arrives in the tensor, as on one device.
+"""What is written to a view of a sharded tensor arrives in the tensor, and the other way round, as on one device.
 
-Stock DTensor gives a view over a sharded dim as a gathered copy; what is written to that is lost.
+Stock DTensor gives a view over a sharded dim as a gathered copy; what is written to that is lost, and the copy does not
+see what is written to the tensor.
 """
 
+import gc
+
+import pytest
 import torch
 
-from vescale.dtensor import DTensor, Replicate, Shard, disabled, distribute_tensor, init_device_mesh
+from vescale.dtensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    UnsupportedOperator,
+    disabled,
+    distribute_tensor,
+    init_device_mesh,
+)
 from vescale_testing import ranks
 
 WRITES = {
@@ -20,7 +32,30 @@ WRITES = {
     "a view of a view of a view": lambda x: x[1:4].t()[2][1:].mul_(-1),
     "with a sharded value": lambda x: x[1:3].copy_(x[3:5] * 2),
     "twice": lambda x: (x[1].zero_(), x[1].add_(3), x[2:].sub_(1)),
+    "in another dtype": lambda x: x[3].view(torch.int32)[:2].fill_(7),
+    "in a wider dtype": lambda x: x[3].view(torch.complex128)[1:].zero_(),
+    "as a result": lambda x: torch.add(x[0], 5.0, out=x[3]),
+    "in a list": lambda x: torch._foreach_zero_([x[3], x[4]]),
+    "in a list, twice one row": lambda x: torch._foreach_add_([x[3][:2], x[3][2:], x[0][1:]], 1.5),
+    "of a temporary tensor": lambda x: x.data[1:3].data[0].fill_(3),
 }
+
+# functions of a tensor and of a view of it; they return what is read at the end
+READS = {
+    "after the tensor": lambda x, row: (row, x.mul_(2)),
+    "after another view": lambda x, row: (part := x[2:5], row.zero_(), part),
+    "after views in the tensor's memory": lambda x, row: (x[:, 1:3].neg_(), x[:, 2].zero_(), row),
+    "after a list of tensors": lambda x, row: (torch._foreach_mul_([x, x.clone()], 3), row, x)[1:],
+    "after a result": lambda x, row: (row, torch.neg(x.clone(), out=x)),
+    "after a view of a view": lambda x, row: (part := x[1:4], x.add_(1), part[1][0].zero_(), part, row),
+    "of another dtype": lambda x, row: (bits := row.view(torch.int32), x.mul_(2), bits),
+    "of a detached tensor": lambda x, row: (row := x.detach()[3], x.mul_(2), row),
+}
+
+
+def run(function, tensor):
+    """Return what a function gives, each tensor read again at the end."""
+    return [value.full_tensor() if isinstance(value, DTensor) else value for value in function(tensor, tensor[3])]
 
 
 @ranks(4)
@@ -38,6 +73,54 @@ def test_values_are_those_of_one_device():
                 assert torch.equal(sharded.full_tensor(), expected), (name, placements)
 
 
+@ranks(4)
+def test_views_are_read_after_later_writes():
+    for sizes, names in (((4,), ("tp",)), ((2, 2), ("dp", "tp"))):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        for name, read in READS.items():
+            data = torch.arange(30, dtype=torch.float64).view(5, 6)
+            whole = data.clone()
+            expected = run(read, whole)
+            for placements in ((Shard(0),) * mesh.ndim, (Shard(0), Shard(1))[: mesh.ndim]):
+                sharded = distribute_tensor(data, mesh, placements)
+                actual = run(read, sharded)
+                assert all(map(torch.equal, actual, expected)), (name, placements)
+                assert torch.equal(sharded.full_tensor(), whole), (name, placements)
+
+
+@ranks(2)
+def test_ranks_may_forget_a_view_at_different_times():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    sharded = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])
+    cycle = [sharded[3]]
+    cycle.append(cycle)
+    gc.disable()
+    del cycle
+    if mesh.get_local_rank() == 1:
+        gc.collect()
+    sharded.add_(1)  # rank 0 still holds the row, rank 1 does not
+    gc.enable()
+    assert sharded.full_tensor().sum() == 40
+
+
+@ranks(2)
+def test_many_views_of_one_tensor():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    sharded = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])
+    kept = [sharded[i % 5] for i in range(200)][::40]
+    sharded.add_(1)
+    assert all(torch.equal(row.full_tensor(), torch.full((4,), 2.0)) for row in kept)
+
+
+@ranks(2)
+def test_a_tensor_and_its_view_in_one_operator_are_refused():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    sharded = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])
+    with pytest.raises(UnsupportedOperator, match="use two operators"):
+        torch._foreach_add_([sharded, sharded[3]], 1)
+    assert sharded.full_tensor().sum() == 20
+
+
 @ranks(2)
 def test_a_parameter_without_a_gradient():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -53,7 +136,10 @@ def test_stock_torch_loses_it():
     sharded = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0)])
     with disabled("operators"):
         sharded[3].zero_()
-    assert sharded.full_tensor().sum() == 20
+        row = sharded[3]
+        sharded.mul_(2)
+    assert sharded.full_tensor().sum() == 40
+    assert row.full_tensor().sum() == 4
 
 
 @ranks(2)

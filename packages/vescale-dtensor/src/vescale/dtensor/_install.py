@@ -43,7 +43,7 @@ from ._placements.rules import decide
 from ._placements.types import InterleavedShard, RaggedShard
 from ._random.rules import handlers
 from ._random.stock.fills import draw_as_one_device
-from ._torch import patches
+from ._torch import decisions, patches
 from .debug._repr import repr_with_layout
 
 __all__ = ["FAMILIES", "ROWS", "Row", "disabled", "register"]
@@ -137,7 +137,7 @@ ROWS: tuple[Row, ...] = (
         "cache keys",
         "operators",
         "stock answers topk(x, 2) after topk(x, 1) with the shape of the first call",
-        patches.CacheKeyPatch(first_arguments),
+        decisions.CacheKeyPatch(first_arguments),
     ),
     Row(
         "loss_parallel",
@@ -244,10 +244,10 @@ def disabled(*names: str) -> Iterator[None]:
     removed = [row for row in _installed if row.family in (names or FAMILIES)]
     forget_copies()
     _remove(removed)
-    patches.forget_decisions()
+    decisions.forget_decisions()
     try:
         yield
     finally:
         forget_copies()
         _install(removed)
-        patches.forget_decisions()
+        decisions.forget_decisions()

@@ -11,16 +11,17 @@ their speed::
     decompose   run the operator's definition by simpler operators, which keeps the shards
     review      replace stock decisions that are wrong for these shapes and placements, for any operator
     gradients   operators in autograd's formulas
-    views       writes to views that are copies, and in-place changes of shape
-    attention, loss, vocabulary, scalars       operators with algorithms of their own
+    copies      writes to views that are copies, and to tensors with such views
+    metadata    in-place changes of shape
+    attention, loss, vocabulary, lookup, scalars   operators with algorithms of their own
     operands    the tensors among the arguments
     strict      refuse implicit redistributions
 
 Source of the tables: the sweep over torch's own operator database in the folder ``coverage`` of the repository.
 """
 
+from .copies import forget_copies
 from .review import review
 from .tables import fallback, first_arguments, operator_handlers
-from .views import forget_copies
 
 __all__ = ["fallback", "first_arguments", "forget_copies", "operator_handlers", "review"]

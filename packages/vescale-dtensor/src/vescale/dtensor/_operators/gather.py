@@ -8,7 +8,7 @@ redistribution: :func:`vescale.dtensor.strict` refuses it and :func:`vescale.dte
     results    Replicate
     written    the operator writes to a full copy; then every rank keeps its part, in the tensor's own placements
 
-A view of a gathered tensor is a copy; ``views`` handles writes to it. A rank outside the mesh computes only the shapes
+A view of a gathered tensor is a copy; ``copies`` handles writes to it. A rank outside the mesh computes only the shapes
 of the results.
 
 Convolutions keep the stock rule under one condition. Each sample is convolved on its own, so an input sharded over the
@@ -29,8 +29,8 @@ from .._containers import map_leaves
 from .._placements.rules import refuse_ragged
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
+from .copies import remember_copy
 from .operands import check_operands, dtensors, empty_axes, mesh_of, written_arguments
-from .views import remember_copy
 
 __all__ = ["convolution", "gather", "gather_axes", "gather_in_layout", "whole_placements"]
 

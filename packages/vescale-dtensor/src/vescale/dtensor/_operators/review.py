@@ -10,7 +10,7 @@ redistributes an operand     the operator writes to the copy, not to the tensor 
 that it writes to
 adds a number to partial     the cached decision of a 0-dim tensor applies:             the sums are reduced first
 sums                         every rank adds the full number
-returns a view of a          writes to the view are lost                                see ``views``
+returns a view of a          writes to the view are lost                                see ``copies``
 redistributed operand
 makes a shard partial        fails after other operands were gathered                   full operands
 does not redistribute        the operator uses their local parts in the wrong           full operands
@@ -22,8 +22,12 @@ to a coarser dtype
 fills a partial tensor       every rank's part is the value, so the sum is n times it   the first rank holds the value
 merges dims of uneven,       the result is not in interleaved shards                    those axes are gathered first
 interleaved shards
+views uneven shards, or      bytes of an element lie on two ranks; the bits are those   those axes are gathered first
+sums, in another dtype       of parts of a sum
 indexes with an index of     index and source are sharded at different positions        full operands
 another shape
+gives the result a placement a second use fails, on some ranks only                     see ``lookup``
+with a mask
 computes a local shape       the shards are treated as if they were even                see ``gradients``
 runs on an empty shard       the operator fails on that rank and the others hang, or    the axis is gathered first
                              its result for no elements (``nan``) is reduced
@@ -47,10 +51,11 @@ from .._containers import leaves, map_leaves
 from .._layout.shards import local_shape
 from .._placements.rules import refuse_ragged
 from .._torch import dispatch
+from .copies import remember_copy
 from .gather import gather, gather_axes, whole_placements
 from .gradients import zeros_around
-from .operands import dtensors, empty_axes, uneven_axes, written_arguments
-from .views import remember_copy
+from .lookup import look_up
+from .operands import dtensors, empty_axes, is_sharded, uneven_axes, written_arguments
 
 __all__ = ["EMPTY_IS_FINE", "review", "whole_where_empty"]
 
@@ -133,11 +138,13 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         return functools.partial(_of_whole, op, args, kwargs)
     if dispatch.is_view(op) and _is_moved(args[0], decision):
         return functools.partial(_view_of_copy, op, args, kwargs, decision.needed[0].placements)
-    if name in ("view", "_unsafe_view") and not _fits_every_rank(args[0], decision.output):
-        axes = [axis for axis, p in enumerate(dispatch.placements_of(args[0])) if dispatch.is_strided_shard(p)]
-        return functools.partial(_view_of_copy, op, args, kwargs, whole_placements(args[0], tuple(axes)))
+    if name in ("view", "_unsafe_view") and (axes := _misfitting_axes(args[0], decision.output)):
+        return functools.partial(_view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
     if name in INDEXING and _has_other_shape(args):
         return whole
+    if decision.output is not None and any(map(dispatch.is_masked, decision.output.placements)):
+        runs_on_shards = name == "gather" and args[0].dtype != torch.bool  # there is no sum of booleans
+        return functools.partial(look_up, op, args, kwargs) if runs_on_shards else whole
     if name in REDUCTIONS and args[0].ndim and len(args) > 1 and args[1] == []:
         return functools.partial(op, args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
     if name == "_to_copy" and _is_partial(args[0]) and _rounds(args[0].dtype, kwargs.get("dtype")):
@@ -158,22 +165,33 @@ def _is_moved(tensor: object, decision: dispatch.Decision) -> bool:
     return dispatch.placements_of(tensor) != decision.needed[0].placements
 
 
-def _fits_every_rank(tensor: DTensor, output: dispatch.Spec | None) -> bool:
-    """Return whether every rank holds as many elements of an interleaved view as of the tensor.
+def _misfitting_axes(tensor: DTensor, output: dispatch.Spec | None) -> tuple[int, ...]:
+    """Return the axes along which some rank's part of a view is not a view of its part of the tensor.
+
+    Those are axes with interleaved shards, and for a view in another dtype the axes that shard the last dim, if a rank
+    holds another number of bytes of the view than of the tensor; and partial sums seen in another dtype.
 
     Example: over 3 ranks, shape (4, 8) in two parts gives the ranks 1 + 1 + 0 rows of each part. Merged to (32,), a
     part has 16 elements. The ranks should hold 6 + 6 + 4 of them, but have 8 + 8 + 0.
     """
-    if output is None or not any(map(dispatch.is_strided_shard, dispatch.placements_of(tensor))):
-        return True
+    if output is None:
+        return ()
+    given, new_dtype = dispatch.placements_of(tensor), output.tensor_meta.dtype
+    is_cast = new_dtype != tensor.dtype
+    partial = tuple(axis for axis, p in enumerate(given) if is_cast and p.is_partial())
+    last = tensor.ndim - 1
+    asked = [dispatch.is_strided_shard(p) or (is_cast and is_sharded(p) and p.dim == last) for p in given]
+    if not any(asked):
+        return partial
     mesh = tuple(tensor.device_mesh.shape)
 
-    def counts(shape: torch.Size, placements: tuple[Placement, ...]) -> list[int]:
+    def num_bytes(shape: torch.Size, placements: tuple[Placement, ...], dtype: torch.dtype) -> list[int]:
         kept = tuple(Replicate() if p.is_partial() else p for p in placements)
         coords = itertools.product(*map(range, mesh))
-        return [math.prod(local_shape(tuple(shape), mesh, coord, kept)) for coord in coords]
+        return [math.prod(local_shape(tuple(shape), mesh, coord, kept)) * dtype.itemsize for coord in coords]
 
-    return counts(tensor.shape, dispatch.placements_of(tensor)) == counts(output.shape, output.placements)
+    fits = num_bytes(tensor.shape, given, tensor.dtype) == num_bytes(output.shape, output.placements, new_dtype)
+    return partial if fits else (*partial, *(axis for axis, is_asked in enumerate(asked) if is_asked))
 
 
 def _view_of_copy(op: dispatch.Op, args: tuple, kwargs: dict, placements: tuple[Placement, ...]) -> object:

@@ -15,8 +15,8 @@ from .._torch import dispatch
 from .decompose import compose
 from .gather import convolution, gather, gather_in_layout
 from .gradients import accept_plain
+from .metadata import change_metadata
 from .review import whole_where_empty
-from .views import change_metadata
 
 __all__ = ["fallback", "first_arguments", "operator_handlers"]
 
@@ -118,8 +118,8 @@ CONVOLUTION: tuple[str, ...] = ("convolution", "convolution_backward")
 
 # Torch caches sharding decisions by the shapes and placements of the operands, and by the other arguments from a
 # registered position on. For the operators below that position comes after an argument that decides the shape of the
-# result: topk(x, 2) after topk(x, 1) reports the shape of the first call. This table gives, by operator, the position
-# of the first argument that must be in the key.
+# result, or there is none: topk(x, 2) after topk(x, 1) reports the shape of the first call, x.view(dtype) the dtype of
+# the first call. This table gives, by operator, the position of the first argument that must be in the key.
 FIRST_ARGUMENT = {
     "_index_put_impl_": 3,
     "histc": 1,
@@ -127,6 +127,7 @@ FIRST_ARGUMENT = {
     "index_put_": 3,
     "kthvalue": 1,
     "topk": 1,
+    "view.dtype": 1,
 }
 
 

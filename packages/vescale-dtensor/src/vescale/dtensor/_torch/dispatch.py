@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import ExplicitRedistributionContext, compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -37,6 +37,7 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "argument_names",
+    "as_stored",
     "become",
     "decomposition",
     "dispatch_modes",
@@ -46,6 +47,7 @@ __all__ = [
     "in_backward",
     "is_composite",
     "is_guessed",
+    "is_masked",
     "is_random",
     "is_strided_shard",
     "is_view",
@@ -57,6 +59,7 @@ __all__ = [
     "placements_of",
     "plain_operands_allowed",
     "redistributed",
+    "same_place",
     "schema",
     "shifted",
     "spec",
@@ -64,9 +67,9 @@ __all__ = [
     "stock_dispatch",
     "stock_handlers",
     "storage_key",
-    "with_local",
+    "storage_of",
     "wrap",
-    "writes_first",
+    "writes",
 ]
 
 Spec = DTensorSpec
@@ -113,10 +116,9 @@ def is_view(op: Op) -> bool:
 
 
 @functools.cache
-def writes_first(op: Op) -> bool:
-    """Return whether ``op`` writes to its first operand, and to no others."""
-    written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
-    return bool(written) and written[0] and not any(written[1:]) and str(op._schema.arguments[0].type) == "Tensor"
+def writes(op: Op) -> bool:
+    """Return whether ``op`` writes to one of its arguments, as its schema says."""
+    return any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
 
 
 @functools.cache
@@ -216,6 +218,11 @@ def is_strided_shard(placement: Placement) -> bool:
     return isinstance(placement, _StridedShard)
 
 
+def is_masked(placement: Placement) -> bool:
+    """Return whether values in a placement can be reduced only with the mask of the call that made them, and once."""
+    return isinstance(placement, _MaskPartial)
+
+
 def spec_like(spec: Spec, placements: Sequence[Placement], meta: Tensor) -> Spec:
     """Return the spec of a tensor on the same mesh, with shape, strides and dtype of ``meta``."""
     tensor_meta = TensorMeta(torch.Size(meta.shape), tuple(meta.stride()), meta.dtype)
@@ -243,9 +250,21 @@ def wrap(
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=requires_grad)
 
 
-def with_local(tensor: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor that differs from ``tensor`` in its local part only, outside autograd."""
-    return DTensor(local, tensor._spec, requires_grad=False)
+def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return the storage that a weak reference refers to, or None if it is free."""
+    return None if reference.expired() else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+def same_place(memory: Tensor, view: Tensor) -> Tensor:
+    """Return the elements of ``memory`` at the place, and of the dtype, that ``view`` has in its own storage."""
+    place = torch.empty(0, dtype=view.dtype, device=view.device)
+    return place.set_(memory.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+def as_stored(view: Tensor) -> Tensor:
+    """Return the values that the memory of a view holds: not conjugated, not negated."""
+    view = torch._neg_view(view) if view.is_neg() else view
+    return view.conj() if view.is_conj() else view
 
 
 def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: Op | None) -> Tensor:

@@ -24,7 +24,6 @@ from ..errors import UnsupportedOperator
 
 __all__ = [
     "AttributePatch",
-    "CacheKeyPatch",
     "Decision",
     "ExitPatch",
     "HandlerPatch",
@@ -35,7 +34,6 @@ __all__ = [
     "SafeGlobalsPatch",
     "division_into_partials",
     "dtensor_attribute",
-    "forget_decisions",
     "global_shape_of_local",
     "handler_table",
     "random_factories",
@@ -399,55 +397,6 @@ class RulePatch:
     def is_installed(self) -> bool:
         """Return whether the rule is in force."""
         return self in _RULES and _PROPAGATION.is_installed()
-
-
-class CacheKeyPatch:
-    """Make the cache of sharding decisions compare more arguments of some operators.
-
-    Args:
-        first_arguments: for each operator, the position from which on its arguments become a part of the key. Operators
-            that this torch lacks are None.
-    """
-
-    place = "static_argnum in the schemas of DTensor's sharding propagator"
-    TABLES = ("op_to_schema_info", "op_to_schema_info_for_single_dim_strategy")  # the second is not in every version
-
-    def __init__(self, first_arguments: Callable[[], Mapping[Op | None, int]]):
-        self.first_arguments = first_arguments
-        self.stock: list[tuple[dict, Op, object]] = []  # table, operator, entry
-
-    def install(self) -> None:
-        """Replace the entries of the operators."""
-        if self.stock:
-            return
-        propagator = DTensor._op_dispatcher.sharding_propagator
-        for table in (getattr(propagator, name, {}) for name in self.TABLES):
-            for op, position in self.first_arguments().items():
-                if op in table:
-                    self.stock.append((table, op, table[op]))
-                    table[op] = dataclasses.replace(table[op], static_argnum=min(position, table[op].static_argnum))
-
-    def remove(self) -> None:
-        """Put torch's entries back."""
-        for table, op, entry in self.stock:
-            table[op] = entry
-        self.stock.clear()
-
-    def is_installed(self) -> bool:
-        """Return whether the tables have our entries."""
-        return bool(self.stock) and all(table[op] is not entry for table, op, entry in self.stock)
-
-
-def forget_decisions() -> None:
-    """Empty DTensor's caches of sharding decisions, which depend on the rules in force."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache_clear()
-    cached_meta = getattr(type(propagator), "_propagate_tensor_meta_cached", None)  # private, not in every version
-    if hasattr(cached_meta, "cache_clear"):
-        cached_meta.cache_clear()
-    clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear_native is not None:
-        clear_native()
 
 
 # ------------------------------------------------------------------------------------------------- the process
