@@ -26,11 +26,13 @@ __all__ = [
     "Collectives",
     "alias",
     "backward_number",
+    "count_hooks",
     "direct_apply",
     "flat_group",
     "for_each",
     "has_dispatch_mode",
     "has_global_hooks",
+    "hook_first",
     "hook_tables",
     "in_backward",
     "is_compiler_error",
@@ -160,6 +162,20 @@ def hook_tables(leaf: Tensor) -> tuple[dict, dict]:
     if leaf._post_accumulate_grad_hooks is None:
         leaf._post_accumulate_grad_hooks = OrderedDict()
     return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+
+
+def hook_first(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Register a gradient hook of a tensor that runs before those that it has."""
+    others = list((tensor._backward_hooks or {}).items())
+    for key, _ in others:  # autograd uses the insertion order, not that of an OrderedDict
+        del tensor._backward_hooks[key]
+    tensor.register_hook(hook)
+    tensor._backward_hooks.update(others)
+
+
+def count_hooks(tensor: Tensor) -> int:
+    """Return the number of gradient hooks of a tensor."""
+    return len(tensor._backward_hooks or ())
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ identity), so a boundary fixes the placements of gradients too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -39,22 +40,36 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
         return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def bring(tensor: Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh) -> DTensor:
+def bring(
+    tensor: Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh, *, is_result: bool = False
+) -> DTensor:
     """Return ``tensor`` in ``placements``, differentiably.
+
+    Args:
+        tensor: a DTensor, or a plain tensor that is equal on all ranks.
+        placements: of the result.
+        mesh: of the placements.
+        is_result: whether ``tensor`` is the result of a module. A result that stays where it is stays the same object,
+            so the caller may change it in place. An argument may have other uses, so its module gets an alias.
 
     Note [boundaries are torch functions]: like an operator of torch, this and :func:`to_plain` offer themselves to
     function modes and tensor subclasses first. A pipeline that stands in for values of other stages sees one call,
     whatever communication it takes, and its stand-ins need no support of DTensor.
     """
     if has_torch_function((tensor,)):
-        return handle_torch_function(bring, (tensor,), tensor, placements, mesh)
+        return handle_torch_function(bring, (tensor,), tensor, placements, mesh, is_result=is_result)
     tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, mesh)
     moved = tuple(tensor.placements) != placements
     summed = any(p.is_partial() for p in tensor.placements)
     if moved:
         tensor = tensor.redistribute(placements=placements)
-    # A redistribution from Replicate or Shard brings its gradient back to that layout by itself.
-    return tensor if moved and not summed else _PinGradient.apply(tensor)
+    if moved and not summed:
+        return tensor  # the redistribution brings the gradient back to the layout of its operand
+    if not (moved or (is_result and not tensor.is_leaf)):
+        return _PinGradient.apply(tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        _torch.hook_first(tensor, functools.partial(_pinned, _without_partials(tensor)))
+    return tensor
 
 
 def to_plain(tensor: Tensor) -> Tensor:
@@ -129,12 +144,20 @@ class _PinGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor: DTensor) -> DTensor:
-        ctx.placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+        ctx.placements = _without_partials(tensor)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx, grad: DTensor) -> DTensor:
-        return grad.redistribute(placements=ctx.placements)
+        return _pinned(ctx.placements, grad)
+
+
+def _pinned(placements: list[Placement], grad: DTensor) -> DTensor:
+    return grad.redistribute(placements=placements)
+
+
+def _without_partials(tensor: DTensor) -> list[Placement]:
+    return [Replicate() if p.is_partial() else p for p in tensor.placements]
 
 
 def _place_fields(value: object, entry: Mapping, mesh: DeviceMesh, where: str, convert: Convert | None) -> object:

@@ -7,11 +7,13 @@ All boundaries of a parallelized module share one :class:`Phase`. In eager mode 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from .._plan.inputs import InputPlan
 from .._plan.placements import Repeat, is_placements, normalize
@@ -21,12 +23,16 @@ from .convert import Convert, bring, place
 __all__ = ["InputBoundary", "OutputBoundary", "Phase", "install_inputs", "install_outputs"]
 
 
+Placements = tuple[Placement, ...]
+
+
 @dataclass
 class Phase:
     """The current conversion of all boundaries of one parallelized module, which share this object.
 
     Attributes:
-        convert: None in eager mode, see :func:`place`. In static mode it converts local tensors.
+        convert: None in eager mode. In static mode it converts local tensors; called like a :data:`Convert`, with
+            ``is_result`` in addition.
         local: whether the model runs on local tensors.
         meter: measures every conversion while a report is open, else None.
     """
@@ -39,12 +45,23 @@ class Phase:
         del memo  # `copy.deepcopy` remembers the result: one for all boundaries of the copy and its execution
         return Phase()
 
-    def step(self, mesh: DeviceMesh) -> Convert | None:
-        """Return the current conversion, see :func:`place`; watched while a profiler runs or a report is open."""
+    def step(self, mesh: DeviceMesh, *, is_result: bool) -> Convert:
+        """Return the current conversion, see :func:`place`; watched while a profiler runs or a report is open.
+
+        Args:
+            mesh: of the placements.
+            is_result: whether it converts results of modules, see :func:`bring`.
+        """
+        convert = functools.partial(self.convert or functools.partial(_bring, mesh), is_result=is_result)
         if not is_watched(self.meter):
-            return self.convert
-        convert = self.convert or (lambda tensor, placements, _where: bring(tensor, placements, mesh))
-        return lambda tensor, placements, where: watched(convert, tensor, placements, where, self.meter)
+            return convert
+        return lambda tensor, placements, where: watched(
+            convert, tensor, placements, where, self.meter, is_result=is_result
+        )
+
+
+def _bring(mesh: DeviceMesh, tensor: Tensor, placements: Placements, _where: str, *, is_result: bool) -> Tensor:
+    return bring(tensor, placements, mesh, is_result=is_result)
 
 
 class InputBoundary:
@@ -58,7 +75,7 @@ class InputBoundary:
         return InputBoundary(self.plan, self.mesh, copy.deepcopy(self.phase, memo))
 
     def __call__(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        convert = self.phase.step(self.mesh)
+        convert = self.phase.step(self.mesh, is_result=False)
         if not self.phase.local or self.simple is None:
             return self._convert_any(args, kwargs, convert)
         for position, name, entry, where in self.simple:
@@ -74,7 +91,7 @@ class InputBoundary:
             return convert(value, entry, where)
         return place(value, entry, self.mesh, where, convert)
 
-    def _convert_any(self, args: tuple, kwargs: dict, convert: Convert | None) -> tuple[tuple, dict]:
+    def _convert_any(self, args: tuple, kwargs: dict, convert: Convert) -> tuple[tuple, dict]:
         bound = self.plan.signature.bind(*args, **kwargs)
         for argument, entry in self.plan.arguments.items():
             kind = self.plan.signature.parameters[argument].kind
@@ -123,7 +140,7 @@ class OutputBoundary:
         return OutputBoundary(self.name, self.entry, self.mesh, copy.deepcopy(self.phase, memo))
 
     def __call__(self, _module: nn.Module, _args: tuple, output: object) -> object:
-        convert = self.phase.step(self.mesh)
+        convert = self.phase.step(self.mesh, is_result=True)
         if type(output) is Tensor and self.phase.local and self.alone is not None:
             return convert(output, self.alone, self.where)
         return place(output, self.entry, self.mesh, self.where, convert)

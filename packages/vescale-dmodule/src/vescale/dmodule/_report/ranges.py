@@ -67,21 +67,36 @@ def profiler_range(name: str, meter: Meter | None) -> Iterator[None]:
 
 
 def watched(
-    convert: Convert, tensor: Tensor, placements: tuple[Placement, ...], where: str, meter: Meter | None = None
+    convert: Convert,
+    tensor: Tensor,
+    placements: tuple[Placement, ...],
+    where: str,
+    meter: Meter | None = None,
+    *,
+    is_result: bool = False,
 ) -> Tensor:
-    """Return ``convert(tensor, placements, where)``, named for a running profiler and measured by ``meter``."""
+    """Return ``convert(tensor, placements, where)``, named for a running profiler and measured by ``meter``.
+
+    The result of a module must stay the same object if it does not move, see ``_boundary.convert.bring``.
+    """
     records = torch.is_grad_enabled() and tensor.requires_grad
-    alias = tensor.view_as(tensor) if records else tensor
+    stays = records and is_result and not tensor.is_leaf
+    alias = tensor.view_as(tensor) if records and not stays else tensor
+    span = Span(where, meter)
+    if stays:
+        _torch.hook_first(tensor, lambda gradient: span.end((gradient,), ()))  # after a hook of `convert`
+        num_hooks = _torch.count_hooks(tensor)
     begun = meter.begin() if meter is not None else None
     with record_function(PREFIX + where):
         result = convert(alias, placements, where)
-    row = meter.forward(begun, where, tensor, result) if meter is not None else None
-    if result is alias:  # nothing happens in either direction
-        return tensor
+    span.row = meter.forward(begun, where, tensor, result) if meter is not None else None
+    if result is alias:
+        if stays and _torch.count_hooks(tensor) > num_hooks:
+            _torch.hook_first(tensor, lambda gradient: span.start((gradient,)))
+        return tensor  # otherwise nothing happens in either direction
     if records and result.requires_grad:
         nodes = _nodes(result, alias)
         if nodes:
-            span = Span(where, meter, row)
             nodes[0].register_prehook(span.start)
             nodes[-1].register_hook(span.end)
     return result
@@ -99,8 +114,9 @@ def _nodes(result: Tensor, alias: Tensor) -> list[Node]:
 class Span:
     """The backward of one conversion, from the hook before its first node to that after its last."""
 
-    def __init__(self, where: str, meter: Meter | None, row: object):
-        self.where, self.meter, self.row = where, meter, row
+    def __init__(self, where: str, meter: Meter | None):
+        self.where, self.meter = where, meter
+        self.row: object = None
         self.range: record_function | None = None
         self.begun: object = None
         self.gradient: Tensor | None = None

@@ -60,7 +60,7 @@ class Call:
         """Whether the module runs on local tensors."""
         return self.state is State.OPEN
 
-    def convert(self, tensor: Tensor, _placements: object, where: str) -> Tensor:
+    def convert(self, tensor: Tensor, _placements: object, where: str, *, is_result: bool) -> Tensor:  # noqa: ARG002
         """Run the recorded conversion of one value at a planned boundary.
 
         Raises:
@@ -70,12 +70,17 @@ class Call:
         if step is None:
             raise self._unknown(where, tensor)
         out = step(tensor)
-        return out if self.observer is None else self.noted(out, where)
+        return out if self.observer is None else self.noted(out, where, is_result=is_result)
 
-    def noted(self, local: Tensor, where: str) -> Tensor:
-        """Pass a local value to the observer of a check; return an alias, so that its gradient has one record only."""
+    def noted(self, local: Tensor, where: str, *, is_result: bool = False) -> Tensor:
+        """Pass a local value to the observer of a check.
+
+        Return an alias, so that the record of its gradient leaves out other uses. The result of a module stays the same
+        object, which the caller may change in place.
+        """
         if self.observer is not None:
-            local = local.view_as(local) if local.requires_grad else local
+            if local.requires_grad and (local.is_leaf or not is_result):
+                local = local.view_as(local)
             self.observer.note_local(local, where)
         return local
 

@@ -14,6 +14,7 @@ Guarantee: values and gradients are those of eager mode, bit for bit, in the sam
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -62,12 +63,18 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def compile_conversion(conversion: Conversion, mesh: DeviceMesh) -> Local:
+def compile_conversion(conversion: Conversion, mesh: DeviceMesh, *, is_result: bool = False) -> Local:
     """Return a function from this rank's local tensor in ``source`` to that in ``target``, differentiable once.
 
     All ranks of the mesh must call this together, and call the result together. The result is a stateless function with
     the conversion as attribute ``conversion``. A compiler can trace it, unless the layouts are ragged or strided. The
     result is :func:`identity` if neither the value nor the gradient moves.
+
+    Args:
+        conversion: the change of layout.
+        mesh: of the layouts.
+        is_result: whether the value is the result of a module. One that does not move then stays the same object, so
+            the caller may change it in place; otherwise the function returns an alias.
 
     Raises:
         ValueError: the gradient is sharded differently from the value, which a local gradient cannot be.
@@ -93,6 +100,9 @@ def compile_conversion(conversion: Conversion, mesh: DeviceMesh) -> Local:
         if tensor.requires_grad and torch.is_grad_enabled():
             if torch.compiler.is_compiling():
                 return _Convert.apply(tensor, forward, backward)
+            if forward is None and is_result and not tensor.is_leaf:
+                _torch.hook_first(tensor, functools.partial(_convert_gradient, backward))
+                return tensor
             return _convert(tensor, forward, backward)
         return tensor if forward is None else forward(tensor)
 
@@ -157,16 +167,16 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _refuse_second_derivative()
-        return gradient if ctx.convert is None else ctx.convert(gradient), None, None
+        return _convert_gradient(ctx.convert, gradient), None, None
 
 
 _convert = _torch.direct_apply(_Convert)
 
 
-def _refuse_second_derivative() -> None:
+def _convert_gradient(backward: Local | None, gradient: Tensor) -> Tensor:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
             "a second derivative (create_graph=True) was asked for through a boundary of a module in static "
             'mode; use mode="eager"'
         )
+    return gradient if backward is None else backward(gradient)

@@ -144,7 +144,8 @@ class RecordedLayouts:
             target = replicated(mesh)
             gradient = None if gradient is None else target
         try:
-            step = compile_conversion(Conversion(record.shape, record.source, target, gradient), mesh)
+            conversion = Conversion(record.shape, record.source, target, gradient)
+            step = compile_conversion(conversion, mesh, is_result=record.is_result)
         except ValueError as error:
             raise NotLocalFriendlyError(f"{record.where}: {error}") from error
         self.steps.setdefault(record.where, {})[torch.Size(record.arriving)] = step

@@ -35,6 +35,7 @@ class BoundaryRecord:
         target: layout of the value after its conversion.
         gradient: layout of the gradient of the converted value; None if it has no gradient.
         dtype: of the value.
+        is_result: whether the value is the result of a module, see ``_boundary.convert.bring``.
     """
 
     where: str
@@ -44,6 +45,7 @@ class BoundaryRecord:
     target: Placements | None
     gradient: Placements | None
     dtype: torch.dtype
+    is_result: bool = False
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
@@ -85,11 +87,12 @@ class Observer:
     running: Callable[[], str]
     seen: list[_Seen] = field(default_factory=list)
 
-    def convert(self, tensor: Tensor, placements: Placements, where: str) -> DTensor:
+    def convert(self, tensor: Tensor, placements: Placements, where: str, *, is_result: bool) -> DTensor:
         """Bring a value of the eager run to its placements, and record it."""
         arriving = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.mesh)
-        out = bring(tensor, placements, self.mesh)
-        self._note(_record(where, arriving, tuple(arriving.placements), tuple(out.placements)), _local(out), out)
+        out = bring(tensor, placements, self.mesh, is_result=is_result)
+        record = _record(where, arriving, tuple(arriving.placements), tuple(out.placements), is_result=is_result)
+        self._note(record, _local(out), out)
         return out
 
     def watch(self, tensor: Tensor, where: str) -> Tensor:
@@ -112,7 +115,7 @@ class Observer:
     def _note(self, record: BoundaryRecord, value: Tensor, tensor: Tensor) -> None:
         seen = _Seen(record, value.detach().clone(), self.running())
         if tensor.requires_grad:
-            tensor.register_hook(seen.note_gradient)
+            _torch.hook_first(tensor, seen.note_gradient)  # before the boundary redistributes it
         self.seen.append(seen)
 
     def records(self) -> Iterator[BoundaryRecord]:
@@ -124,9 +127,11 @@ def _local(tensor: Tensor) -> Tensor:
     return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _record(where: str, tensor: Tensor, source: Placements | None, target: Placements | None) -> BoundaryRecord:
+def _record(
+    where: str, tensor: Tensor, source: Placements | None, target: Placements | None, *, is_result: bool = False
+) -> BoundaryRecord:
     arriving = tuple(_local(tensor).shape)
-    return BoundaryRecord(where, arriving, tuple(tensor.shape), source, target, None, tensor.dtype)
+    return BoundaryRecord(where, arriving, tuple(tensor.shape), source, target, None, tensor.dtype, is_result)
 
 
 @dataclass
