@@ -57,7 +57,9 @@ def steps(model, watch=None):
 def assert_same(actual, expected):
     for got, wanted in zip(actual, expected, strict=True):
         for name, gradient in wanted.items():
-            torch.testing.assert_close(got[name], gradient, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                got[name], gradient, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def build():

@@ -40,9 +40,7 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
         return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def bring(
-    tensor: Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh, *, is_result: bool = False
-) -> DTensor:
+def bring(tensor: Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh, *, is_result: bool = False) -> DTensor:
     """Return ``tensor`` in ``placements``, differentiably.
 
     Args:

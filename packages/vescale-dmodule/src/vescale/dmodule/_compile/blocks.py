@@ -38,8 +38,9 @@ from vescale.dtensor import extension
 
 from .. import _torch
 from .._execution.patch import ModulePatch, Row
+from .._static.operators import RandomOperator
 from .._static.parts import Parts, describe, is_inside, join
-from .._static.random_operators import RandomOperator, inactive
+from .._static.random_operators import inactive
 from .._static.recording.layouts import RecordedLayouts
 from .dropout import CompiledDropout, accounted, dropout_obstacle, is_dropout
 from .hooks import compiled_hooks, hook_kinds, stays_outside
@@ -136,7 +137,9 @@ class CompiledBlocks:
         is_watched = extension.is_watched()
         for name, block in find_blocks(self.parts):
             drawn = [op for owner, found in self.layouts.drawn.items() if is_inside(owner, name) for op in found]
-            reason = None if name in self.refused else dropout_obstacle(drawn, is_watched=is_watched)
+            reason = None
+            if name not in self.refused:
+                reason = self._order_obstacle(name) or dropout_obstacle(drawn, is_watched=is_watched)
             if reason is not None:
                 self.refuse(name, reason)
             if name in self.refused:
@@ -152,6 +155,13 @@ class CompiledBlocks:
             mode = _mode(drawn, self.mesh, is_watched=is_watched)
             rows.append((vars(entry), "run", self._run(name, entry, tuple(kind), mode)))
         return ModulePatch(rows)
+
+    def _order_obstacle(self, name: str) -> str | None:
+        """Return why the order of calls matters in a block, which a graph does not keep; None if it does not."""
+        for where, shape in self.layouts.in_order:
+            if where.startswith(f"{name}."):
+                return f"{where} has several layouts of the local shape {tuple(shape)}"
+        return None
 
     def refuse(self, name: str, reason: object) -> None:
         """Leave a block in static mode."""

@@ -36,8 +36,8 @@ from vescale.dtensor import extension
 
 from .. import _torch
 from .._boundary.edges import wrapped
+from .._static.operators import RandomOperator
 from .._static.parts import describe
-from .._static.random_operators import RandomOperator
 from ..errors import NotLocalFriendlyError
 
 __all__ = ["CompiledDropout", "accounted", "dropout_obstacle", "is_dropout"]

@@ -135,8 +135,8 @@ class Execution:
     def boundary_record(self, where: str, local_shape: tuple[int, ...]) -> BoundaryRecord | None:
         """Return the boundary record of a local tensor in static mode, or None."""
         programs = (*self.parts, *([self.program] if self.program else []))
-        found = (program.call.layouts.records.known.get((where, local_shape)) for program in programs)
-        return next((record for record in found if record is not None), None)
+        found = (program.call.layouts.records.known.get((where, local_shape), ()) for program in programs)
+        return next((records[0] for records in found if len(records) == 1), None)
 
     # --------------------------------------------------------------------------------------------- calls
 

@@ -6,13 +6,16 @@ Folder map; a file imports only files above it::
     movement/          from one layout to another: steps, collectives, conversions, interleaved
     direct_calls       boundaries without hooks
     recording/observe  boundary records: one tensor at one boundary
-    random_operators   random operators on shards draw what one device draws
+    recording/names    which modules run
+    operators          recorded random operators, by local shapes and by the order of calls
+    recording/draws    the recorder of random operators
     recording/layouts  recorded layouts, by signature of the call
     recording/dry_run  one call without side effects: the recording and the check
     recording/compare  the comparison of both dry runs
     local_parameters   plain leaves over the memory of DTensors, and their gradients
     local_modules      embeddings, biases and attributes that must change for local tensors
     call               the call in progress: its state, values at its edges
+    random_operators   random operators on shards draw what one device draws
     regions            parts in eager mode, experts
     program            the state machine
 
@@ -32,9 +35,8 @@ Invariants:
 - All ranks of the mesh record the same calls in the same order. An error on one rank is raised on all.
 - The hooks of parts depend on ``Call``, not on the program.
 
-Where later work goes: identity by the order of calls replaces ``BoundaryRecord.key`` and ``RandomOperator.key``, which
-only ``recording.layouts``, ``Call.record`` and ``OperatorMode`` read. An operator that runs on DTensors inside a static
-program is one more kind of ``RandomOperator`` in ``Recording.operators``. A data-parallel axis is one more mesh axis in
+Where later work goes: an operator that runs on DTensors inside a static program is one more kind of ``RandomOperator``
+in ``Recording.operators``. A data-parallel axis is one more mesh axis in
 ``dry_run.record``. A pipeline stage owns a ``StaticProgram`` as ``Execution`` does, and calls ``enter`` and ``leave``.
 """
 

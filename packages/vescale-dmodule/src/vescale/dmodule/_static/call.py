@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from .._boundary.convert import to_plain
 from .._boundary.edges import unwrapped, wrapped
 from ..errors import NotLocalFriendlyError
 from .movement.conversions import Conversion, compile_conversion
@@ -43,6 +44,7 @@ class Call:
 
     Attributes:
         state: of the program.
+        number: counts the calls of the program.
         depth: number of calls of the module in progress; more than one if the module calls itself.
         layouts: the recorded layouts of the current or the last call.
         observer: collects boundary records during a dry run.
@@ -51,7 +53,7 @@ class Call:
     def __init__(self, parts: Parts, mesh: DeviceMesh, *, is_root: bool):
         self.parts, self.mesh, self.is_root = parts, mesh, is_root
         self.state = State.IDLE
-        self.depth = 0
+        self.number = self.depth = 0
         self.layouts = RecordedLayouts()
         self.observer: Observer | None = None
 
@@ -60,7 +62,7 @@ class Call:
         """Whether the module runs on local tensors."""
         return self.state is State.OPEN
 
-    def convert(self, tensor: Tensor, _placements: object, where: str, *, is_result: bool) -> Tensor:  # noqa: ARG002
+    def convert(self, tensor: Tensor, _placements: object, where: str, *, is_result: bool) -> Tensor:
         """Run the recorded conversion of one value at a planned boundary.
 
         Raises:
@@ -90,7 +92,7 @@ class Call:
         Raises:
             NotLocalFriendlyError: no value of this shape is recorded there.
         """
-        record = self.layouts.records.known.get((where, tuple(local.shape)))
+        record = self.layouts.records.next(where, tuple(local.shape))
         if record is None:
             raise self._unknown(where, local)
         return record
@@ -117,6 +119,9 @@ class Call:
 
     def globalize(self, local: Tensor, where: str) -> Tensor:
         """Return a result of the program as the tensor that eager mode returns."""
+        if isinstance(local, DTensor):  # an eager part left it in an object, such as a cache
+            local = self.noted(local, where)
+            return to_plain(local) if self.is_root else local
         record = self.record(where, local)
         local = self.noted(local, where)
         if record.source is None:

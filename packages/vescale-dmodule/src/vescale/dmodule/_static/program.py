@@ -180,11 +180,9 @@ class StaticProgram:
 
     def _hook_random_operators(self, names: Iterable[str]) -> None:
         """Hook the parts with recorded random operators."""
-        call = self.call
         for name in names:
             if name not in self._drawing:
-                recorded = functools.partial(_operators_of, call, name)
-                hooks = self._drawing[name] = OperatorHooks(name, recorded, self.model.mesh)
+                hooks = self._drawing[name] = OperatorHooks(self.call, name)
                 if name != self.parts.name:  # a hook registered during a call of its module misses that call
                     self._handles += hooks.register(self.parts.modules[name])
 
@@ -199,6 +197,9 @@ class StaticProgram:
             self._enter_eager_once()
         elif call.state in (State.IDLE, State.CHECKING):
             self._open()
+        if not call.depth:
+            call.number += 1
+            call.layouts.restart()
         call.depth += 1
         if call.is_open and self.parts.name in self._drawing:
             self._drawing[self.parts.name].enter(module, args)
@@ -225,6 +226,8 @@ class StaticProgram:
             if not call.depth:
                 self._close()
                 self._quiet_call.end(self.parts.name, well=output is not None)
+                if output is not None:
+                    call.layouts.check_order()
         if output is None:
             return None
         if state is State.RECORDING:
@@ -428,10 +431,6 @@ class StaticProgram:
         for parameter in self.parameters:
             keeps = None if parameter.name in layouts else functools.partial(_keep_or_refuse, parameter, checked)
             parameter.expect(gradients.get(parameter.name), keeps)
-
-
-def _operators_of(call: Call, name: str) -> list:
-    return call.layouts.operators.get(name, []) if call.is_open else []
 
 
 def _keep_or_refuse(parameter: LocalParameter, checked: Run | None, leaf: Tensor) -> None:

@@ -1,11 +1,11 @@
 """Random operators on local tensors draw the numbers that one device draws.
 
 A random operator is a call of a torch function that advances the random stream. The recording notes every random
-operator with a DTensor operand, with the layouts of all operands. On local tensors the same call gets its operands as
-DTensors in these layouts. The rules of ``vescale.dtensor`` then draw this rank's part, and the result is converted to a
-local tensor::
+operator, with the layouts of all operands. On local tensors the same call, by its position in the call of its module
+(see ``operators``), gets its operands as DTensors in these layouts. The rules of ``vescale.dtensor`` then draw this
+rank's part, and the result is converted to a local tensor::
 
-    recording        dropout(DTensor)                       OperatorRecorder notes function, shapes, layouts
+    recording        dropout(DTensor)                       DrawRecorder notes function, shapes, layouts
     local tensors    dropout(local) -> as DTensor -> local  OperatorMode, only in modules with random operators
 
 Modules without random operators have no overhead. A random operator on tensors that are equal on all ranks runs
@@ -17,69 +17,25 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
-from vescale.dtensor import extension, random
+from vescale.dtensor import extension
 
 from .. import _torch
 from .._boundary.edges import unwrapped, wrapped
 from .._execution.module_hooks import OwnHook
 from ..errors import NotLocalFriendlyError
+from .call import Call
+from .operators import ModuleOperators, RandomOperator
 from .parts import describe, ways_out
-from .recording.observe import replicated
 
-__all__ = ["OperatorHooks", "OperatorRecorder", "QuietCall", "RandomOperator", "inactive"]
-
-Placements = tuple[Placement, ...]
-
-
-class Operand(NamedTuple):
-    """A tensor operand of a random operator."""
-
-    local_shape: torch.Size
-    shape: torch.Size
-    placements: Placements
-
-
-@dataclass
-class RandomOperator:
-    """One recorded call of a random operator.
-
-    Attributes:
-        function: the torch function.
-        operands: its tensor operands, in order.
-        gradients: layouts of the gradients of its results, in order.
-    """
-
-    function: Callable
-    operands: list[Operand]
-    gradients: list[Placements | None] = field(default_factory=list)
-
-    @property
-    def key(self) -> tuple:
-        """The identity of the operator on local tensors."""
-        return self.function, tuple(operand.local_shape for operand in self.operands)
-
-    def agrees(self, other: RandomOperator) -> bool:
-        """Return whether no ambiguity exists: the two operators have different keys or equal operands."""
-        return self.key != other.key or self.operands == other.operands
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the ranks draw different parts of the global values."""
-        return not all(p.is_replicate() for operand in self.operands for p in operand.placements)
-
-    def __str__(self) -> str:
-        operands = ", ".join(f"{tuple(o.shape)} {o.placements}" for o in self.operands)
-        return f"{resolve_name(self.function) or self.function}{' on ' * bool(operands)}{operands}"
+__all__ = ["OperatorHooks", "QuietCall", "inactive"]
 
 
 class QuietCall:
@@ -126,83 +82,6 @@ class QuietCall:
             )
 
 
-def _random_state() -> list[object]:
-    return [v.clone() if isinstance(v, Tensor) else v for v in random.get_state().values()]
-
-
-def _same_state(one: list[object], other: list[object]) -> bool:
-    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other, strict=True))
-
-
-# ------------------------------------------------------------------------------------------------- recording
-
-
-class OperatorRecorder(TorchFunctionMode):
-    """Record random operators while a module runs in eager mode.
-
-    Args:
-        running: returns the name of the running module.
-        mesh: of the module.
-
-    Attributes:
-        operators: random operators with a DTensor operand, by module.
-        plain: random operators on plain tensors only, by module, and all calls with a generator argument.
-    """
-
-    def __init__(self, running: Callable[[], str], mesh: DeviceMesh):
-        super().__init__()
-        self.running, self.mesh = running, mesh
-        self.operators: dict[str, list[RandomOperator]] = {}
-        self.plain: dict[str, list[RandomOperator]] = {}
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        operands = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(isinstance(leaf, DTensor) for leaf in operands):
-            return self._on_plain_tensors(func, args, kwargs, operands)
-        before = _random_state()
-        described = [_describe(t, self.mesh) for t in operands]
-        result = func(*args, **kwargs)
-        if _same_state(before, _random_state()):
-            return result
-        operator = RandomOperator(func, described)
-        self.operators.setdefault(self.running(), []).append(operator)
-        return _torch.tree_map(lambda leaf: _watched(leaf, operator) if isinstance(leaf, DTensor) else leaf, result)
-
-    def _on_plain_tensors(self, func: Callable, args: tuple, kwargs: dict, operands: list[Tensor]) -> object:
-        described = [_describe(t, self.mesh) for t in operands]
-        before = extension.random_position(self.mesh.device_type)
-        result = func(*args, **kwargs)
-        has_generator = isinstance(kwargs.get("generator"), torch.Generator)
-        if has_generator or extension.random_position(self.mesh.device_type) != before:
-            self.plain.setdefault(self.running(), []).append(RandomOperator(func, described))
-        return result
-
-    def all(self) -> dict[str, list[RandomOperator]]:
-        """Return the operators on DTensors and on plain tensors, by module."""
-        names = [*self.operators, *(name for name in self.plain if name not in self.operators)]
-        return {name: [*self.operators.get(name, ()), *self.plain.get(name, ())] for name in names}
-
-
-def _describe(tensor: Tensor, mesh: DeviceMesh) -> Operand:
-    if isinstance(tensor, DTensor):
-        return Operand(_torch.local_of(tensor).shape, tensor.shape, tuple(tensor.placements))
-    return Operand(tensor.shape, tensor.shape, replicated(mesh))
-
-
-def _watched(result: DTensor, operator: RandomOperator) -> DTensor:
-    position = len(operator.gradients)
-    operator.gradients.append(None)
-    if not result.requires_grad:
-        return result
-
-    def note(grad: Tensor) -> None:
-        operator.gradients[position] = tuple(grad.placements) if isinstance(grad, DTensor) else None
-
-    result.register_hook(note)
-    return result
-
-
 # ------------------------------------------------------------------------------------------------- on local tensors
 
 
@@ -220,31 +99,34 @@ def inactive() -> Iterator[None]:
 
 
 class OperatorMode(TorchFunctionMode):
-    """Run the random operators of one module on local tensors as they were recorded.
+    """Run the random operators of one call of a module on local tensors as they were recorded.
 
     Args:
         name: of the module.
         operators: recorded in it.
-        mesh: of their layouts.
+        number: of the call among the calls of the module in a call of the program.
+        mesh: of the layouts.
     """
 
-    def __init__(self, name: str, operators: list[RandomOperator], mesh: DeviceMesh):
+    def __init__(self, name: str, operators: ModuleOperators, number: int, mesh: DeviceMesh):
         super().__init__()
-        self.name, self.mesh = name, mesh
-        self.functions = {operator.function for operator in operators}
-        self.operators = {operator.key: operator for operator in operators}
+        self.name, self.operators, self.number, self.mesh = name, operators, number, mesh
+        self.position = 0
+        self.uses_order = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or func not in self.functions or self is not _running[-1]:
+        if torch.compiler.is_compiling() or func not in self.operators.functions or self is not _running[-1]:
             return func(*args, **kwargs)
         leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(isinstance(leaf, DTensor) for leaf in leaves):
-            return func(*args, **kwargs)  # a part in eager mode
-        operator = self.operators.get((func, tuple(leaf.shape for leaf in leaves)))
+        shapes = tuple(leaf.shape for leaf in leaves)
+        operator = self.operators.by_shape(func, shapes)
         if operator is None:
-            self._check_draws_nothing(func, args, kwargs, leaves)
-            return func(*args, **kwargs)
+            self.uses_order = True
+            operator = self.operators.by_order(self.number, self.position, func, shapes, self.mesh)
+        self.position += 1
+        if operator is None or not operator.draws:
+            return self._run_quietly(func, args, kwargs, shapes)
         if not operator.is_sharded:
             return func(*args, **kwargs)  # equal on all ranks
         dtensors = {
@@ -256,22 +138,36 @@ class OperatorMode(TorchFunctionMode):
             result = func(*args, **kwargs)
         return self._local(result, leaves, dtensors, operator)
 
-    def _check_draws_nothing(self, func: Callable, args: tuple, kwargs: dict, leaves: list[Tensor]) -> None:
-        """Refuse random operators that are not recorded.
+    def check_order(self) -> None:
+        """Check that the module made as many calls as recorded, if their order was used.
 
         Raises:
-            NotLocalFriendlyError: naming module, function and shapes.
+            NotLocalFriendlyError: it made fewer or more.
         """
-        before = random.get_state()
-        func(*_torch.tree_map(_copied, args), **_torch.tree_map(_copied, kwargs))
-        drew = not _same_state(list(before.values()), _random_state())
-        random.set_state(before)
-        if drew:
+        expected = len(self.operators.sequence(self.number))
+        if self.uses_order and self.position != expected:
+            names = ", ".join(sorted(resolve_name(function) or str(function) for function in self.operators.functions))
             raise NotLocalFriendlyError(
-                f"in {describe(self.name)}: {resolve_name(func)} on local shapes {[tuple(t.shape) for t in leaves]} "
+                f"in {describe(self.name)}: expected {expected} calls of {names}, as when static mode recorded this "
+                f"call, got {self.position}; only their order tells apart random operators of equal local shapes, so "
+                f"{ways_out(self.name, is_random=True)}"
+            )
+
+    def _run_quietly(self, func: Callable, args: tuple, kwargs: dict, shapes: tuple[torch.Size, ...]) -> object:
+        """Run a call that must draw nothing.
+
+        Raises:
+            NotLocalFriendlyError: it drew; names module, function and shapes.
+        """
+        before = extension.random_position(self.mesh.device_type)
+        result = func(*args, **kwargs)
+        if extension.random_position(self.mesh.device_type) != before:
+            raise NotLocalFriendlyError(
+                f"in {describe(self.name)}: {resolve_name(func)} on local shapes {[tuple(shape) for shape in shapes]} "
                 "draws random numbers, but the recorded call did not, so their global positions are unknown; "
                 f"{ways_out(self.name, is_random=True)}"
             )
+        return result
 
     def _local(
         self, result: object, leaves: list[Tensor], dtensors: dict[int, DTensor], operator: RandomOperator
@@ -290,22 +186,18 @@ class OperatorMode(TorchFunctionMode):
         return _torch.tree_map(convert, result)
 
 
-def _copied(leaf: object) -> object:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-
 class OperatorHooks:
     """Hooks that run the random operators of a module as recorded, while it runs on local tensors.
 
     Args:
+        call: of the program.
         name: of the module.
-        operators: returns the random operators of the current call; empty if the module runs on DTensors.
-        mesh: of the layouts.
     """
 
-    def __init__(self, name: str, operators: Callable[[], list[RandomOperator]], mesh: DeviceMesh):
-        self.name, self.operators, self.mesh = name, operators, mesh
+    def __init__(self, call: Call, name: str):
+        self.call, self.name = call, name
         self.entered: list[OperatorMode | None] = []
+        self._number, self._of = 0, -1  # calls of the module, in which call of the program
 
     def register(self, module: nn.Module) -> list[RemovableHandle]:
         """Register hooks inside all other hooks, because some of those open and close the program."""
@@ -316,16 +208,22 @@ class OperatorHooks:
 
     def enter(self, _module: nn.Module, _args: tuple) -> None:
         """Enter an `OperatorMode` if the module runs on local tensors."""
-        operators = self.operators()
-        mode = OperatorMode(self.name, operators, self.mesh) if operators else None
-        if mode is not None:
-            mode.__enter__()
-            _running.append(mode)
+        call = self.call
+        operators = call.layouts.operators.get(self.name) if call.is_open else None
+        if operators is None:
+            self.entered.append(None)
+            return
+        self._number, self._of = 0 if self._of != call.number else self._number + 1, call.number
+        mode = OperatorMode(self.name, operators, self._number, call.mesh)
+        mode.__enter__()
+        _running.append(mode)
         self.entered.append(mode)
 
-    def leave(self, _module: nn.Module, _args: tuple, _output: object) -> None:
+    def leave(self, _module: nn.Module, _args: tuple, output: object) -> None:
         """Exit the mode."""
         mode = self.entered.pop() if self.entered else None
         if mode is not None:
             _running.pop()
             mode.__exit__(None, None, None)
+            if output is not None:
+                mode.check_order()

@@ -22,12 +22,16 @@ from .._experts import ExpertRegion, listed_gradients
 from ..errors import NotLocalFriendlyError
 from .call import Call, State
 from .parts import Parts, join, keep_on_dtensors
+from .random_operators import inactive
 
 __all__ = ["EagerPart", "ExpertsPart", "experts_gradients"]
 
 
 class EagerPart:
     """Hooks of a module in eager mode inside a static program.
+
+    Objects among its arguments, such as caches, are changed in place: their tensors become DTensors for the call and
+    local tensors again after it. What the part itself leaves in them stays a DTensor.
 
     Args:
         call: of the program.
@@ -38,11 +42,17 @@ class EagerPart:
     def __init__(self, call: Call, phase: Phase, name: str):
         self.call, self.phase, self.name = call, phase, name
         self.outside: list[Convert | None] = []
+        self.contexts: list[contextlib.AbstractContextManager] = []
+        self.arguments: list[tuple] = []
+        self.originals: dict[int, tuple[Tensor, Tensor]] = {}  # of wrapped arguments, by identity
 
     def enter(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Convert arguments to the DTensors of eager mode."""
         call, where = self.call, f"{self.name} enters"
         self.outside.append(self.phase.convert)
+        self.arguments.append((args, kwargs))
+        self.contexts.append(inactive())  # random operators on DTensors are no recorded ones
+        self.contexts[-1].__enter__()
         if call.is_open:
             args, kwargs = map_leaves(self._wrap, args, where), map_leaves(self._wrap, kwargs, where)
         elif call.state is State.RECORDING:
@@ -56,7 +66,12 @@ class EagerPart:
         if not self.outside:
             return None  # an earlier hook raised, so `enter` did not run
         call, where = self.call, f"{self.name} returns"
+        self.contexts.pop().__exit__(None, None, None)
         self.phase.convert, self.phase.local = self.outside.pop(), call.is_open
+        arguments = self.arguments.pop()
+        if self.originals:
+            map_leaves(self._restore, arguments, "")
+            self.originals.clear()
         if output is None:
             return None
         if call.is_open:
@@ -65,8 +80,17 @@ class EagerPart:
 
     def _wrap(self, local: Tensor, where: str) -> Tensor:
         local = self.call.noted(local, where)
+        if isinstance(local, DTensor):  # an eager part left it in an object that it does not return, such as a cache
+            return local
         record = self.call.record(where, local)
-        return local if record.source is None else self.call.wrap(local, record, pins_gradient=False)
+        if record.source is None:
+            return local
+        wrapped = self.call.wrap(local, record, pins_gradient=False)
+        self.originals[id(wrapped)] = wrapped, local
+        return wrapped
+
+    def _restore(self, value: Tensor, _where: str) -> Tensor:
+        return self.originals.get(id(value), (value, value))[1]
 
     def _unwrap(self, value: Tensor, where: str) -> Tensor:
         if isinstance(value, DTensor):

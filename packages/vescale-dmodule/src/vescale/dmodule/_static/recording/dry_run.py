@@ -14,7 +14,7 @@ The incoming gradients are the cosines of the values: they differ between elemen
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -29,64 +29,15 @@ from ..._boundary.convert import as_dtensor
 from ..._boundary.values import copied, map_leaves
 from ..._execution.eager import EagerScope, hook_scope
 from ...errors import NotLocalFriendlyError
-from ..parts import Parts, describe, is_inside, join, likely_cause
-from ..random_operators import OperatorRecorder
+from ..parts import Parts, describe, join, likely_cause
+from .draws import DrawRecorder
 from .layouts import Recording
-from .observe import Observer, replicated
+from .names import Names
+from .observe import BoundaryRecords, Observer, replicated
 
-__all__ = ["Names", "Run", "check", "new_run", "record"]
+__all__ = ["Run", "check", "new_run", "record"]
 
 Gradients = dict[str, tuple[Tensor, tuple[Placement, ...] | None]]
-
-
-# ------------------------------------------------------------------------------------------------- names
-
-
-@dataclass
-class Names:
-    """Hooks that record which modules are running, and which are recomputed in backward.
-
-    Attributes:
-        path: names of the running modules, outermost first.
-        failed: name of the innermost module whose forward raised.
-        recomputed: names of the outermost modules that autograd called.
-    """
-
-    path: list[str] = field(default_factory=list)
-    failed: str = ""
-    recomputed: set[str] = field(default_factory=set)
-
-    @property
-    def running(self) -> str:
-        """Name of the innermost running module."""
-        return self.path[-1] if self.path else ""
-
-    @contextlib.contextmanager
-    def watching(self, modules: dict[str, nn.Module]) -> Iterator[None]:
-        """Record the calls of some modules while the context is open."""
-        handles = []
-        for name, module in modules.items():
-            handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.path.clear()
-
-    def _enter(self, name: str) -> Callable:
-        def enter(_module: nn.Module, _args: tuple) -> None:
-            if not self.path and _torch.in_backward():
-                self.recomputed.add(name)
-            self.path.append(name)
-
-        return enter
-
-    def _leave(self, _module: nn.Module, _args: tuple, output: object) -> None:
-        if self.path:
-            name = self.path.pop()
-            self.failed = self.failed or (name if output is None else "")
 
 
 @dataclass
@@ -129,7 +80,7 @@ def record(run: Run, parts: Parts, scope: EagerScope, args: tuple, kwargs: dict)
         Exception: any error of the module itself in eager mode.
     """
     mesh, module = run.observer.mesh, parts.module
-    buffers, recorder = _dtensor_buffers(parts), OperatorRecorder(lambda: run.names.running, mesh)
+    buffers, recorder = _dtensor_buffers(parts), DrawRecorder(run.names, mesh)
     handles = hook_scope(module, parts.name, scope)
     try:
         with _without_side_effects(module), run.names.watching(parts.modules):
@@ -145,9 +96,9 @@ def record(run: Run, parts: Parts, scope: EagerScope, args: tuple, kwargs: dict)
         for handle in handles:
             handle.remove()
     return Recording(
-        records=list(run.observer.records()),
-        operators=_of_local_parts(recorder, parts),
-        drawn=recorder.all(),
+        records=BoundaryRecords(run.observer.records()),
+        operators=recorder.of_local_parts(parts),
+        drawn=recorder.drawn,
         tokens={n: region.last_tokens for n, region in parts.experts.items() if region.last_tokens is not None},
         gradients={name: layout for name, (_, layout) in run.gradients.items()},
         recomputed=run.names.recomputed,
@@ -174,13 +125,6 @@ def check(run: Run, parts: Parts, args: tuple, kwargs: dict) -> None:
             _differentiate_locally(output)
         _add_gradients(run, _gradients(parts))
         run.buffers.update(_buffers(parts, buffers, mesh))
-
-
-def _of_local_parts(recorder: OperatorRecorder, parts: Parts) -> dict[str, list]:
-    """Return the random operators of the local modules with random operators on shards, and of their parts."""
-    found = {name: operators for name, operators in recorder.operators.items() if not parts.is_eager(name)}
-    sharded = [name for name, operators in found.items() if any(operator.is_sharded for operator in operators)]
-    return {name: ops for name, ops in found.items() if any(is_inside(name, owner) for owner in sharded)}
 
 
 def _call_locally(run: Run, parts: Parts, args: tuple, kwargs: dict) -> object:

@@ -1,7 +1,8 @@
 """Recorded layouts, and the calls that share them.
 
 On local tensors a boundary and a local shape identify a value, as long as they always imply the same layout. They may
-not: sequences of 8 and of 7 tokens over two ranks both have the local shape 4 on the first rank. Calls whose layouts
+not. Within one call of the program, the order of calls then identifies it (see `BoundaryRecords`). Between calls:
+sequences of 8 and of 7 tokens over two ranks both have the local shape 4 on the first rank. Calls whose layouts
 contradict each other have separate `RecordedLayouts`, and the signature of a call chooses. Nearly all programs have one
 for all calls::
 
@@ -11,7 +12,7 @@ for all calls::
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,9 +23,10 @@ from torch.distributed.tensor import Placement
 from ..._execution.patch import ModulePatch
 from ...errors import NotLocalFriendlyError
 from ..direct_calls import Steps
-from ..movement.conversions import Conversion, compile_conversion
-from ..parts import describe, keep_on_dtensors, ways_out
-from ..random_operators import RandomOperator
+from ..movement.collectives import Local
+from ..movement.conversions import Conversion, compile_conversion, identity
+from ..operators import ModuleOperators, RandomOperator
+from ..parts import describe, keep_on_dtensors
 from .observe import BoundaryRecord, BoundaryRecords, replicated
 
 __all__ = ["RecordedLayouts", "Recording", "Recordings"]
@@ -39,8 +41,8 @@ class Recording:
     """The result of recording one call on DTensors; plain data.
 
     Attributes:
-        records: boundary records in order.
-        operators: random operators of modules with random operators on shards, and of their parts, by module.
+        records: of the boundaries.
+        operators: of modules with random operators on shards, and of their parts, by module.
         drawn: all random operators, also those on plain tensors, by module; compile mode needs each.
         tokens: layouts of the tokens of experts, by name of the experts.
         gradients: layouts of the local gradients of parameters, by name.
@@ -48,8 +50,8 @@ class Recording:
         is_quiet: whether the forward drew no random numbers.
     """
 
-    records: list[BoundaryRecord]
-    operators: dict[str, list[RandomOperator]]
+    records: BoundaryRecords
+    operators: dict[str, ModuleOperators]
     drawn: dict[str, list[RandomOperator]]
     tokens: dict[str, Placements]
     gradients: dict[str, Placements]
@@ -57,31 +59,49 @@ class Recording:
     is_quiet: bool
 
     def check(self) -> None:
-        """Refuse two layouts in one call that local tensors cannot distinguish.
+        """Refuse layouts that only the order of calls distinguishes, if parts are recomputed.
 
         Raises:
-            NotLocalFriendlyError: naming the boundary or the module, and the layouts.
+            NotLocalFriendlyError: naming the boundary and the layouts.
         """
-        seen = BoundaryRecords()
-        for record in self.records:
-            other = seen.conflict(record)
-            if other is not None:
-                raise NotLocalFriendlyError(
-                    f"{record.where}: expected one layout of values of local shape {record.arriving} in one call, got "
-                    f"{other.source} of shape {other.shape} with gradient {other.gradient} and {record.source} of "
-                    f"shape {record.shape} with gradient {record.gradient}; bring them to one layout by a boundary, or "
-                    "keep the module in eager mode"
-                )
-            seen.add(record)
-        for name, found in self.operators.items():
-            known: dict[tuple, RandomOperator] = {}
-            for operator in found:
-                other = known.setdefault(operator.key, operator)
-                if not operator.agrees(other):
-                    raise NotLocalFriendlyError(
-                        f"{describe(name)}: expected one layout of random operators with equal local shapes, got "
-                        f"{other} and {operator}; {ways_out(name, is_random=True)}"
-                    )
+        record = self.records.ambiguous() if self.recomputed else None
+        if record is not None:
+            found = self.records.known[record.key]
+            layouts = ", ".join(f"{r.source} of shape {r.shape} with gradient {r.gradient}" for r in found)
+            raise NotLocalFriendlyError(
+                f"{record.where}: expected one layout of values of local shape {record.arriving} in a call with "
+                f"activation checkpointing, whose recomputation has another order, got {layouts}; bring them to one "
+                "layout by a boundary, or keep the module in eager mode"
+            )
+
+
+class StepsInOrder:
+    """The conversions of values that have one boundary and local shape but several layouts, by their order.
+
+    Attributes:
+        position: of the next value in the call of the program.
+    """
+
+    def __init__(self, where: str, steps: Sequence[Local]):
+        self._where, self._steps = where, steps
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all values of the call of the program came."""
+        return self.position == len(self)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if self.is_done:
+            raise NotLocalFriendlyError(
+                f"{self._where}: expected {len(self._steps)} values of local shape {tuple(tensor.shape)}, as when "
+                "static mode recorded this call, got one more; keep the modules around it in eager mode"
+            )
+        self.position += 1
+        return self._steps[self.position - 1](tensor)
 
 
 @dataclass(eq=False)
@@ -91,6 +111,7 @@ class RecordedLayouts:
     Attributes:
         records: by boundary and local shape.
         steps: conversions of boundaries, by boundary and local shape.
+        in_order: those of them that depend on the order of calls.
         operators: random operators on shards, by module.
         drawn: all random operators, by module.
         tokens: layouts of the tokens of experts, by name of the experts.
@@ -99,19 +120,20 @@ class RecordedLayouts:
 
     records: BoundaryRecords = field(default_factory=BoundaryRecords)
     steps: Steps = field(default_factory=dict)
-    operators: dict[str, list[RandomOperator]] = field(default_factory=dict)
+    in_order: dict[tuple[str, torch.Size], StepsInOrder] = field(default_factory=dict)
+    operators: dict[str, ModuleOperators] = field(default_factory=dict)
     drawn: dict[str, list[RandomOperator]] = field(default_factory=dict)
     tokens: dict[str, Placements] = field(default_factory=dict)
     calls: ModulePatch | None = None
 
     def fits(self, new: Recording) -> bool:
         """Return whether another recording can be added."""
-        if any(self.records.conflict(record) is not None for record in new.records):
+        if not self.records.fits(new.records):
             return False
         if any(self.tokens.get(name, layout) != layout for name, layout in new.tokens.items()):
             return False
-        pairs = ((a, b) for name, found in new.operators.items() for a in found for b in self.operators.get(name, ()))
-        return all(operator.agrees(old) for operator, old in pairs)
+        both = [name for name in new.operators if name in self.operators]
+        return all(self.operators[name].union(new.operators[name]) is not None for name in both)
 
     def add(self, new: Recording, mesh: DeviceMesh, returns: str | None) -> None:
         """Add a recording that fits.
@@ -121,43 +143,70 @@ class RecordedLayouts:
             mesh: of the layouts.
             returns: name of the boundary where replicated results become plain tensors; None if they stay DTensors.
         """
-        for record in new.records:
-            self.records.add(record)
-            self._add_step(self.records.known[record.key], mesh, returns)
+        self.records.add(new.records)
+        for key in new.records.known:
+            self._add_steps(self.records.known[key], mesh, returns)
         for name, operators in new.operators.items():
-            self._add_operators(name, operators)
+            self.operators[name] = self.operators[name].union(operators) if name in self.operators else operators
         for name, operators in new.drawn.items():
             known = self.drawn.setdefault(name, [])
             for operator in operators:
-                if not any(operator.key == old.key and operator.operands == old.operands for old in known):
+                if not any((operator.function, operator.operands) == (old.function, old.operands) for old in known):
                     known.append(operator)
         self.tokens.update(new.tokens)
 
-    def _add_step(self, record: BoundaryRecord, mesh: DeviceMesh, returns: str | None) -> None:
-        """Compile the conversion of a value, unless it is a plain tensor in eager mode, too."""
-        if record.source is None:
+    def _add_steps(self, records: list[BoundaryRecord], mesh: DeviceMesh, returns: str | None) -> None:
+        """Compile the conversions of the values of one boundary and local shape."""
+        steps = [self._step(record, mesh, returns) for record in records]
+        where, shape = records[0].where, torch.Size(records[0].arriving)
+        if len(steps) == 1:
+            if steps[0] is not None:
+                self.steps.setdefault(where, {})[shape] = steps[0]
             return
+        if any(step is None and record.source is not None for step, record in zip(steps, records, strict=True)):
+            raise NotLocalFriendlyError(
+                f"{where}: expected one layout of results of local shape {tuple(shape)}, got "
+                f"{', '.join(str(record.source) for record in records)}; bring them to one layout by a boundary"
+            )
+        self.in_order[where, shape] = StepsInOrder(where, [step or identity for step in steps])
+        self.steps.setdefault(where, {})[shape] = self.in_order[where, shape]
+
+    @staticmethod
+    def _step(record: BoundaryRecord, mesh: DeviceMesh, returns: str | None) -> Local | None:
+        """Return the conversion of a value; None if it is a plain tensor in eager mode, or stays a DTensor."""
+        if record.source is None:
+            return None
         target, gradient = record.target, record.gradient
         if returns is not None and record.where.startswith(returns):
             if any(p.is_shard() for p in record.source):
-                return  # stays a DTensor
+                return None
             target = replicated(mesh)
             gradient = None if gradient is None else target
         try:
             conversion = Conversion(record.shape, record.source, target, gradient)
-            step = compile_conversion(conversion, mesh, is_result=record.is_result)
+            return compile_conversion(conversion, mesh, is_result=record.is_result)
         except ValueError as error:
             raise NotLocalFriendlyError(f"{record.where}: {error}") from error
-        self.steps.setdefault(record.where, {})[torch.Size(record.arriving)] = step
 
-    def _add_operators(self, name: str, operators: Iterable[RandomOperator]) -> None:
-        """Add random operators of a module; of two with equal keys, keep one with known gradient layouts."""
-        known = {operator.key: operator for operator in self.operators.get(name, ())}
-        for operator in operators:
-            old = known.get(operator.key)
-            if old is None or all(gradient is None for gradient in old.gradients):
-                known[operator.key] = operator
-        self.operators[name] = list(known.values())
+    def check_order(self) -> None:
+        """Check that all values that only their order tells apart came, at the end of a call of the program.
+
+        Raises:
+            NotLocalFriendlyError: some did not.
+        """
+        for (where, shape), steps in self.in_order.items():
+            if not steps.is_done:
+                raise NotLocalFriendlyError(
+                    f"{where}: expected {len(steps)} values of local shape {tuple(shape)}, as when static mode "
+                    f"recorded this call, got {steps.position}; only their order tells them apart, so keep the modules "
+                    "around it in eager mode"
+                )
+
+    def restart(self) -> None:
+        """Begin a call of the program: values with several layouts are told apart by their order in it."""
+        self.records.restart()
+        for steps in self.in_order.values():
+            steps.position = 0
 
 
 class Recordings:

@@ -7,7 +7,9 @@ tensors, so both can be compared value by value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -134,26 +136,65 @@ def _record(
     return BoundaryRecord(where, arriving, tuple(tensor.shape), source, target, None, tensor.dtype, is_result)
 
 
-@dataclass
 class BoundaryRecords:
-    """Boundary records by boundary and local shape."""
+    """Boundary records by boundary and local shape.
 
-    known: dict[tuple[str, tuple[int, ...]], BoundaryRecord] = field(default_factory=dict)
+    Nearly always these two imply one layout. Where they do not, in one call of the program, the order of calls decides:
+    there is one record per value, in that order.
 
-    def conflict(self, new: BoundaryRecord) -> BoundaryRecord | None:
-        """Return the record with the boundary and local shape of ``new``, but other layouts; None if there is none."""
-        old = self.known.get(new.key)
-        return None if old is None or _agree(old, new) else old
+    Attributes:
+        known: the records of each boundary and local shape: one, or several in order.
+    """
 
-    def add(self, new: BoundaryRecord) -> None:
-        """Add a record; of two that agree, keep the one of a DTensor, and the one with a gradient."""
-        old = self.known.get(new.key)
-        if old is None or old.source is None or (old.gradient is None and new.source is not None):
-            self.known[new.key] = new
+    def __init__(self, records: Iterable[BoundaryRecord] = ()):
+        """Keep the records of one call of the program."""
+        in_order: dict[tuple[str, tuple[int, ...]], list[BoundaryRecord]] = {}
+        for record in records:
+            in_order.setdefault(record.key, []).append(record)
+        self.known = {key: _one_if_equal(found) for key, found in in_order.items()}
+        self._next: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def restart(self) -> None:
+        """Begin the order of a call of the program."""
+        self._next.clear()
+
+    def next(self, where: str, shape: tuple[int, ...]) -> BoundaryRecord | None:
+        """Return the record of the next value of a boundary that has a local shape; None if there is none."""
+        found = self.known.get((where, shape), ())
+        if len(found) < 2:
+            return found[0] if found else None
+        number = self._next.get((where, shape), 0)
+        self._next[where, shape] = number + 1
+        return found[number] if number < len(found) else None
+
+    def ambiguous(self) -> BoundaryRecord | None:
+        """Return a record whose boundary and local shape have several layouts; None if there is none."""
+        return next((found[0] for found in self.known.values() if len(found) > 1), None)
+
+    def fits(self, new: BoundaryRecords) -> bool:
+        """Return whether no boundary and local shape has other layouts in ``new``."""
+        both = [(self.known[key], found) for key, found in new.known.items() if key in self.known]
+        return all(len(old) == len(found) and all(map(_agree, old, found)) for old, found in both)
+
+    def add(self, new: BoundaryRecords) -> None:
+        """Add records that fit."""
+        for key, found in new.known.items():
+            self.known[key] = [*map(_better, self.known[key], found)] if key in self.known else found
 
     def shapes(self, where: str) -> list[tuple[int, ...]]:
         """Return the recorded local shapes of a boundary."""
         return [shape for boundary, shape in self.known if boundary == where]
+
+
+def _one_if_equal(records: list[BoundaryRecord]) -> list[BoundaryRecord]:
+    if not all(_agree(*pair) for pair in itertools.combinations(records, 2)):
+        return records
+    return [functools.reduce(_better, records)]
+
+
+def _better(old: BoundaryRecord, new: BoundaryRecord) -> BoundaryRecord:
+    """Return one of two records that agree: that of a DTensor, and the one with a gradient."""
+    return new if old.source is None or (old.gradient is None and new.source is not None) else old
 
 
 def _agree(old: BoundaryRecord, new: BoundaryRecord) -> bool:

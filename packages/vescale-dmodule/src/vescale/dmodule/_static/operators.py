@@ -1,0 +1,225 @@
+"""Recorded calls of random operators: which of them a call on local tensors is.
+
+A function and the local shapes of its operands identify a call within a module, as long as they always imply the same
+layouts. Where they do not, or where local code has other local shapes than the recording, the order of calls within a
+call of the module decides. A module makes the same calls of torch functions on local tensors as on DTensors::
+
+    recorded call of a module      dropout(scores)     rand_like(x)    dropout(out)
+    the same on local tensors      position 0          position 1      position 2
+
+Calls of the program with several shapes (lengths of sequences) share a position, which then has one `RandomOperator`
+per local shape. A module may be called several times in one call of the program. These calls are one sequence if they
+agree. If they contradict each other, the number of the call decides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+from torch.overrides import resolve_name
+
+from vescale.dtensor.extension import chunk
+
+from .recording.observe import replicated
+
+__all__ = ["ModuleOperators", "Operand", "RandomOperator"]
+
+Placements = tuple[Placement, ...]
+
+
+class Operand(NamedTuple):
+    """A tensor operand of a random operator."""
+
+    local_shape: torch.Size
+    shape: torch.Size
+    placements: Placements
+
+    def with_local_shape(self, local_shape: torch.Size, mesh: DeviceMesh) -> Operand | None:
+        """Return the operand as local code has it; None if its placements are unknown.
+
+        Local code may make a tensor for this rank that eager mode makes whole, or keep a whole one that eager mode
+        shards. The check of the recording compares the results.
+        """
+        if local_shape == self.local_shape:
+            return self
+        if local_shape == self.shape:
+            return None if any(p.is_partial() for p in self.placements) else self.whole(mesh)
+        found = [
+            (axis, dim)
+            for axis, placement in enumerate(self.placements)
+            for dim, size in enumerate(self.shape)
+            if placement.is_replicate() and len(local_shape) == len(self.shape)
+            if chunk(size, mesh.size(axis), mesh.get_local_rank(axis))[1] == local_shape[dim] != size
+            if all(local_shape[d] == self.local_shape[d] for d in range(len(local_shape)) if d != dim)
+        ]
+        if len(found) != 1:
+            return None
+        ((axis, dim),) = found
+        placements = (*self.placements[:axis], Shard(dim), *self.placements[axis + 1 :])
+        return Operand(local_shape, self.shape, placements)
+
+    def whole(self, mesh: DeviceMesh) -> Operand:
+        """Return the operand on a rank that has all of it."""
+        return Operand(self.shape, self.shape, replicated(mesh))
+
+
+@dataclass
+class RandomOperator:
+    """One recorded call of a torch function that draws random numbers, here or elsewhere in the program.
+
+    Attributes:
+        function: the torch function.
+        operands: its tensor operands, in order.
+        draws: whether this call advanced the random stream; dropout with rate 0 does not.
+        gradients: layouts of the gradients of its results, in order.
+    """
+
+    function: Callable
+    operands: list[Operand]
+    draws: bool = True
+    gradients: list[Placements | None] = field(default_factory=list)
+
+    @property
+    def local_shapes(self) -> tuple[torch.Size, ...]:
+        """Local shapes of the operands."""
+        return tuple(operand.local_shape for operand in self.operands)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks draw different parts of the global values."""
+        return self.draws and not all(p.is_replicate() for operand in self.operands for p in operand.placements)
+
+    def on(self, local_shapes: tuple[torch.Size, ...], mesh: DeviceMesh) -> RandomOperator | None:
+        """Return the same operator on operands of other local shapes; None if their placements are unknown."""
+        if len(local_shapes) != len(self.operands):
+            return None
+        operands = [o.with_local_shape(shape, mesh) for o, shape in zip(self.operands, local_shapes, strict=True)]
+        return None if None in operands else RandomOperator(self.function, operands, self.draws, self.gradients)
+
+    def joined(self, other: RandomOperator) -> RandomOperator | None:
+        """Return one operator for two calls with equal functions and local shapes; None if their layouts differ."""
+        known = [op.gradients for op in (self, other) if any(gradient is not None for gradient in op.gradients)]
+        if self.operands != other.operands or known[1:] not in ([], known[:1]):
+            return None
+        return RandomOperator(self.function, self.operands, self.draws or other.draws, known[0] if known else [])
+
+    def __str__(self) -> str:
+        operands = ", ".join(f"{tuple(o.shape)} {o.placements}" for o in self.operands)
+        return f"{resolve_name(self.function) or self.function}{' on ' * bool(operands)}{operands}"
+
+
+Position = dict[tuple[torch.Size, ...], RandomOperator]  # by local shapes; all of one function
+
+
+def _merge(one: Sequence[Position], other: Sequence[Position]) -> list[Position] | None:
+    """Return the sequence of two calls; None if they contradict each other."""
+    if [_function(position) for position in one] != [_function(position) for position in other]:
+        return None
+    sequence = []
+    for old, new in zip(one, other, strict=True):
+        position = dict(old)
+        for shapes, operator in new.items():
+            merged = position[shapes].joined(operator) if shapes in position else operator
+            if merged is None:
+                return None
+            position[shapes] = merged
+        sequence.append(position)
+    return sequence
+
+
+def _function(position: Position) -> Callable:
+    return next(iter(position.values())).function
+
+
+class ModuleOperators:
+    """The random operators of one module.
+
+    Attributes:
+        calls: the sequence of every call of the module in a call of the program; a single one if all calls agree.
+    """
+
+    def __init__(self, calls: Iterable[Sequence[RandomOperator]], repeats: Iterable[Sequence[RandomOperator]] = ()):
+        """Make the record of a module.
+
+        Args:
+            calls: its operators, call by call.
+            repeats: those of the calls in which activation checkpointing recomputed it.
+
+        Raises:
+            ValueError: a module with calls that contradict each other is recomputed, so the number of the recomputed
+                call is unknown.
+        """
+        each = [_positions(call) for call in calls]
+        again = [_positions(call) for call in repeats]
+        together = self._merged([*each, *again])
+        if together is None and again:
+            raise ValueError("recomputed calls with different random operators")
+        self.calls = each if together is None else [together]
+
+    @staticmethod
+    def _merged(calls: list[list[Position]]) -> list[Position] | None:
+        merged: list[Position] | None = calls[0] if calls else []
+        for call in calls[1:]:
+            merged = _merge(merged, call) if merged is not None else None
+        return merged
+
+    def union(self, other: ModuleOperators) -> ModuleOperators | None:
+        """Return the record of calls of the program with both; None if they contradict each other."""
+        if len(self.calls) != len(other.calls):
+            return None
+        pairs = [_merge(one, two) for one, two in zip(self.calls, other.calls, strict=True)]
+        if None in pairs:
+            return None
+        union = ModuleOperators(())
+        union.calls = pairs
+        return union
+
+    @functools.cached_property
+    def functions(self) -> set[Callable]:
+        """The torch functions of all positions."""
+        return {operator.function for operator in self}
+
+    @functools.cached_property
+    def _by_shape(self) -> dict[tuple[Callable, tuple[torch.Size, ...]], RandomOperator | None]:
+        """The operators by function and local shapes; None where these imply no single layout."""
+        found: dict[tuple[Callable, tuple[torch.Size, ...]], RandomOperator | None] = {}
+        for operator in self:
+            key = operator.function, operator.local_shapes
+            old = found.setdefault(key, operator)
+            found[key] = None if old is None else old.joined(operator)
+        return found
+
+    def by_shape(self, function: Callable, shapes: tuple[torch.Size, ...]) -> RandomOperator | None:
+        """Return the operator of a function on operands of some local shapes; None if the order of calls decides."""
+        return self._by_shape.get((function, shapes))
+
+    def sequence(self, call: int) -> list[Position]:
+        """Return the operators of one call of the module in order; empty if that call was not recorded."""
+        if len(self.calls) == 1:
+            return self.calls[0]
+        return self.calls[call] if call < len(self.calls) else []
+
+    def by_order(
+        self, call: int, position: int, function: Callable, shapes: tuple[torch.Size, ...], mesh: DeviceMesh
+    ) -> RandomOperator | None:
+        """Return the operator at a position of a call, on operands of some local shapes; None if none is recorded."""
+        sequence = self.sequence(call)
+        found = sequence[position] if position < len(sequence) else {}
+        fitting = [op for op in found.values() if op.function == function]
+        if shapes in found:
+            return found[shapes] if fitting else None
+        fitting = [fit for operator in fitting if (fit := operator.on(shapes, mesh)) is not None]
+        return fitting[0] if len(fitting) == 1 else None
+
+    def __iter__(self) -> Iterator[RandomOperator]:
+        return (operator for call in self.calls for position in call for operator in position.values())
+
+
+def _positions(call: Sequence[RandomOperator]) -> list[Position]:
+    return [{operator.local_shapes: operator} for operator in call]
