@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from vescale.dtensor.extension import Failures
 from vescale.optim import DDP, _torch
 from vescale.optim._forward import local_batch
 from vescale.optim._gradients import reducer, reduction
@@ -19,7 +20,7 @@ from vescale.optim._parameters.guard import Guard
 from vescale.optim._parameters.offload import HostMemory
 from vescale.optim._parameters.sharded_values import ShardedValues
 from vescale.optim._parameters.units import Unit
-from vescale.optim._ranks import axis, failures
+from vescale.optim._ranks import axis
 from vescale.optim._ranks.span import Span
 from vescale.optim._state import state_dtype
 from vescale_testing import TrainingRecord, ask_again, begin_late
@@ -178,8 +179,8 @@ def impatient_reducer(monkeypatch):
 @pytest.fixture
 def quick_failures(monkeypatch):
     """Look for failures of other ranks often; wait for their answers less than the 3 s after which ranks are ended."""
-    monkeypatch.setattr(failures, "POLL", timedelta(seconds=0.1))
-    monkeypatch.setattr(failures, "PATIENCE", 2.0)
+    monkeypatch.setattr(Failures, "POLL", timedelta(seconds=0.1))
+    monkeypatch.setattr(Failures, "PATIENCE", 2.0)
 
 
 @pytest.fixture

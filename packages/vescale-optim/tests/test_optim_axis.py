@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from vescale.dtensor.extension import Failures
 from vescale.optim import DDP, DistributedOptimizer, _torch
-from vescale.optim._ranks import failures as _failures
 from vescale.optim._ranks.axis import IN_PLACE_BYTES, Axis, Pending
 from vescale_testing import assert_same_training, ranks, run_ranks
 
@@ -162,7 +162,7 @@ class _Broken:
 
 @ranks(2)
 def test_a_store_that_is_gone_is_said():
-    failures = _failures.Failures((0, 1), dist.get_rank())
+    failures = Failures((0, 1), dist.get_rank(), dist.HashStore())
     failures._store = _Broken()
     assert failures.seen()
     message = failures.describe("the all-gather of bucket 1", "Connection closed by peer")
@@ -173,7 +173,7 @@ def test_a_store_that_is_gone_is_said():
 
 @ranks(2)
 def test_a_collective_that_fails_where_every_rank_is_there():
-    failures = _failures.Failures((0, 1), dist.get_rank())
+    failures = Failures((0, 1), dist.get_rank(), _torch.default_store())
     message = failures.describe("the all-reduce of bucket 0", "Operation timed out" if dist.get_rank() else "")
     assert message == (
         f"the all-reduce of bucket 0 failed on rank {dist.get_rank()}; every rank of the axis is there, so none has "

@@ -2,7 +2,7 @@
 
     rank 0   work --+--> decide --+--> share
     rank 1   work --+             +--> share          two object collectives per round,
-    rank 2   work --+             +--> share          on a CPU backend
+    rank 2   work --+             +--> share          on a CPU backend, each with its sizes before
 
 A save and a load consist of a few rounds. An exception in a round (in the work of any rank, or in the decision) becomes
 one ``CheckpointError`` with one text on every rank, so no rank blocks in the next collective. "rank" is the rank in the
@@ -12,14 +12,18 @@ process group.
 import atexit
 import contextlib
 import functools
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ._errors import CheckpointError, format_ranks
+from ._lost_ranks import Failures
+from ._torch import default_store
 
 _LAST_COLLECTIVE_SECONDS = 0.1
 
@@ -39,11 +43,13 @@ class Control:
         group: a process group with a CPU backend; None for one process.
         rank: this rank in the group.
         size: number of ranks.
+        failures: waits for collectives, and names lost ranks; None for one process.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
+    failures: Failures | None = None
 
     def run_round(
         self,
@@ -61,6 +67,7 @@ class Control:
 
         Raises:
             CheckpointError: on all ranks, if ``work`` fails on any rank or ``decide`` fails.
+            RuntimeError: on the other ranks, if a rank has ended; the text names it and the collective.
         """
         cause: Exception | None = None
         try:
@@ -90,17 +97,31 @@ class Control:
     def _gather(self, item: Any) -> list[Any]:
         if self.size == 1:
             return [item]
-        items: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(item, items, group=self.group, group_dst=0)
-        return items or []
+        mine = pickle.dumps(item)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = len(mine)
+        self._wait(dist.all_reduce(sizes, group=self.group, async_op=True), "the all-reduce of sizes")
+        sent = _padded(mine, int(sizes.max()))
+        rows = [torch.empty_like(sent) for _ in sizes] if self.rank == 0 else None
+        self._wait(dist.gather(sent, rows, group=self.group, group_dst=0, async_op=True), "the gather of results")
+        return [pickle.loads(_cut(row, size)) for row, size in zip(rows or [], sizes.tolist(), strict=False)]
 
     def _scatter(self, items: Sequence[Any] | None) -> Any:
         if self.size == 1:
             assert items is not None
             return items[0]
-        received = [None]
-        dist.scatter_object_list(received, list(items) if items is not None else None, group=self.group, group_src=0)
-        return received[0]
+        texts = [] if items is None else [pickle.dumps(item) for item in items]
+        sizes = torch.tensor([len(text) for text in texts] or [0] * self.size, dtype=torch.int64)
+        self._wait(dist.broadcast(sizes, group=self.group, group_src=0, async_op=True), "the broadcast of sizes")
+        received = _padded(b"", int(sizes.max()))
+        rows = [_padded(text, received.numel()) for text in texts] or None
+        work = dist.scatter(received, rows, group=self.group, group_src=0, async_op=True)
+        self._wait(work, "the scatter of decisions")
+        return pickle.loads(_cut(received, int(sizes[self.rank])))
+
+    def _wait(self, work: Any, what: str) -> None:
+        assert self.failures is not None, "a group of several ranks has one"
+        self.failures.wait(work, f"{what} of a checkpoint")
 
 
 @contextlib.contextmanager
@@ -155,7 +176,19 @@ def _let_gloo_finish_at_exit() -> None:
 
 
 def _control_of(group: dist.ProcessGroup | None) -> Control:
-    return Control(group, dist.get_rank(group), dist.get_world_size(group))
+    failures = Failures(dist.get_process_group_ranks(group), dist.get_rank(), default_store())
+    return Control(group, dist.get_rank(group), dist.get_world_size(group), failures)
+
+
+def _padded(text: bytes, size: int) -> torch.Tensor:
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    if text:
+        tensor[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return tensor
+
+
+def _cut(row: torch.Tensor, size: int) -> bytes:
+    return row[:size].numpy().tobytes()
 
 
 def _has_cpu_backend(group: dist.ProcessGroup | None) -> bool:

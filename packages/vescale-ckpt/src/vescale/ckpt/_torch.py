@@ -1,4 +1,6 @@
-"""The only module of this package with private names of torch (2.11 to 2.13): the box of a DTensor's shard.
+"""The only module of this package with private names of torch (2.11 to 2.13).
+
+``default_store`` is the store by which the processes found each other. ``dtensor_box`` is the box of a DTensor's shard.
 
 The offsets come from ``DTensor.__create_chunk_list__``, the protocol of torch's own checkpoint, which is the same in
 these versions. It returns only the first index of a shard. For ``_StridedShard`` (FSDP2 over tensor parallel on the
@@ -8,11 +10,19 @@ same dim), this module also computes the indices, which must be consecutive.
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ._errors import CheckpointError
 from ._format.boxes import Box
+
+
+def default_store() -> dist.Store:
+    """Return the store by which the processes of the default process group found each other."""
+    store: dist.Store = distributed_c10d._get_default_store()
+    return store
 
 
 def dtensor_box(tensor: DTensor) -> tuple[Box, torch.Tensor] | None:

@@ -18,13 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale.dtensor.extension import group_of_ranks
+from vescale.dtensor.extension import Failures, group_of_ranks
 
 __all__ = [
     "CHILDREN",
     "DIRECT_CALL",
     "Collectives",
+    "Waits",
     "alias",
+    "axes_text",
     "backward_number",
     "count_hooks",
     "direct_apply",
@@ -199,6 +201,27 @@ def _needs_operators(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or has_dispatch_mode() or tensor.is_complex()
 
 
+_AXIS_NAMES: dict[str, str] = {}  # by the name of a group that `flat_group` has returned, for errors
+
+
+class Waits:
+    """Waits for collectives of one process group; an error names the collective and the ranks that are gone."""
+
+    def __init__(self, group: dist.ProcessGroup, where: str = ""):
+        ranks = dist.get_process_group_ranks(group)
+        self.where = where or _AXIS_NAMES.get(group.group_name) or f"ranks {', '.join(map(str, ranks))}"
+        self.failures = Failures(ranks, dist.get_rank(), dist.distributed_c10d._get_default_store())
+
+    def wait(self, work: dist.Work | None, kind: str, out: Tensor) -> None:
+        """Wait for a collective whose result is ``out``: on the CPU the process, else the current stream."""
+        if work is None:  # some backends complete before they return
+            return
+        if out.device.type == "cpu":
+            self.failures.wait(work, f"the {kind} over {self.where}")
+        else:
+            work.wait()
+
+
 class Collectives:
     """Collectives of one process group on plain tensors, outside autograd, complete on return.
 
@@ -209,7 +232,7 @@ class Collectives:
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.name, self.size = group, group.group_name, group.size()
+        self.group, self.name, self.size, self.waits = group, group.group_name, group.size(), Waits(group)
         self.gather_options, self.reduce_options = _c10d.AllgatherOptions(), {}
         self.scatter_options, self.exchange_options = {}, _c10d.AllToAllOptions()
         self.gather_options.asyncOp = self.exchange_options.asyncOp = False
@@ -224,7 +247,7 @@ class Collectives:
             came = torch.ops._c10d_functional.all_gather_into_tensor(local.resolve_conj(), self.size, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)
         out = local.new_empty((self.size * local.size(0), *local.shape[1:]))
-        _wait(self.group._allgather_base(out, local, self.gather_options))
+        self.waits.wait(self.group._allgather_base(out, local, self.gather_options), "all-gather", out)
         return out
 
     def all_reduce(self, local: Tensor, op: str) -> Tensor:
@@ -233,7 +256,7 @@ class Collectives:
             came = torch.ops._c10d_functional.all_reduce(local.resolve_conj(), op, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)
         out = local.clone(memory_format=torch.contiguous_format)
-        _wait(self.group.allreduce([out], self.reduce_options[op]))
+        self.waits.wait(self.group.allreduce([out], self.reduce_options[op]), "all-reduce", out)
         return out
 
     def reduce_scatter(self, parts: Tensor, op: str, shape: tuple[int, ...]) -> Tensor:
@@ -242,7 +265,7 @@ class Collectives:
             came = torch.ops._c10d_functional.reduce_scatter_tensor(parts.resolve_conj(), op, self.size, self.name)
             return torch.ops._c10d_functional.wait_tensor(came).view(shape)
         out = parts.new_empty(shape)
-        _wait(self.group._reduce_scatter_base(out, parts, self.scatter_options[op]))
+        self.waits.wait(self.group._reduce_scatter_base(out, parts, self.scatter_options[op]), "reduce-scatter", out)
         return out
 
     def all_to_all(self, parts: Tensor) -> Tensor:
@@ -252,16 +275,11 @@ class Collectives:
             came = torch.ops._c10d_functional.all_to_all_single(parts.resolve_conj(), splits, splits, self.name)
             return torch.ops._c10d_functional.wait_tensor(came)
         out = torch.empty_like(parts)
-        _wait(self.group.alltoall_base(out, parts, [], [], self.exchange_options))
+        self.waits.wait(self.group.alltoall_base(out, parts, [], [], self.exchange_options), "all-to-all", out)
         return out
 
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:  # some backends complete before they return
-        work.wait()
 
 
 def sum_later(group: dist.ProcessGroup) -> Callable[[Tensor], dist.Work | None]:
@@ -289,8 +307,17 @@ def flat_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
     ranks = mesh.mesh[tuple(slice(None) if axis in axes else coord[axis] for axis in range(mesh.ndim))]
     ranks = ranks.flatten().tolist()
     if len(axes) == 1 and ranks == sorted(ranks):
-        return mesh.get_group(axes[0])
-    return group_of_ranks(ranks, keep_order=True)
+        group = mesh.get_group(axes[0])
+    else:
+        group = group_of_ranks(ranks, keep_order=True)
+    _AXIS_NAMES[group.group_name] = axes_text(mesh, axes)
+    return group
+
+
+def axes_text(mesh: DeviceMesh, axes: Sequence[int]) -> str:
+    """Return the names of mesh axes for an error."""
+    names = mesh.mesh_dim_names or [f"mesh axis {axis}" for axis in range(mesh.ndim)]
+    return f"axis {', '.join(repr(names[axis]) for axis in axes)}"
 
 
 CHILDREN = "_modules"

@@ -19,6 +19,8 @@ guarantees; ``vescale_testing.gradient_receivers`` checks that a receiver keeps 
 **Agreement between ranks.** `differing_texts` compares a text over a process group or mesh and returns the text of
 every rank if any two differ. `describe_difference` returns one sentence about it, the same on every rank.
 
+**Lost ranks.** `Failures` waits for a collective. If it fails, the error names the collective and the lost ranks.
+
 **Nested values.** `leaves`, `tensors_in` and `map_leaves` walk lists, tuples, dicts and, if asked to, dataclasses.
 
 **Random operators in a call.** `random_position` returns the positions of the random streams: two positions are equal
@@ -51,12 +53,14 @@ from ._layout.agreement import describe_difference, differing_texts
 from ._layout.boxes import Box, chunk, flat_range_boxes
 from ._layout.groups import group_of_ranks
 from ._layout.shards import Piece, local_shape, local_views, pieces
+from ._lost_ranks import Failures, first_line
 from ._random.state import Position, random_position
 from ._random.streams import is_watched, is_watched_alone, unwatched, watched
 from .debug._text import bytes_text, text_table
 
 __all__ = [
     "Box",
+    "Failures",
     "GradientReceiver",
     "Piece",
     "Position",
@@ -68,6 +72,7 @@ __all__ = [
     "describe_difference",
     "detach_gradient_receiver",
     "differing_texts",
+    "first_line",
     "flat_range_boxes",
     "gets_several_gradients",
     "gradient_receiver",

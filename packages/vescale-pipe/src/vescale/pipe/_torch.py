@@ -8,6 +8,7 @@
 - ``tensor_hooks``: the dictionary of hooks that ``Tensor.register_hook`` fills, or None.
 - ``graph_task_id``: identity of the backward pass in progress.
 - ``new_group``: a process group created by its members alone, under a name that does not depend on other groups.
+- ``default_store``: the store by which the processes found each other.
 - ``bound_device``: the device of ``init_process_group(device_id=...)``.
 """
 
@@ -32,6 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 __all__ = [
     "OperatorMode",
     "bound_device",
+    "default_store",
     "function_mode_on_top",
     "graph_task_id",
     "is_random",
@@ -126,3 +128,9 @@ def new_group(ranks: tuple[int, ...], number: int, **kwargs: Any) -> dist.Proces
 def bound_device() -> torch.device | None:
     """Return the device bound by ``init_process_group(device_id=...)``, with which NCCL splits communicators."""
     return torch.distributed.distributed_c10d._get_default_group().bound_device_id
+
+
+def default_store() -> dist.Store:
+    """Return the store by which the processes of the default process group found each other."""
+    store: dist.Store = distributed_c10d._get_default_store()
+    return store

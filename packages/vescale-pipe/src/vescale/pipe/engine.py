@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.profiler import record_function
 
+from ._lost_ranks import first_line
 from ._run.backward import Boundary, GradientSum, HookGate, connect, run_backward
 from ._run.frame import Frame
 from ._run.microbatch import checksum, describe_inputs, digest, split_inputs
@@ -145,11 +146,12 @@ class PipelineEngine:
         """
         if self._failure is not None:
             raise PipelineError(
-                "expected an engine without failed steps, got a call after "
-                f"{type(self._failure).__name__}: {self._failure}; messages may be left between the stages, so restart "
-                "from a checkpoint with a new engine"
+                f"expected an engine without failed steps, got a call after {type(self._failure).__name__}: "
+                f"{first_line(self._failure)}; messages may be left between the stages, so restart from a checkpoint "
+                "with a new engine"
             )
         microbatches = split_inputs(args, kwargs, self.plan.num_microbatches)
+        self._transport.step += 1
         program = self._program_for(*microbatches[0])
         parameters = [p for p in self.model.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
         self._gate.guard(parameters)

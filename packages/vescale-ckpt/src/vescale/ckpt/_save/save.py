@@ -70,6 +70,7 @@ def save(
 
     Raises:
         CheckpointError: the state cannot be stored or the path cannot be written; the text is the same on all ranks.
+        RuntimeError: a rank has ended during the save; the text names it. ``path`` is unchanged then.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

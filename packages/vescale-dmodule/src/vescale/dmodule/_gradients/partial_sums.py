@@ -62,11 +62,16 @@ class MeshAxis:
 
     def __init__(self, mesh: DeviceMesh, dim: int):
         self.order, self.size = (tuple(mesh.mesh_dim_names or ()), dim), mesh.size(dim)
-        self._sum = _torch.sum_later(mesh.get_group(dim))
+        group = mesh.get_group(dim)
+        self._sum, self._waits = _torch.sum_later(group), _torch.Waits(group, _torch.axes_text(mesh, (dim,)))
 
     def start_sum(self, flat: Tensor) -> dist.Work | None:
         """Launch the sum of a flat tensor over the ranks, in place."""
         return self._sum(flat)
+
+    def finish(self, work: dist.Work | None, flat: Tensor) -> None:
+        """Wait for a sum; an error names lost ranks."""
+        self._waits.wait(work, "all-reduce of partial gradients", flat)
 
 
 class PartialGradient(NamedTuple):
@@ -101,8 +106,7 @@ def _sum_over_axis(axis: MeshAxis, totals: list[Tensor], groups: Sequence[Sequen
         # Empty on all ranks or on none: along an axis of the sum every shard has the same shape.
         running.append((indices, flat, axis.start_sum(flat) if flat.numel() else None))
     for indices, flat, work in running:
-        if work is not None:
-            work.wait()
+        axis.finish(work, flat)
         sizes = [totals[index].numel() for index in indices]
         pieces = [flat] if len(sizes) == 1 else torch.split_with_sizes_copy(flat, sizes)
         for index, piece in zip(indices, pieces, strict=True):

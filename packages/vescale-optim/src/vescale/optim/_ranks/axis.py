@@ -1,7 +1,7 @@
 """The collectives of one mesh axis: no-ops on an axis of one rank, with errors that name the collective.
 
 All ranks of the axis must make every call here in the same order; the caller is responsible for that. ``what`` names
-the purpose of a collective in errors ("bucket 3"). If a rank is gone, the errors of all others name it (`failures.py`).
+the purpose of a collective in errors ("bucket 3"). If a rank is gone, the errors of all others name it (`Failures`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.dtensor.extension import describe_difference, differing_texts
+from vescale.dtensor.extension import Failures, describe_difference, differing_texts, first_line
 
 from .. import _torch
-from . import failures as _failures
 
 __all__ = ["Axis", "Pending"]
 
@@ -83,9 +82,9 @@ class Axis:
         return (dist.get_rank(),) if self.group is None else tuple(dist.get_process_group_ranks(self.group))
 
     @cached_property
-    def failures(self) -> _failures.Failures:
+    def failures(self) -> Failures:
         """The store in which the ranks of the axis record failures."""
-        return _failures.Failures(self.listening or self.ranks, self.ranks[self.coord])
+        return Failures(self.listening or self.ranks, self.ranks[self.coord], _torch.default_store())
 
     def __repr__(self) -> str:
         return f"{self.name}({self.coord} of {self.size})"
@@ -176,7 +175,7 @@ class Axis:
         try:
             work = collective(*tensors, group=self.group, async_op=True, **kwargs)
         except dist.DistError as error:  # an error of the backend; wrong arguments raise other errors
-            raise RuntimeError(self.failures.describe(name, _first_line(error))) from error
+            raise RuntimeError(self.failures.describe(name, first_line(error))) from error
         return Pending(work, name, self, copy_back)
 
     def broadcast_(self, tensors: Iterable[Tensor], *, chunk_bytes: int) -> None:
@@ -275,38 +274,16 @@ class Pending:
         Raises:
             RuntimeError: If the collective failed, here or on another rank.
         """
-        others_failed = False
-        try:
-            if self._axis.device_type == "cpu":
-                others_failed = self._wait_and_listen()
-            else:
+        if self._axis.device_type == "cpu":
+            self._axis.failures.wait(self._work, self._name)
+        else:
+            try:
                 self._work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(self._axis.failures.describe(self._name, _first_line(error))) from error
-        if others_failed:
-            raise RuntimeError(self._axis.failures.describe(self._name, ""))
+            except RuntimeError as error:
+                raise RuntimeError(self._axis.failures.describe(self._name, first_line(error))) from error
         if self._copy_back is not None:
             self._copy_back()
             self._copy_back = None
         if self.at_end is not None:
             self.at_end()
             self.at_end = None
-
-    def _wait_and_listen(self) -> bool:
-        """Wait; return whether another rank has seen a failure in the meantime."""
-        while True:
-            began = time.monotonic()
-            try:
-                self._work.wait(_failures.POLL)
-                return False
-            except RuntimeError:
-                # The time-out of this wait and a failure of the work raise the same error. A work that has failed
-                # raises at once: now, or in the next iteration.
-                if time.monotonic() - began < 0.9 * _failures.POLL.total_seconds():
-                    raise
-            if self._axis.failures.seen():
-                return True
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -12,6 +12,7 @@ every dtype is supported and a transposed dense tensor arrives transposed.
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch import bound_device, new_group
+from .._lost_ranks import Failures
+from .._torch import bound_device, default_store, new_group
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -64,6 +66,7 @@ class Transport:
         self.device = current_device(axis.device_type)
         self._pending: list[tuple[Any, torch.Tensor]] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self.step = 0
         if self.num_stages == 1:
             return
         backend = dist.get_backend(axis.get_group())
@@ -72,6 +75,9 @@ class Transport:
         groups = new_groups(self._ranks, backend, 2, everyone=everyone, timeout=timeout)
         self._groups = dict(zip((FORWARD, BACKWARD), groups, strict=True))
         (self._control,) = new_groups(self._ranks, "gloo", 1, everyone=False, timeout=timeout)
+        self._axis_name = (axis.mesh_dim_names or ("",))[0]
+        rank, name = self._ranks[self.stage], self._control.group_name
+        self._failures = Failures(self._ranks, rank, default_store(), name=name)
 
     def device_of(self, device_type: str) -> torch.device:
         """Return this rank's device for a tensor on ``device_type`` of another stage."""
@@ -113,15 +119,17 @@ class Transport:
             return tensor
         flat = _bytes_in_storage_order(tensor)
         buffer = flat if device.type == self._wire.type else torch.empty_like(flat, device=self._wire)
-        dist.recv(buffer, self._ranks[source], group=self._groups[direction])
+        work = dist.irecv(buffer, self._ranks[source], group=self._groups[direction])
+        what = "values" if direction == FORWARD else "gradients"
+        self._wait_message(work, f"the receive of {what} from stage {source}", wire=self._wire)
         if buffer is not flat:
             flat.copy_(buffer)
         return tensor
 
     def wait_sends(self) -> None:
         """Wait until every send of the step completes."""
-        for work, _ in self._pending:
-            work.wait()
+        for work, kept in self._pending:
+            self._wait_message(work, "a send to another stage", wire=kept.device)
         self._pending = []
 
     def drop_sends(self) -> None:
@@ -131,22 +139,24 @@ class Transport:
     def broadcast_from_last(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the last stage's tensor on every stage; all stages pass a tensor of the same shape and dtype."""
         carried = tensor.to(self._wire, copy=True)
-        dist.broadcast(carried, self._ranks[-1], group=self._groups[FORWARD])
+        work = dist.broadcast(carried, self._ranks[-1], group=self._groups[FORWARD], async_op=True)
+        self._wait(work, "the broadcast of the loss", wire=self._wire)
         return carried.to(tensor.device)
 
     # --- small objects on the host ---
 
     def gather_objects(self, item: Any) -> list[Any]:
         """Return every stage's object, in stage order."""
-        items: list[Any] = [None] * self.num_stages
-        dist.all_gather_object(items, item, group=self._control)
-        return items
+        mine = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+        sizes = [size for (size,) in self.gather_integers([mine.numel()])]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        gathered = self._gather(padded, "descriptions")
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(gathered, sizes, strict=True)]
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Return every stage's list of 64-bit integers, in stage order; all lists have the same length."""
-        mine = torch.tensor(values, dtype=torch.int64)
-        gathered = [torch.empty_like(mine) for _ in range(self.num_stages)]
-        dist.all_gather(gathered, mine, group=self._control)
+        gathered = self._gather(torch.tensor(values, dtype=torch.int64), "integers")
         return [item.tolist() for item in gathered]
 
     def send_flags(self, flags: Sequence[bool], to: int) -> None:
@@ -157,8 +167,34 @@ class Transport:
     def receive_flags(self, count: int, source: int) -> list[bool]:
         """Return a list of ``count`` booleans, received from stage ``source``."""
         tensor = torch.empty(count, dtype=torch.uint8)
-        dist.recv(tensor, self._ranks[source], group=self._control)
+        work = dist.irecv(tensor, self._ranks[source], group=self._control)
+        self._wait_message(work, f"the receive of flags from stage {source}", wire=tensor.device)
         return [bool(flag) for flag in tensor.tolist()]
+
+    # --- waiting, with errors that name lost ranks ---
+
+    def _gather(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
+        gathered = [torch.empty_like(mine) for _ in range(self.num_stages)]
+        work = dist.all_gather(gathered, mine, group=self._control, async_op=True)
+        self._wait(work, f"the all-gather of {what}", wire=mine.device)
+        return gathered
+
+    def _wait(self, work: Any, what: str, *, wire: torch.device) -> None:
+        """Wait for a collective: on the CPU the process, on an accelerator its current stream."""
+        if wire.type == "cpu":
+            self._failures.wait(work, self._describe(what))
+        else:
+            work.wait()
+
+    def _wait_message(self, work: Any, what: str, *, wire: torch.device) -> None:
+        """Wait for a send or a receive, as `_wait`."""
+        if wire.type == "cpu":
+            self._failures.wait_message(work, self._describe(what))
+        else:
+            work.wait()
+
+    def _describe(self, what: str) -> str:
+        return f"{what} over axis {self._axis_name!r} in step {self.step}"
 
 
 def current_device(device_type: str) -> torch.device:

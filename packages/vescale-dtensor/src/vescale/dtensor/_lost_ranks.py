@@ -1,0 +1,173 @@
+"""Errors for a collective that cannot end: which collective, on which rank, and which ranks are gone.
+
+A backend reports that a connection was closed, but not to which rank. So the rank that sees a failure first writes it
+to the store of the process group, to which every process has a separate connection, and the others answer there:
+
+    rank 0                          rank 1                           rank 2
+    waits for bucket 1              waits for bucket 1               ends
+    (its neighbor is alive)         connection closed: "failed"
+    sees "failed" in the store      waits for answers
+    answers                         has rank 0's, and none of 2
+    error: no answer from rank 2    error: no answer from rank 2
+
+While a rank waits for a collective on the CPU, it checks the store every `Failures.POLL`; a wait that ends earlier
+never does. A rank that is neither in such a wait nor gone (it computes) answers at its next wait, or is named after
+`Failures.PATIENCE` as one that gave no answer. The message names both cases.
+
+The packages that wait for collectives and do not import each other have a copy of this file. A test compares the
+copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Failures", "first_line"]
+
+#: Errors of a store whose host is gone.
+_STORE_ERRORS = (RuntimeError, OSError)
+
+
+class _Waiter(threading.Thread):
+    """A thread that waits for works one after the other: one goes into ``works``, its error or None to ``ends``."""
+
+    def __init__(self) -> None:
+        super().__init__(name="vescale waits for messages", daemon=True)
+        self.works: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                self.works.get().wait()
+                self.ends.put(None)
+            except RuntimeError as error:
+                self.ends.put(error)
+
+
+class Failures:
+    """The failures that the ranks of a mesh axis or group have seen.
+
+    Args:
+        ranks: Global ranks of the group.
+        rank: This rank.
+        store: The store by which the processes of the default process group found each other.
+        name: Distinguishes groups of the same ranks, if one of them can be given up and another used after it.
+
+    Attributes:
+        POLL: How long a rank waits for a collective before it checks whether another rank has seen a failure.
+        PATIENCE: Seconds for the ranks to answer after one of them has seen a failure.
+    """
+
+    POLL = timedelta(seconds=1)
+    PATIENCE = 10.0
+
+    def __init__(self, ranks: Sequence[int], rank: int, store: dist.Store, *, name: str = ""):
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        key = hashlib.sha256(f"{self.ranks} {name}".encode()).hexdigest()[:16]
+        self._store = dist.PrefixStore(f"vescale/failures/{key}", store)
+        self._silent: set[int] = set()  # ranks that gave no answer once are not waited for again
+        self._waiter: _Waiter | None = None
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for a work on the CPU, of the collective ``what``.
+
+        Raises:
+            RuntimeError: If the collective failed, here or on another rank; the text names the lost ranks.
+        """
+        try:
+            others_failed = self._wait_and_listen(work)
+        except RuntimeError as error:
+            raise RuntimeError(self.describe(what, first_line(error))) from error
+        if others_failed:
+            raise RuntimeError(self.describe(what, ""))
+
+    def wait_message(self, work: Any, what: str) -> None:
+        """Wait for a send or a receive on the CPU.
+
+        gloo closes a connection over which a wait for a message has timed out. So a thread waits without limit, and
+        this one listens.
+
+        Raises:
+            RuntimeError: As `wait`.
+        """
+        if self._waiter is None:
+            self._waiter = _Waiter()
+        waiter, self._waiter = self._waiter, None  # one whose message never comes is not used again
+        waiter.works.put(work)
+        while True:
+            try:
+                error = waiter.ends.get(timeout=self.POLL.total_seconds())
+                break
+            except queue.Empty:
+                if self.seen():
+                    raise RuntimeError(self.describe(what, "")) from None
+        self._waiter = waiter
+        if error is not None:
+            raise RuntimeError(self.describe(what, first_line(error))) from error
+
+    def _wait_and_listen(self, work: Any) -> bool:
+        """Wait; return whether another rank has seen a failure in the meantime."""
+        while True:
+            began = time.monotonic()
+            try:
+                work.wait(self.POLL)
+                return False
+            except RuntimeError:
+                # The time-out of this wait and a failure of the work raise the same error. A work that has failed
+                # raises at once: now, or in the next iteration.
+                if time.monotonic() - began < 0.9 * self.POLL.total_seconds():
+                    raise
+            if self.seen():
+                return True
+
+    def seen(self) -> bool:
+        """Return whether another rank has seen a failure."""
+        try:
+            return bool(self._store.check(["failed"]))
+        except _STORE_ERRORS:
+            return True  # the host of the store is gone: `describe` reports it
+
+    def describe(self, what: str, cause: str) -> str:
+        """Record that ``what`` failed on this rank, collect the records of the others, and return the error message."""
+        head = f"{what} failed on rank {self.rank}"
+        try:
+            answers = self._exchange(f"{what}: {cause}" if cause else f"was waiting in {what}")
+        except _STORE_ERRORS:
+            gone = "the store cannot be reached either: the process that hosts it (torchrun, or rank 0) is gone"
+            return "\n".join(filter(None, [f"{head}; {gone}", cause]))
+        silent = [rank for rank in self.ranks if rank not in answers]
+        self._silent.update(silent)
+        if silent:
+            finding = f"no answer from rank {', '.join(map(str, silent))}: ended, or hangs elsewhere"
+        else:
+            finding = "every rank of the axis is there, so none has ended"
+        return "\n".join([f"{head}; {finding}", *(f"  rank {rank}: {answers[rank]}" for rank in sorted(answers))])
+
+    def _exchange(self, mine: str) -> dict[int, str]:
+        self._store.set(f"rank {self.rank}", mine)
+        self._store.set("failed", "")
+        answers: dict[int, str] = {}
+        end = time.monotonic() + self.PATIENCE
+        while True:
+            for rank in self.ranks:
+                if rank not in answers and self._store.check([f"rank {rank}"]):
+                    answers[rank] = self._store.get(f"rank {rank}").decode()
+            if len(answers.keys() | self._silent) == len(self.ranks) or time.monotonic() > end:
+                return answers
+            time.sleep(0.02)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
+    return str(error).strip().partition("\n")[0]
