@@ -106,6 +106,17 @@ class Arithmetic(nn.Module):
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
 
 
+class BatchNormRunInConstructor(nn.Module):
+    """Running statistics that only a call of the constructor writes, with and without a use of its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.images = nn.BatchNorm1d(4), nn.BatchNorm2d(3)
+        self.images(torch.randn(8, 3, 5, 5))
+        self.register_buffer("normalized", self.norm(torch.randn(8, 4)).detach())
+        self.norm(torch.randn(6, 4))
+
+
 CONSTRUCTORS = {
     "linear": lambda: nn.Linear(7, 5),
     "conv_norm_embedding": lambda: nn.Sequential(
@@ -117,6 +128,7 @@ CONSTRUCTORS = {
     "arithmetic": Arithmetic,
     "to float64": lambda: nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5)).to(torch.float64),
     "half then float": lambda: nn.Linear(7, 5).half().float(),
+    "batch norm run by the constructor": BatchNormRunInConstructor,
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(7, 5)),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(7, 5)),
     "orthogonal parametrization": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(7, 5)),

@@ -43,7 +43,7 @@ from ._placements.rules import decide
 from ._placements.types import InterleavedShard, RaggedShard
 from ._random.rules import handlers
 from ._random.stock.fills import draw_as_one_device
-from ._torch import decisions, patches
+from ._torch import decisions, patches, plain
 from .debug._repr import repr_with_layout
 
 __all__ = ["FAMILIES", "ROWS", "Row", "disabled", "register"]
@@ -132,6 +132,12 @@ ROWS: tuple[Row, ...] = (
         "operators",
         "stock adds bias / n on each of n ranks, which rounds; here one rank adds all of it",
         patches.division_into_partials(add_whole_once),
+    ),
+    Row(
+        "torch's own plain tensors",
+        "operators",
+        "torch's formulas and functions make plain tensors, equal on all ranks, which stock refuses beside DTensors",
+        plain.PlainOperandsPatch(),
     ),
     Row(
         "cache keys",

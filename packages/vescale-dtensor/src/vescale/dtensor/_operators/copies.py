@@ -136,7 +136,11 @@ def _watch() -> None:
 @functools.cache
 def _writing_operators() -> tuple[dispatch.Op, ...]:
     def is_one(op: dispatch.Op) -> bool:
-        return dispatch.writes(op) and torch.Tag.inplace_view not in op.tags and not dispatch.is_composite(op)
+        return (
+            bool(dispatch.written_arguments(op))
+            and torch.Tag.inplace_view not in op.tags
+            and not dispatch.is_composite(op)
+        )
 
     return tuple(filter(is_one, dispatch.operators()))
 

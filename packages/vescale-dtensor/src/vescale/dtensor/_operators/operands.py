@@ -6,7 +6,6 @@ errors are the same on all ranks and need no communication.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
@@ -42,14 +41,12 @@ def mesh_of(op: dispatch.Op, args: tuple, kwargs: dict) -> DeviceMesh:
 
 
 def check_operands(op: dispatch.Op, args: tuple, kwargs: dict) -> None:
-    """Refuse plain operands beside DTensors where torch does: in forward, unless implicit replication is on.
-
-    Autograd's formulas make plain tensors themselves (zeros of a gradient's shape), equal on all ranks.
+    """Refuse plain operands beside DTensors where torch does: unless implicit replication is on.
 
     Raises:
         UnsupportedOperator: a plain tensor of more than one element is among the operands.
     """
-    if dispatch.plain_operands_allowed() or dispatch.in_backward():
+    if dispatch.plain_operands_allowed():
         return
     for tensor in tensors_in((args, kwargs)):
         if not isinstance(tensor, DTensor) and tensor.numel() != 1:
@@ -58,22 +55,9 @@ def check_operands(op: dispatch.Op, args: tuple, kwargs: dict) -> None:
 
 def written_arguments(op: dispatch.Op, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     """Yield the tensors that ``op`` writes to (``self`` of in-place operators, ``out``, running statistics)."""
-    for position, name in _written(op):
+    for position, name in dispatch.written_arguments(op):
         argument = args[position] if position < len(args) else kwargs.get(name)
         yield from tensors_in(argument)
-
-
-@functools.cache
-def _written(op: dispatch.Op) -> tuple[tuple[int, str], ...]:
-    arguments = enumerate(dispatch.schema(op).arguments)
-    undeclared = _UNDECLARED.get(op.overloadpacket.__name__, ())
-    return tuple((i, a.name) for i, a in arguments if a.name in undeclared or (a.alias_info and a.alias_info.is_write))
-
-
-# Operands that operators write to without declaring it in their schema.
-_UNDECLARED = dict.fromkeys(
-    ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ("running_mean", "running_var")
-)
 
 
 def empty_axes(tensor: DTensor) -> tuple[int, ...]:

@@ -26,6 +26,8 @@ views uneven shards, or      bytes of an element lie on two ranks; the bits are 
 sums, in another dtype       of parts of a sum
 indexes with an index of     index and source are sharded at different positions        full operands
 another shape
+writes at a mask             the mask is not cut as the tensor is                       ``masked_fill`` or full
+                                                                                        operands
 gives the result a placement a second use fails, on some ranks only                     see ``lookup``
 with a mask
 computes a local shape       the shards are treated as if they were even                see ``gradients``
@@ -124,6 +126,9 @@ INDEXING = frozenset(
 """Operators with the arguments ``self, dim, index`` and optionally a source."""
 
 
+INDEX_PUT = frozenset({"index_put", "index_put_", "_index_put_impl_"})
+
+
 REDUCTIONS = frozenset({"amax", "amin", "mean", "nansum", "std", "sum", "var", "var_mean"})
 """Reductions for which an empty list of dims means all of them."""
 
@@ -142,6 +147,8 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         return functools.partial(_view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
     if name in INDEXING and _has_other_shape(args):
         return whole
+    if name in INDEX_PUT and any(isinstance(index, DTensor) and index.dtype == torch.bool for index in args[1]):
+        return _masked_write(op, args) or whole
     if decision.output is not None and any(map(dispatch.is_masked, decision.output.placements)):
         runs_on_shards = name == "gather" and args[0].dtype != torch.bool  # there is no sum of booleans
         return functools.partial(look_up, op, args, kwargs) if runs_on_shards else whole
@@ -246,6 +253,16 @@ def _has_other_shape(args: tuple) -> bool:
     others = [other for other in args[2:] if isinstance(other, Tensor) and other.ndim == tensor.ndim]
     kept = [d for d in range(tensor.ndim) if d != dim]
     return any(other.shape[d] != tensor.shape[d] for other in others for d in kept)
+
+
+def _masked_write(op: dispatch.Op, args: tuple) -> Instead | None:
+    """Return ``masked_fill`` for ``x[mask] = number``, which keeps the shards; None for other writes at a mask."""
+    tensor, indices, value, *accumulate = args
+    fills = len(indices) == 1 and indices[0].shape == tensor.shape and value.ndim == 0 and not any(accumulate)
+    if not fills or value.dtype != tensor.dtype:
+        return None
+    fill = torch.ops.aten.masked_fill_.Tensor if dispatch.written_arguments(op) else torch.ops.aten.masked_fill.Tensor
+    return functools.partial(fill, tensor, indices[0], value)
 
 
 def _rounds(source: torch.dtype, target: torch.dtype | None) -> bool:

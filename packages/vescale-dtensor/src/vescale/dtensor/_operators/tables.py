@@ -14,7 +14,6 @@ import torch
 from .._torch import dispatch
 from .decompose import compose
 from .gather import convolution, gather, gather_in_layout
-from .gradients import accept_plain
 from .metadata import change_metadata
 from .review import whole_where_empty
 
@@ -97,17 +96,6 @@ COMPOSE: tuple[str, ...] = (
     "vdot",
 )
 
-ACCEPT_PLAIN: tuple[str, ...] = (
-    "diagonal_scatter",
-    "index_fill.int_Tensor",
-    "index_put",
-    "put",
-    "scatter_add",
-    "select_scatter",
-    "slice_scatter",
-    "where.self",
-)
-
 AS_STRIDED: tuple[str, ...] = ("as_strided", "as_strided_copy", "as_strided_scatter")
 
 # Operators with a handler of torch's own; `review` does not see them.
@@ -134,7 +122,7 @@ FIRST_ARGUMENT = {
 @functools.cache
 def operator_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return a handler for every operator that stock DTensor guesses or has a wrong rule for."""
-    rules = ((GATHER, gather), (COMPOSE, compose), (ACCEPT_PLAIN, accept_plain), (CONVOLUTION, convolution))
+    rules = ((GATHER, gather), (COMPOSE, compose), (CONVOLUTION, convolution))
     rules += ((AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty))
     table = {op: change_metadata for op in dispatch.operators() if _changes_metadata(op)}
     table |= {op: gather for op in dispatch.operators() if _is_guess(op)}

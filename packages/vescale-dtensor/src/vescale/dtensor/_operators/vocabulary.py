@@ -71,7 +71,7 @@ def operand(op: dispatch.Op, tensor: Tensor, mesh: DeviceMesh, placements: Seque
         RuntimeError: a redistribution is needed where those must be explicit.
     """
     if not isinstance(tensor, DTensor):
-        if not dispatch.plain_operands_allowed() and "backward" not in op.name():
+        if not dispatch.plain_operands_allowed():
             raise UnsupportedOperator.for_mixed(op, tensor)
         tensor = dispatch.wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor)
     return dispatch.redistributed(tensor, placements, for_op=op)

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import (
 )
 
 from .patches import Decision, Handler, Op, handler_table, stock_handlers
-from .recording import storage_key
+from .recording import storage_key, written_arguments
 
 __all__ = [
     "Decision",
@@ -69,7 +69,7 @@ __all__ = [
     "storage_key",
     "storage_of",
     "wrap",
-    "writes",
+    "written_arguments",
 ]
 
 Spec = DTensorSpec
@@ -113,12 +113,6 @@ def is_composite(op: Op) -> bool:
 def is_view(op: Op) -> bool:
     """Return whether the result of ``op`` shares the memory of its operand and nothing is written."""
     return op._schema._is_view_op()
-
-
-@functools.cache
-def writes(op: Op) -> bool:
-    """Return whether ``op`` writes to one of its arguments, as its schema says."""
-    return any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
 
 
 @functools.cache

@@ -42,6 +42,11 @@ UNTAGGED_RANDOM = (
     "normal",
 )
 
+# operands that operators write to without declaring it in their schema
+UNDECLARED_WRITES = dict.fromkeys(
+    ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"), ("running_mean", "running_var")
+)
+
 
 def make_wrapper(cls: type, meta: Tensor, device: torch.device) -> Tensor:
     """Create a tensor of `cls` without storage that reports the geometry of `meta` and the given device."""
@@ -80,11 +85,12 @@ def operators(names: dict[str, tuple[str, ...]]) -> frozenset[Op]:
 
 @functools.cache
 def written_arguments(op: Op) -> tuple[tuple[int, str], ...]:
-    """Return `(position, name)` of the arguments that an operator changes in place, `out=` included."""
+    """Return `(position, name)` of the arguments that an operator changes in place, also undeclared, and of `out=`."""
+    undeclared = UNDECLARED_WRITES.get(op.overloadpacket.__name__, ())
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(op._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if argument.name in undeclared or (argument.alias_info is not None and argument.alias_info.is_write)
     )
 
 
