@@ -12,10 +12,12 @@ from typing import Any
 from torch import nn
 
 from vescale.dmodule.plans import plan_for
+from vescale.dtensor.extension import checked
 from vescale.plan import Cluster, Constraints, ModelProfile, Plan, profile
 from vescale.plan import generate_plan as search
 
 
+@checked("model", "cluster", "constraints", "module_plan")
 def generate_plan(
     model: nn.Module | ModelProfile,
     cluster: Cluster,

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.dmodule import parallelize_module
 from vescale.dmodule.plans import FAMILIES, plan_for
 from vescale.dtensor import init_device_mesh, is_deferred
+from vescale.dtensor.extension import checked
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim.clip import check_max_norm
 from vescale.pipe import PipelineEngine, PipelinePlan
@@ -31,6 +32,7 @@ ModulePlan = Mapping[str, Mapping[str, Any]]
 OptimizerFn = type[torch.optim.Optimizer] | functools.partial
 
 
+@checked("loss_fn", "param_groups", "mesh")
 def parallelize(
     plan: Plan,
     model: nn.Module,

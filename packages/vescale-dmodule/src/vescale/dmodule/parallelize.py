@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import is_deferred, materialize
-from vescale.dtensor.extension import describe_difference, differing_texts
+from vescale.dtensor.extension import checked, describe_difference, differing_texts
 
 from ._boundary.hooks import install_inputs, install_outputs
 from ._boundary.local_region import install_local
@@ -25,6 +25,7 @@ __all__ = ["parallelize_module"]
 logger = logging.getLogger("vescale.dmodule")
 
 
+@checked("module", "mesh", "plan")
 def parallelize_module(
     module: nn.Module,
     mesh: DeviceMesh,

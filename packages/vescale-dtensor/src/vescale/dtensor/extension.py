@@ -21,6 +21,8 @@ every rank if any two differ. `describe_difference` returns one sentence about i
 
 **Lost ranks.** `Failures` waits for a collective. If it fails, the error names the collective and the lost ranks.
 
+**Arguments.** `checked` checks arguments of a public function by their annotations.
+
 **Nested values.** `leaves`, `tensors_in` and `map_leaves` walk lists, tuples, dicts and, if asked to, dataclasses.
 
 **Random operators in a call.** `random_position` returns the positions of the random streams: two positions are equal
@@ -36,6 +38,7 @@ registers it; a package that destroys process groups at exit calls it after that
 
 from __future__ import annotations
 
+from ._checked import checked
 from ._containers import leaves, map_leaves, tensors_in
 from ._exit import wait_for_gloo_threads
 from ._gradients import (
@@ -68,6 +71,7 @@ __all__ = [
     "as_gradient",
     "attach_gradient_receiver",
     "bytes_text",
+    "checked",
     "chunk",
     "describe_difference",
     "detach_gradient_receiver",

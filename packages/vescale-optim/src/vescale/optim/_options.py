@@ -57,8 +57,9 @@ class Options:
             raise ValueError(
                 f"units= says which parameters are gathered together, which needs zero=3, got zero={self.zero}"
             )
-        if isinstance(self.units, str) or not all(isinstance(unit, (str, re.Pattern)) for unit in self.units):
-            came = self.units if isinstance(self.units, str) else list(self.units)
+        listed = isinstance(self.units, tuple)
+        if not listed or not all(isinstance(unit, (str, re.Pattern)) for unit in self.units):
+            came = list(self.units) if listed else self.units
             raise ValueError(f"units must be a list of module names or regular expressions, got {came!r}")
 
     @property

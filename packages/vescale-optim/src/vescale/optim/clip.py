@@ -131,7 +131,11 @@ def _parameters(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> l
         return [p for p in model_or_parameters.parameters() if p.requires_grad]
     if isinstance(model_or_parameters, Tensor):
         return [model_or_parameters]
-    return list(model_or_parameters)
+    found = list(model_or_parameters) if isinstance(model_or_parameters, Iterable) else [model_or_parameters]
+    for item in found:
+        if not isinstance(item, Tensor):
+            raise TypeError(f"clip_grad_norm_: expected a module or parameters, got {item!r}; pass model.parameters()")
+    return found
 
 
 def distribution_axes(

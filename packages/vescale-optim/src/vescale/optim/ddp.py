@@ -36,6 +36,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale.dtensor.extension import checked
+
 from . import _torch
 from ._checks import refuse_local_statistics
 from ._forward.global_mean import global_mean_scale
@@ -155,6 +157,7 @@ class DDP(_torch.UnmovableModule):
         >>> dist.destroy_process_group()
     """
 
+    @checked("module", "bucket_bytes")
     def __init__(
         self,
         module: nn.Module,
@@ -185,7 +188,7 @@ class DDP(_torch.UnmovableModule):
             reduce_dtype=reduce_dtype,
             param_dtype=param_dtype,
             find_unused_parameters=find_unused_parameters,
-            units=units if units is None or isinstance(units, str) else tuple(units),
+            units=tuple(units) if isinstance(units, Iterable) and not isinstance(units, str) else units,
             reshard_after_forward=reshard_after_forward,
             prefetch=prefetch,
             granularity=granularity,

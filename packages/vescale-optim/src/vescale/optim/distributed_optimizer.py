@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale.dtensor.extension import checked
+
 from ._gradients.placeholder import align_gradients
 from ._ranks.axis import Axis
 from ._state.build import Instance, build_optimizer, check_class, cut_pieces, group_pieces, take_apart
@@ -101,6 +103,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tensor(5.1962)
     """
 
+    @checked("model", "param_groups", "norm_axes")
     def __init__(
         self,
         optimizer_class_or_instance: type[torch.optim.Optimizer] | torch.optim.Optimizer,
@@ -282,6 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._kept.round_new(piece.tensor, state)
         return state
 
+    @checked("state_dict")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, from this optimizer or one of the same model and layout.
 
@@ -292,6 +296,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: If names of parameters or of state differ, the number of groups differs, or a value has another
                 shape or layout; nothing has been changed then, except for a value of another layout.
         """
+        _check_form(state_dict)
         check_names(state_dict["state"], {piece.fqn for piece in self.pieces}, "parameters")
         if len(state_dict["param_groups"]) != len(self.param_groups):
             raise ValueError(
@@ -328,6 +333,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             found["master_weights"] = {fqn: entries[MASTER] for fqn, entries in wide.items()}
         return found
 
+    @checked("state_dict")
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state that a torch optimizer of one process, or ``full_state_dict``, has returned.
 
@@ -336,6 +342,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If groups, parameters, names of state or shapes differ.
         """
+        _check_form(state_dict)
         model = self.model.module if isinstance(self.model, DDP) else self.model
         every = [fqn for fqn, _ in model.named_parameters()]
         found = named_state(state_dict, self._names_by_group(), every)
@@ -367,6 +374,15 @@ def _taken_apart(optimizer: torch.optim.Optimizer, param_groups: Any, kwargs: di
             f"{type(optimizer).__name__} to set them, or change param_groups afterwards"
         )
     return take_apart(optimizer)
+
+
+def _check_form(state_dict: Mapping[str, Any]) -> None:
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise ValueError(
+            f"expected a state dict with 'state' and 'param_groups', got no {missing[0]!r} among {list(state_dict)}; "
+            "pass what state_dict() or full_state_dict() has returned"
+        )
 
 
 def _check_master_dtype(dtype: Any) -> None:

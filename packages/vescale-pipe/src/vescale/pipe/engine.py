@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.profiler import record_function
 
+from ._checked import checked
 from ._lost_ranks import first_line
 from ._run.backward import Boundary, GradientSum, HookGate, connect, run_backward
 from ._run.frame import Frame
@@ -93,6 +94,7 @@ class PipelineEngine:
         >>> dist.destroy_process_group()
     """
 
+    @checked("model", "axis", "plan", "loss_fn", "meshes", "timeout")
     def __init__(
         self,
         model: nn.Module,

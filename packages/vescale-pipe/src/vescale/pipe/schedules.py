@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ._checked import checked
 from ._schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
 
 
@@ -34,6 +35,7 @@ def _check_sizes(num_stages: int, num_microbatches: int) -> None:
         )
 
 
+@checked("num_stages", "num_microbatches")
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """Return the GPipe schedule: every forward, then every backward, stage r on rank r.
 
@@ -51,6 +53,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule(num_stages, num_microbatches, ranks)
 
 
+@checked("num_stages", "num_microbatches")
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     """Return the 1F1B schedule, stage r on rank r, for any number of micro-batches.
 
@@ -99,6 +102,7 @@ def split_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
     return frozenset((a.stage, a.microbatch) for _, a in schedule if a.kind == INPUT_GRAD)
 
 
+@checked("schedule")
 def validate(schedule: Schedule) -> None:
     """Check that a schedule computes each result exactly once and does not deadlock.
 

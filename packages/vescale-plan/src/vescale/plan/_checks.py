@@ -35,6 +35,7 @@ def check_choice(owner: str, name: str, value: object, choices: Collection) -> N
 
 def check_batch(global_batch_size: int, *, dp: int, num_microbatches: int) -> None:
     """Raise `ValueError` with the nearest valid sizes unless the batch divides into equal parts."""
+    check_int("check_batch", "global_batch_size", global_batch_size, at_least=1)
     parts = dp * num_microbatches
     if global_batch_size % parts:
         below = global_batch_size // parts * parts

@@ -69,6 +69,10 @@ class StateBytes:
     grads: int
     optimizer: int
 
+    def __post_init__(self) -> None:
+        for name in ("params", "grads", "optimizer"):
+            check_int("StateBytes", name, getattr(self, name), at_least=0)
+
     @staticmethod
     def for_dtype(dtype: str) -> "StateBytes":
         """Return AdamW's bytes if parameters, gradients and both moments have the same dtype."""

@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ._checked import checked
 from ._units import format_count
 
 _NAMES = {
@@ -120,6 +121,7 @@ class ModelProfile:
         return "\n".join(lines)
 
 
+@checked("model", "tp_sharded", "fused_attention")
 def profile(
     model: nn.Module,
     *,
@@ -149,8 +151,6 @@ def profile(
         >>> (found.num_blocks, found.hidden, found.heads, found.ffn)
         (6, 64, 4, 256)
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"profile: expected an nn.Module, got {type(model).__name__}")
     blocks, entries = _find_blocks(model)
     sizes, notes = _find_sizes(model, next(iter(entries.values()), model))
     parameters = tuple(_find_parameters(model, list(entries), sizes, tp_sharded))
@@ -294,6 +294,12 @@ def _find_parameters(
 
 def _check_patterns(tp_sharded: Sequence[str] | None, fqns: Sequence[str]) -> None:
     for pattern in tp_sharded or ():
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"profile: expected regular expressions in tp_sharded, got {pattern!r} ({error}); use re.escape"
+            ) from None
         if not any(re.fullmatch(pattern, fqn) for fqn in fqns):
             raise ValueError(
                 f"profile: expected a parameter for every pattern of tp_sharded, got none for {pattern!r}; write a "

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from ._checked import checked
 from ._memory import Layout, StageMemory, estimate_memory, stage_blocks, stage_of
 from ._profile import ModelProfile, profile
 from ._table import CHOSEN, FITS, REFUSED, Candidate, render
@@ -53,6 +54,7 @@ class NoPlanFitsError(ValueError):
         return f"{self}\n{render(self.table, max_rows=max_rows)}"
 
 
+@checked("model", "cluster", "constraints")
 def generate_plan(model: nn.Module | ModelProfile, cluster: Cluster, constraints: Constraints) -> Plan:
     """Choose degrees, ZeRO stage and micro-batches for a model on a cluster.
 

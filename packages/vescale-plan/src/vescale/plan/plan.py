@@ -12,10 +12,12 @@ tensor-parallel group has neighboring devices of one host:
 import dataclasses
 import json
 import os
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ._checked import checked
 from ._checks import (
     DEFAULT_BUCKET_BYTES,
     DEVICES,
@@ -102,6 +104,15 @@ class Plan:
                 f"Plan: expected mode 'eager' for pp = {self.pp} and num_microbatches = {self.num_microbatches}, got "
                 f"{self.mode!r}; use mode='eager', or pp=1 and num_microbatches=1"
             )
+        if self.limit_bytes is not None:
+            check_int("Plan", "limit_bytes", self.limit_bytes, at_least=1)
+        for name, kind in (("memory", StageMemory), ("table", Candidate)):
+            rows = getattr(self, name)
+            if not isinstance(rows, tuple) or not all(isinstance(row, kind) for row in rows):
+                raise ValueError(
+                    f"Plan: expected a tuple of {kind.__name__} for {name}, got {reprlib.repr(rows)}; leave it to "
+                    "generate_plan"
+                )
         self._check_axis_order()
         self._check_split()
         if self.module_plan is not None and (not isinstance(self.module_plan, str) or not self.module_plan):
@@ -115,7 +126,7 @@ class Plan:
             )
 
     def _check_axis_order(self) -> None:
-        if not isinstance(self.axis_order, tuple | list) or sorted(self.axis_order) != sorted(AXES):
+        if not isinstance(self.axis_order, tuple | list) or sorted(map(str, self.axis_order)) != sorted(AXES):
             raise ValueError(f"Plan: expected 'pp', 'dp' and 'tp' once each in axis_order, got {self.axis_order!r}")
         object.__setattr__(self, "axis_order", tuple(self.axis_order))
 
@@ -225,11 +236,13 @@ class Plan:
         del tree["format"]
         return reader.read(tree, cls)
 
+    @checked("path")
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON to ``path``."""
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
+    @checked("path")
     def load(cls, path: str | os.PathLike) -> "Plan":
         """Read a plan from a file of `save`.
 

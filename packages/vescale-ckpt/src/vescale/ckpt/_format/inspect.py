@@ -4,11 +4,13 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
+from .._checked import checked
 from .._errors import CheckpointError
 from .files import find_old_versions, open_data_file
 from .manifest import MANIFEST_NAME, Manifest, Piece, manifest_from_text
 
 
+@checked("path")
 def read_manifest(path: str | os.PathLike) -> Manifest:
     """Read the manifest of a checkpoint and check that its data files are there, with their sizes.
 
@@ -31,6 +33,7 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
     return manifest
 
 
+@checked("path")
 def verify(path: str | os.PathLike) -> Manifest:
     """Read every byte of a checkpoint and compare all checksums.
 
@@ -77,6 +80,8 @@ def read_manifest_text(where: Path) -> str:
         raise CheckpointError(
             f"{where}: expected text in {MANIFEST_NAME}, got {error}; it was changed, so use another checkpoint"
         ) from None
+    except ValueError as error:  # a path that no file system takes
+        raise CheckpointError(f"{where}: expected a checkpoint, got {error}; check the path") from None
     except OSError as error:
         old = [str(other) for other in find_old_versions(where)]
         hint = f"an earlier version is at {', '.join(old)}" if old else "check the path"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._checked import checked
 from .._control import Control, open_control
 from .._errors import CheckpointError, format_some
 from .._format.files import open_data_file
@@ -29,6 +30,7 @@ from .plan import Comparison, Request, compare, find_mismatch, left_over, plan_l
 logger = logging.getLogger("vescale.ckpt")
 
 
+@checked("path", "ignore", "process_group")
 def load(
     path: str | os.PathLike,
     state: dict[str, Any],

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._checked import checked
 from .._control import open_control
 from .._errors import CheckpointError, format_some
 from .._format.boxes import Box
@@ -41,6 +42,7 @@ from .plan import Holding, Inventory, RankPlan, SavePlan, find_torn_replicas, pl
 logger = logging.getLogger("vescale.ckpt")
 
 
+@checked("path", "metadata", "process_group")
 def save(
     path: str | os.PathLike,
     state: dict[str, Any],

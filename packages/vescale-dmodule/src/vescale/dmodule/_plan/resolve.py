@@ -89,6 +89,11 @@ def resolve(
     unknown = [section for section in plan if section not in SECTIONS]
     if unknown:
         raise PlanError(f"unknown section {unknown[0]!r} in the plan; use one of {', '.join(SECTIONS)}")
+    for section, entries in plan.items():
+        if section != "eager" and not isinstance(entries, Mapping):
+            raise PlanError(
+                f"expected a dict of patterns in section {section!r} of the plan, got {entries!r}; write one"
+            )
     absent = _absent_names(module)
     modules = {name: part for name, part in module.named_modules(remove_duplicate=False) if name not in absent}
 

@@ -110,6 +110,10 @@ def group_pieces(
     by_param = {piece.param: piece for piece in pieces}
     groups, seen = [], set()
     for index, group in enumerate(param_groups):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise TypeError(
+                f"expected a dict with 'params' as param group {index}, got {group!r}; pass {{'params': [...]}}"
+            )
         params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         params = [p[1] if isinstance(p, tuple) else p for p in params]
         params = [p for p in params if p.requires_grad]

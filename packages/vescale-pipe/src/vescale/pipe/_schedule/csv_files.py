@@ -9,9 +9,11 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+from .._checked import checked
 from .actions import Action, Schedule
 
 
+@checked("schedule", "path")
 def to_csv(schedule: Schedule, path: str | Path) -> None:
     """Write a schedule as a compute-only CSV file for torch's pipeline runtime.
 
@@ -27,6 +29,7 @@ def to_csv(schedule: Schedule, path: str | Path) -> None:
         csv.writer(file, lineterminator="\n").writerows([str(action) for action in rank] for rank in schedule.ranks)
 
 
+@checked("path")
 def from_csv(path: str | Path) -> Schedule:
     """Read a compute-only CSV file written by ``to_csv`` or torch, and drop its idle cells.
 

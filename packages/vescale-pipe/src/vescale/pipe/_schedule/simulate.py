@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from .._checked import checked
 from ..schedules import dependencies, split_backwards, validate
 from .actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
 
@@ -84,6 +85,7 @@ class Simulation:
         return tuple(1.0 - busy / span for busy, span in zip(self.busy, self.spans, strict=True))
 
 
+@checked("schedule", "costs")
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Return the event times, idle time and peak activations of a schedule.
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .._checked import checked
 from ..plan import UNIFORM, PipelinePlan
 
 
@@ -58,6 +59,7 @@ class StageSplit:
         return "\n".join(f"stage {stage}: {' '.join(units)}" for stage, units in enumerate(self.stages))
 
 
+@checked("model", "plan", "num_stages")
 def split_units(model: nn.Module, plan: PipelinePlan, num_stages: int) -> StageSplit:
     """Assign the units of a model to stages.
 
@@ -77,6 +79,8 @@ def split_units(model: nn.Module, plan: PipelinePlan, num_stages: int) -> StageS
         stage 0: 0 1
         stage 1: 2 3
     """
+    if num_stages < 1:
+        raise SplitError(f"expected at least one pipeline stage, got num_stages = {num_stages}; pass 1 or more")
     if plan.split == UNIFORM:
         split = _uniform(model, num_stages)
     elif all(isinstance(name, str) for name in plan.split):
