@@ -158,7 +158,8 @@ def run_composed(session: nox.Session, program: str, *arguments: str) -> None:
 def lint(session: nox.Session) -> None:
     """Check style, formatting, types and the rules of the repository."""
     # a type checker reads what is imported: what the packages declare, and what their extras add
-    requirements = {r for each in PACKAGES.values() for r in (*each.requirements, *each.optional_requirements)}
+    requirements = {r for each in PROJECTS.values() for r in each.requirements}
+    requirements |= {r for each in PACKAGES.values() for r in each.optional_requirements}
     session.install("--quiet", "--constraint", str(CONSTRAINTS), "ruff", "mypy", "pytest", *sorted(requirements))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")

@@ -14,7 +14,6 @@ ROWS = {
         "expected Mapping or None for metadata, got",
     ),
     "save, metadata keys": (lambda path: save(path / "a", {}, metadata={"a": {1}}), "expected metadata to be a JSON"),
-    "save, group": (lambda path: save(path / "a", {}, process_group=3), "or None for process_group, got 3"),
     "load, path": (lambda _: load(3, {}), "load: expected str or PathLike for path, got 3"),
     "load, state": (lambda path: load(path / "step", None), "expected a dict of names to models"),
     "load, ignore": (lambda path: load(path / "step", {}, ignore=3), "expected Collection for ignore, got 3"),

@@ -30,7 +30,7 @@ from .plan import Comparison, Request, compare, find_mismatch, left_over, plan_l
 logger = logging.getLogger("vescale.ckpt")
 
 
-@checked("path", "ignore", "process_group")
+@checked("path", "ignore")
 def load(
     path: str | os.PathLike,
     state: dict[str, Any],

@@ -42,7 +42,7 @@ from .plan import Holding, Inventory, RankPlan, SavePlan, find_torn_replicas, pl
 logger = logging.getLogger("vescale.ckpt")
 
 
-@checked("path", "metadata", "process_group")
+@checked("path", "metadata")
 def save(
     path: str | os.PathLike,
     state: dict[str, Any],
