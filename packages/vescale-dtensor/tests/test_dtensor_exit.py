@@ -20,16 +20,18 @@ from pathlib import Path
 atexit.register(lambda: print("late thread", "ran" if done.is_set() else "never ran"))
 import torch.distributed as dist
 import vescale.dtensor
-named, done, ending = threading.Event(), threading.Event(), threading.Event()
+named, done, waiting = threading.Event(), threading.Event(), threading.Event()
 def late():
     Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(NAME)
     named.set()
-    ending.wait()
-    time.sleep(0.01)
+    waiting.wait()
     done.set()
+def sleep(_seconds):  # the moment for which the end of the program waits
+    waiting.set()
+    done.wait()
+time.sleep = sleep
 threading.Thread(target=late, daemon=True).start()
 named.wait()
-atexit.register(ending.set)
 """
 
 
