@@ -69,7 +69,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         param_groups: As in torch: dicts with ``"params"``, a list of the model's parameters, and hyperparameters. Every
             trainable parameter must be in exactly one. By default one group of all.
         clip_grad_norm: Clip by this global norm, a positive number, before each step. ``math.inf`` only measures it.
-        norm_axes: 1-D meshes whose ranks hold different parameters, such as ``(mesh["pp"],)``, for that norm.
+        norm_axes: a 1-D mesh, or several, whose ranks hold different parameters, such as ``mesh["pp"]``, for that norm.
         master_dtype: Keep and update parameters of fewer bits than this, typically ``torch.float32``, in this dtype,
             which is also that of the optimizer's state. A write into parameters between steps updates the masters.
             Parameters that ``DDP(param_dtype=...)`` has cast have masters in their original dtype by default.
@@ -111,7 +111,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: nn.Module,
         param_groups: Iterable[dict[str, Any]] | None = None,
         clip_grad_norm: float | None = None,
-        norm_axes: Iterable[DeviceMesh] = (),
+        norm_axes: DeviceMesh | Iterable[DeviceMesh] = (),
         master_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
         **optimizer_kwargs: Any,
