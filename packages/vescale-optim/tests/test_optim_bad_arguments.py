@@ -21,7 +21,7 @@ ROWS = {
     "model": (lambda: optimizer_of(model=None), "DistributedOptimizer: expected Module for model, got None"),
     "param_groups": (lambda: optimizer_of(param_groups=3), "expected Iterable or None for param_groups, got 3"),
     "a param group": (lambda: optimizer_of(param_groups=[3]), "expected a dict with 'params' as param group 0, got 3"),
-    "norm_axes": (lambda: optimizer_of(norm_axes=3), "expected Iterable for norm_axes, got 3"),
+    "norm_axes": (lambda: optimizer_of(norm_axes=3), "expected DeviceMesh or Iterable for norm_axes, got 3"),
     "state dict": (lambda: optimizer_of().load_state_dict(None), "expected dict for state_dict, got None"),
     "empty state dict": (lambda: optimizer_of().load_state_dict({}), "got no 'state' among []; pass what state_dict()"),
     "full state": (lambda: optimizer_of().load_full_state_dict({"state": {}}), "got no 'param_groups' among ['state']"),

@@ -66,16 +66,28 @@ def test_equal_to_one_process(num_stages, num_microbatches, schedule, helpers):
     ranks(num_stages)(check_equal)(num_microbatches, schedule, helpers)
 
 
+class Changing:
+    """A receive whose values are changed when they have come."""
+
+    def __init__(self, work, change):
+        self.work, self.change = work, change
+
+    def wait(self):
+        self.work.wait()
+        self.change()
+
+
 def change_received(monkeypatch, change, *, later_stage):
     """Change the float64 values of two rows that this rank receives from one side."""
-    receive = dist.recv
+    receive = dist.irecv
 
     def receive_changed(buffer, source, **kwargs):
-        receive(buffer, source, **kwargs)
+        work = receive(buffer, source, **kwargs)
         if (source > dist.get_rank()) == later_stage and buffer.nbytes == 2 * 6 * 8:
-            change(buffer.view(torch.float64))
+            return Changing(work, lambda: change(buffer.view(torch.float64)))
+        return work
 
-    monkeypatch.setattr(dist, "recv", receive_changed)
+    monkeypatch.setattr(dist, "irecv", receive_changed)
 
 
 @ranks(2)
