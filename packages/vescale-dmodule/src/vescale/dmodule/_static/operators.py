@@ -117,9 +117,9 @@ class RandomOperator:
 Position = dict[tuple[torch.Size, ...], RandomOperator]  # by local shapes; all of one function
 
 
-def _merge(one: Sequence[Position], other: Sequence[Position]) -> list[Position] | None:
-    """Return the sequence of two calls; None if they contradict each other."""
-    if [_function(position) for position in one] != [_function(position) for position in other]:
+def _merge(one: Sequence[Position] | None, other: Sequence[Position]) -> list[Position] | None:
+    """Return the sequence of two calls; None if they contradict each other, or if there is none of the first."""
+    if one is None or [_function(position) for position in one] != [_function(position) for position in other]:
         return None
     sequence = []
     for old, new in zip(one, other, strict=True):
@@ -156,18 +156,13 @@ class ModuleOperators:
                 call is unknown.
         """
         each = [_positions(call) for call in calls]
-        again = [_positions(call) for call in repeats]
-        together = self._merged([*each, *again])
-        if together is None and again:
-            raise ValueError("recomputed calls with different random operators")
+        together = functools.reduce(_merge, each) if each else []
+        for repeat in map(_positions, repeats):
+            begun = None if together is None else _merge(together[: len(repeat)], repeat)
+            if begun is None:
+                raise ValueError("recomputed calls with different random operators")
+            together = [*begun, *together[len(repeat) :]]  # torch ends a recomputation when it has what it needs
         self.calls = each if together is None else [together]
-
-    @staticmethod
-    def _merged(calls: list[list[Position]]) -> list[Position] | None:
-        merged: list[Position] | None = calls[0] if calls else []
-        for call in calls[1:]:
-            merged = _merge(merged, call) if merged is not None else None
-        return merged
 
     def union(self, other: ModuleOperators) -> ModuleOperators | None:
         """Return the record of calls of the program with both; None if they contradict each other."""
