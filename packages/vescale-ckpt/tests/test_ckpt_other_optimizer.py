@@ -47,10 +47,18 @@ def test_the_same_optimizer_is_loaded(path):
 
 
 def test_the_ways_out_that_the_error_names(path):
-    load(path, {"model": trained(torch.optim.SGD)["model"]}, ignore=["optimizer"])
-    load(path, trained(torch.optim.Adam), strict=False)
+    saved = trained(torch.optim.AdamW)
+    model = trained(torch.optim.SGD)["model"]
+    assert not torch.equal(model.weight, saved["model"].weight)
+    load(path, {"model": model}, ignore=["optimizer"])
+    assert torch.equal(model.weight, saved["model"].weight)
+    state = trained(torch.optim.Adam)
+    load(path, state, strict=False)
+    assert state["optimizer"].param_groups[0]["weight_decay"] == saved["optimizer"].param_groups[0]["weight_decay"]
 
 
 def test_a_checkpoint_without_classes_is_loaded(path, rewrite_manifest):
     rewrite_manifest(path, lambda body: body.pop("optimizers"))
-    load(path, trained(torch.optim.Adam))
+    state = trained(torch.optim.Adam)
+    load(path, state)
+    assert state["optimizer"].param_groups[0]["weight_decay"] == 0.01
