@@ -77,11 +77,11 @@ class Call:
     def noted(self, local: Tensor, where: str, *, is_result: bool = False) -> Tensor:
         """Pass a local value to the observer of a check.
 
-        Return an alias, so that the record of its gradient leaves out other uses. The result of a module stays the same
-        object, which the caller may change in place.
+        Return an alias, so that the record of its gradient leaves out other uses. The result of a module that its
+        caller changes in place stays the same object.
         """
         if self.observer is not None:
-            if local.requires_grad and (local.is_leaf or not is_result):
+            if local.requires_grad and (local.is_leaf or not is_result or where not in self.layouts.changed):
                 local = local.view_as(local)
             self.observer.note_local(local, where)
         return local

@@ -311,10 +311,8 @@ class StaticProgram:
         model, error = self.model, None
         meter, model.phase.meter = model.phase.meter, None  # a report does not count dry runs
         try:
-            eager, local = new_run(model.mesh), new_run(model.mesh)
-            with self._dry_run(State.RECORDING, eager):
-                model.phase.convert = eager.observer.convert
-                recording = record(eager, self.parts, model.scope, args, kwargs)
+            eager, recording = self._run_on_dtensors(args, kwargs)
+            local = new_run(model.mesh)
             self._adopt(recording)
             with self._dry_run(State.CHECKING, local):
                 self._refresh()
@@ -337,6 +335,17 @@ class StaticProgram:
                 MANY,
                 self.parts.name or type(self.parts.module).__name__,
             )
+
+    def _run_on_dtensors(self, args: tuple, kwargs: dict) -> tuple[Run, Recording]:
+        """Record a call; again, as long as it changes results in place that were not known to be changed."""
+        run, recording = new_run(self.model.mesh), None
+        while True:
+            with self._dry_run(State.RECORDING, run):
+                self.model.phase.convert = run.observer.convert
+                recording = record(run, self.parts, self.model.scope, args, kwargs)
+            if recording is not None:
+                return run, recording
+            run = new_run(self.model.mesh, run.observer.changed | run.observer.newly_changed())
 
     @contextlib.contextmanager
     def _dry_run(self, state: State, run: Run) -> Iterator[None]:

@@ -63,7 +63,7 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def compile_conversion(conversion: Conversion, mesh: DeviceMesh, *, is_result: bool = False) -> Local:
+def compile_conversion(conversion: Conversion, mesh: DeviceMesh, *, is_changed: bool = False) -> Local:
     """Return a function from this rank's local tensor in ``source`` to that in ``target``, differentiable once.
 
     All ranks of the mesh must call this together, and call the result together. The result is a stateless function with
@@ -73,8 +73,9 @@ def compile_conversion(conversion: Conversion, mesh: DeviceMesh, *, is_result: b
     Args:
         conversion: the change of layout.
         mesh: of the layouts.
-        is_result: whether the value is the result of a module. One that does not move then stays the same object, so
-            the caller may change it in place; otherwise the function returns an alias.
+        is_changed: whether the value is changed in place later. If it does not move, it then stays the same object,
+            and the gradient of all its uses moves. Otherwise the function returns an alias, which cannot be changed in
+            place, and only the gradient of the alias moves.
 
     Raises:
         ValueError: the gradient is sharded differently from the value, which a local gradient cannot be.
@@ -100,7 +101,7 @@ def compile_conversion(conversion: Conversion, mesh: DeviceMesh, *, is_result: b
         if tensor.requires_grad and torch.is_grad_enabled():
             if torch.compiler.is_compiling():
                 return _Convert.apply(tensor, forward, backward)
-            if forward is None and is_result and not tensor.is_leaf:
+            if forward is None and is_changed and not tensor.is_leaf:
                 _torch.hook_first(tensor, functools.partial(_convert_gradient, backward))
                 return tensor
             return _convert(tensor, forward, backward)

@@ -57,17 +57,17 @@ class Run:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-def new_run(mesh: DeviceMesh) -> Run:
-    """Return an empty run."""
+def new_run(mesh: DeviceMesh, changed: frozenset[str] = frozenset()) -> Run:
+    """Return an empty run; ``changed`` are the boundaries whose results are changed in place."""
     names = Names()
-    return Run(Observer(mesh, lambda: names.running), names)
+    return Run(Observer(mesh, lambda: names.running, changed), names)
 
 
 # ------------------------------------------------------------------------------------------------- the two runs
 
 
-def record(run: Run, parts: Parts, scope: EagerScope, args: tuple, kwargs: dict) -> Recording:
-    """Run a call on DTensors.
+def record(run: Run, parts: Parts, scope: EagerScope, args: tuple, kwargs: dict) -> Recording | None:
+    """Run a call on DTensors. Return None if results are changed in place that the observer does not know of yet.
 
     Args:
         run: receives the results.
@@ -87,6 +87,8 @@ def record(run: Run, parts: Parts, scope: EagerScope, args: tuple, kwargs: dict)
             before = extension.random_position(mesh.device_type)
             with recorder:
                 output = module(*copied(args), **copied(kwargs))
+                if run.observer.newly_changed():
+                    return None
                 is_quiet = extension.random_position(mesh.device_type) == before
                 if torch.is_grad_enabled():
                     _differentiate(output)
@@ -97,6 +99,7 @@ def record(run: Run, parts: Parts, scope: EagerScope, args: tuple, kwargs: dict)
             handle.remove()
     return Recording(
         records=BoundaryRecords(run.observer.records()),
+        changed=run.observer.changed,
         operators=recorder.of_local_parts(parts),
         drawn=recorder.drawn,
         tokens={n: region.last_tokens for n, region in parts.experts.items() if region.last_tokens is not None},

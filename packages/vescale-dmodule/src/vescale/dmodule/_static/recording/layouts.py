@@ -42,6 +42,7 @@ class Recording:
 
     Attributes:
         records: of the boundaries.
+        changed: boundaries whose results are changed in place by the callers of their modules.
         operators: of modules with random operators on shards, and of their parts, by module.
         drawn: all random operators, also those on plain tensors, by module; compile mode needs each.
         tokens: layouts of the tokens of experts, by name of the experts.
@@ -51,6 +52,7 @@ class Recording:
     """
 
     records: BoundaryRecords
+    changed: frozenset[str]
     operators: dict[str, ModuleOperators]
     drawn: dict[str, list[RandomOperator]]
     tokens: dict[str, Placements]
@@ -110,6 +112,7 @@ class RecordedLayouts:
 
     Attributes:
         records: by boundary and local shape.
+        changed: boundaries whose results are changed in place by the callers of their modules.
         steps: conversions of boundaries, by boundary and local shape.
         in_order: those of them that depend on the order of calls.
         operators: random operators on shards, by module.
@@ -119,6 +122,7 @@ class RecordedLayouts:
     """
 
     records: BoundaryRecords = field(default_factory=BoundaryRecords)
+    changed: frozenset[str] = frozenset()
     steps: Steps = field(default_factory=dict)
     in_order: dict[tuple[str, torch.Size], StepsInOrder] = field(default_factory=dict)
     operators: dict[str, ModuleOperators] = field(default_factory=dict)
@@ -144,6 +148,7 @@ class RecordedLayouts:
             returns: name of the boundary where replicated results become plain tensors; None if they stay DTensors.
         """
         self.records.add(new.records)
+        self.changed |= new.changed
         for key in new.records.known:
             self._add_steps(self.records.known[key], mesh, returns)
         for name, operators in new.operators.items():
@@ -157,8 +162,8 @@ class RecordedLayouts:
 
     def _add_steps(self, records: list[BoundaryRecord], mesh: DeviceMesh, returns: str | None) -> None:
         """Compile the conversions of the values of one boundary and local shape."""
-        steps = [self._step(record, mesh, returns) for record in records]
         where, shape = records[0].where, torch.Size(records[0].arriving)
+        steps = [self._step(record, mesh, returns, is_changed=where in self.changed) for record in records]
         if len(steps) == 1:
             if steps[0] is not None:
                 self.steps.setdefault(where, {})[shape] = steps[0]
@@ -172,7 +177,7 @@ class RecordedLayouts:
         self.steps.setdefault(where, {})[shape] = self.in_order[where, shape]
 
     @staticmethod
-    def _step(record: BoundaryRecord, mesh: DeviceMesh, returns: str | None) -> Local | None:
+    def _step(record: BoundaryRecord, mesh: DeviceMesh, returns: str | None, *, is_changed: bool) -> Local | None:
         """Return the conversion of a value; None if it is a plain tensor in eager mode, or stays a DTensor."""
         if record.source is None:
             return None
@@ -184,7 +189,7 @@ class RecordedLayouts:
             gradient = None if gradient is None else target
         try:
             conversion = Conversion(record.shape, record.source, target, gradient)
-            return compile_conversion(conversion, mesh, is_result=record.is_result)
+            return compile_conversion(conversion, mesh, is_changed=is_changed)
         except ValueError as error:
             raise NotLocalFriendlyError(f"{record.where}: {error}") from error
 

@@ -37,7 +37,6 @@ class BoundaryRecord:
         target: layout of the value after its conversion.
         gradient: layout of the gradient of the converted value; None if it has no gradient.
         dtype: of the value.
-        is_result: whether the value is the result of a module, see ``_boundary.convert.bring``.
     """
 
     where: str
@@ -47,7 +46,6 @@ class BoundaryRecord:
     target: Placements | None
     gradient: Placements | None
     dtype: torch.dtype
-    is_result: bool = False
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
@@ -82,20 +80,37 @@ class Observer:
     Attributes:
         mesh: of the placements.
         running: returns the name of the running module.
+        changed: boundaries whose results are changed in place by the callers of their modules.
         seen: the records, in the order of the calls.
     """
 
     mesh: DeviceMesh
     running: Callable[[], str]
+    changed: frozenset[str] = frozenset()
     seen: list[_Seen] = field(default_factory=list)
+    _results: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
     def convert(self, tensor: Tensor, placements: Placements, where: str, *, is_result: bool) -> DTensor:
-        """Bring a value of the eager run to its placements, and record it."""
-        arriving = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.mesh)
+        """Bring a value of the eager run to its placements, and record it.
+
+        A result of a module may have another use inside of it. The caller gets an alias, whose gradient leaves out that
+        use. Hooks on an alias that is changed in place see no gradient, so such a result stays the same object.
+        """
+        tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.mesh)
+        source = tuple(tensor.placements)
+        if is_result and tensor.requires_grad and source == placements and where not in self.changed:
+            with _torch.no_function_modes():
+                tensor = tensor.view_as(tensor)
         out = bring(tensor, placements, self.mesh, is_result=is_result)
-        record = _record(where, arriving, tuple(arriving.placements), tuple(out.placements), is_result=is_result)
-        self._note(record, _local(out), out)
+        if is_result:
+            self._results.append((where, out, out._version))
+        self._note(_record(where, tensor, source, tuple(out.placements)), _local(out), out)
         return out
+
+    def newly_changed(self) -> frozenset[str]:
+        """Return the boundaries whose results were changed in place, without those known before."""
+        found = frozenset(where for where, result, version in self._results if result._version != version)
+        return found - self.changed
 
     def watch(self, tensor: Tensor, where: str) -> Tensor:
         """Record a value of the eager run unchanged; return an alias, so that its gradient has one record only."""
@@ -129,11 +144,9 @@ def _local(tensor: Tensor) -> Tensor:
     return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _record(
-    where: str, tensor: Tensor, source: Placements | None, target: Placements | None, *, is_result: bool = False
-) -> BoundaryRecord:
+def _record(where: str, tensor: Tensor, source: Placements | None, target: Placements | None) -> BoundaryRecord:
     arriving = tuple(_local(tensor).shape)
-    return BoundaryRecord(where, arriving, tuple(tensor.shape), source, target, None, tensor.dtype, is_result)
+    return BoundaryRecord(where, arriving, tuple(tensor.shape), source, target, None, tensor.dtype)
 
 
 class BoundaryRecords:
