@@ -9,6 +9,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale.dtensor.extension import Failures, group_of_ranks
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 __all__ = [
     "CHILDREN",
@@ -56,6 +60,7 @@ __all__ = [
     "train_flags",
     "tree_leaves",
     "tree_map",
+    "unseen",
     "without_hooks",
     "wrap",
     "wrap_like",
@@ -88,6 +93,19 @@ def plain_operands_replicated() -> Iterator[None]:
 def no_function_modes() -> contextlib.AbstractContextManager:
     """Return a context that disables every ``TorchFunctionMode`` and ``__torch_function__``."""
     return torch._C.DisableTorchFunction()
+
+
+def unseen(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function whose calls of torch functions are seen by no function mode."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._is_torch_function_mode_enabled() or torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        with no_function_modes():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None]]:

@@ -53,7 +53,9 @@ def parallelize_module(
             as the reference. ``"static"``: the same code on plain local tensors, communication at the boundaries of the
             plan alone. ``"compile"``: static, with its repeated blocks compiled. All three give the same numbers.
         allow_implicit: let operators communicate on their own where their operands do not fit. By default that is an
-            error, because it is a cost that no plan entry shows.
+            error, because it is a cost that no plan entry shows. In static mode operators that are wrong on local
+            tensors then run on DTensors, each an island between local tensors, whatever the reason is: communication,
+            a size in a formula, a hard-coded number of heads. They are logged at level INFO.
         allow_empty: let a parameter be sharded so finely that some rank holds nothing of it.
 
     Raises:

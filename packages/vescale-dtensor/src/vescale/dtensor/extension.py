@@ -30,6 +30,9 @@ if nothing was drawn between them. Contexts such as ``random.local_batch`` inter
 `is_watched` and `is_watched_alone` return whether they do; `unwatched` and `watched` switch the interception off and
 on.
 
+**Implicit redistributions.** `on_implicit_redistribution` tells an observer of each one that communicates.
+`sequence_number` returns the number that the next autograd node of this thread gets.
+
 **Texts.** `bytes_text` and `text_table` format numbers of bytes and tables for reports.
 
 **End of the process.** `wait_for_gloo_threads` prevents an abort by late threads of gloo. Importing ``vescale.dtensor``
@@ -57,8 +60,10 @@ from ._layout.boxes import Box, chunk, flat_range_boxes
 from ._layout.groups import group_of_ranks
 from ._layout.shards import Piece, local_shape, local_views, pieces
 from ._lost_ranks import Failures, first_line
+from ._operators.strict import on_implicit_redistribution
 from ._random.state import Position, random_position
 from ._random.streams import is_watched, is_watched_alone, unwatched, watched
+from ._torch.debugging import sequence_number
 from .debug._text import bytes_text, text_table
 
 __all__ = [
@@ -88,8 +93,10 @@ __all__ = [
     "local_shape",
     "local_views",
     "map_leaves",
+    "on_implicit_redistribution",
     "pieces",
     "random_position",
+    "sequence_number",
     "stand_in_for",
     "tensors_in",
     "text_table",

@@ -11,6 +11,7 @@ A shard keeps its memory and changes its type. The caller gives the placements o
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,13 +21,14 @@ from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch
 
-__all__ = ["depend_on", "local_shards", "unwrapped", "wrapped"]
+__all__ = ["aligned", "averaged", "depend_on", "local_shards", "unwrapped", "wrapped"]
 
 Placements = tuple[Placement, ...]
 
 NUM_LAYOUTS = 1024  # in the cache
 
 
+@_torch.unseen
 def wrapped(
     local: Tensor,
     mesh: DeviceMesh,
@@ -37,9 +39,10 @@ def wrapped(
 ) -> DTensor:
     """Return a local tensor as the shard of a DTensor; its gradient is first brought to ``gradient``, if given."""
     layout = mesh, placements, torch.Size(shape), local.shape, local.stride(), local.dtype
-    return _wrap(local, _wrapper(*layout), gradient)
+    return _wrap(local, _wrapper(*layout), gradient, averaged(mesh, placements))
 
 
+@_torch.unseen
 def unwrapped(tensor: DTensor, gradient: Placements | None) -> Tensor:
     """Return the shard of a DTensor; its gradient is read as one of layout ``gradient``.
 
@@ -49,25 +52,37 @@ def unwrapped(tensor: DTensor, gradient: Placements | None) -> Tensor:
     return _unwrap(tensor, gradient)
 
 
+def averaged(mesh: DeviceMesh, placements: Placements) -> int:
+    """Return the number of local values of which a value in ``placements`` is the mean.
+
+    The gradient of each local value is the gradient of the mean, divided by that number.
+    """
+    sizes = (mesh.size(axis) for axis, placement in enumerate(placements) if placement.is_partial("avg"))
+    return math.prod(sizes)
+
+
 class _Wrap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, local: Tensor, wrap: Callable[[Tensor], DTensor], gradient: Placements | None) -> DTensor:
-        ctx.gradient = gradient
+    def forward(
+        ctx, local: Tensor, wrap: Callable[[Tensor], DTensor], gradient: Placements | None, num_averaged: int
+    ) -> DTensor:
+        ctx.gradient, ctx.num_averaged = gradient, num_averaged
         return wrap(local.detach())
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if isinstance(grad, DTensor):
             if ctx.gradient is not None and grad.placements != ctx.gradient:
                 grad = grad.redistribute(placements=ctx.gradient)
             grad = _torch.local_of(grad)
-        return grad, None, None
+        return grad if ctx.num_averaged == 1 else grad / ctx.num_averaged, None, None, None
 
 
 class _Unwrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: DTensor, gradient: Placements | None) -> Tensor:
         ctx.mesh, ctx.shape, ctx.gradient = tensor.device_mesh, tensor.shape, gradient
+        ctx.num_averaged = averaged(tensor.device_mesh, tensor.placements)
         local = _torch.local_of(tensor)
         return local.view_as(local)
 
@@ -78,6 +93,7 @@ class _Unwrap(torch.autograd.Function):
                 f"expected no gradient for a value of shape {tuple(ctx.shape)}, which had none when the static program "
                 "was recorded, got one; run the module in mode 'eager'"
             )
+        grad = grad if ctx.num_averaged == 1 else grad * ctx.num_averaged
         if grad.requires_grad:
             return _from_local(grad, ctx.mesh, ctx.gradient, ctx.shape), None
         return _wrapper(ctx.mesh, ctx.gradient, ctx.shape, grad.shape, grad.stride(), grad.dtype)(grad), None
@@ -115,6 +131,14 @@ def _global_stride(local_stride: Sequence[int], shape: torch.Size) -> tuple[int,
 
 
 # ------------------------------------------------------------------------------------------------- parameters
+
+
+def aligned(gradient: DTensor, placements: Placements) -> DTensor:
+    """Return the gradient of a parameter in the placements of the parameter, or partial where these replicate."""
+    pairs = zip(gradient.placements, placements, strict=True)
+    return gradient.redistribute(
+        placements=[here if here.is_partial() and own.is_replicate() else own for here, own in pairs]
+    )
 
 
 def local_shards(

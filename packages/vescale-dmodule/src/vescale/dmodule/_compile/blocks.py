@@ -38,9 +38,9 @@ from vescale.dtensor import extension
 
 from .. import _torch
 from .._execution.patch import ModulePatch, Row
-from .._static.operators import RandomOperator
+from .._static.operator_mode import inactive
+from .._static.operators import RecordedOperator
 from .._static.parts import Parts, describe, is_inside, join
-from .._static.random_operators import inactive
 from .._static.recording.layouts import RecordedLayouts
 from .dropout import CompiledDropout, accounted, dropout_obstacle, is_dropout
 from .hooks import compiled_hooks, hook_kinds, stays_outside
@@ -139,7 +139,8 @@ class CompiledBlocks:
             drawn = [op for owner, found in self.layouts.drawn.items() if is_inside(owner, name) for op in found]
             reason = None
             if name not in self.refused:
-                reason = self._order_obstacle(name) or dropout_obstacle(drawn, is_watched=is_watched)
+                obstacle = self._order_obstacle(name) or self._island_obstacle(name)
+                reason = obstacle or dropout_obstacle(drawn, is_watched=is_watched)
             if reason is not None:
                 self.refuse(name, reason)
             if name in self.refused:
@@ -161,6 +162,14 @@ class CompiledBlocks:
         for where, shape in self.layouts.in_order:
             if where.startswith(f"{name}."):
                 return f"{where} has several layouts of the local shape {tuple(shape)}"
+        return None
+
+    def _island_obstacle(self, name: str) -> str | None:
+        """Return why a block has operators that run on DTensors, which a graph does not hold; None if it has none."""
+        for owner, operators in self.layouts.operators.items():
+            island = next((op for op in operators if op.is_island and not op.draws), None)
+            if island is not None and is_inside(owner, name):
+                return f"{island} in {describe(owner)} runs on DTensors"
         return None
 
     def refuse(self, name: str, reason: object) -> None:
@@ -240,7 +249,7 @@ class _Entry:
         return types.MethodType(self.function, copy.deepcopy(self.block, memo))
 
 
-def _mode(drawn: list[RandomOperator], mesh: DeviceMesh, *, is_watched: bool) -> CompiledDropout | None:
+def _mode(drawn: list[RecordedOperator], mesh: DeviceMesh, *, is_watched: bool) -> CompiledDropout | None:
     """Return the mode that runs the dropout of a block; None if no dropout differs between ranks."""
     found = [operator for operator in drawn if is_dropout(operator) and (operator.is_sharded or is_watched)]
     return CompiledDropout(found, mesh, is_watched=is_watched) if found else None

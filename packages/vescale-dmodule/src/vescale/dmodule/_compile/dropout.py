@@ -36,7 +36,7 @@ from vescale.dtensor import extension
 
 from .. import _torch
 from .._boundary.edges import wrapped
-from .._static.operators import RandomOperator
+from .._static.operators import RecordedOperator
 from .._static.parts import describe
 from ..errors import NotLocalFriendlyError
 
@@ -140,7 +140,7 @@ def accounted(name: str, position: Callable[[], extension.Position]) -> Iterator
 # ------------------------------------------------------------------------------------------------- dropout
 
 
-def dropout_obstacle(operators: Sequence[RandomOperator], *, is_watched: bool = False) -> str | None:
+def dropout_obstacle(operators: Sequence[RecordedOperator], *, is_watched: bool = False) -> str | None:
     """Return why the random operators of a block cannot run in a graph; None if they can.
 
     Args:
@@ -161,7 +161,7 @@ def dropout_obstacle(operators: Sequence[RandomOperator], *, is_watched: bool = 
     return None
 
 
-def is_dropout(operator: RandomOperator) -> bool:
+def is_dropout(operator: RecordedOperator) -> bool:
     """Return whether `CompiledDropout` can run a random operator."""
     return operator.function is F.dropout and len(operator.operands) == 1
 
@@ -175,7 +175,7 @@ class CompiledDropout(TorchFunctionMode):
         is_watched: whether tensors that are equal on the ranks of the mesh have a batch window.
     """
 
-    def __init__(self, operators: Sequence[RandomOperator], mesh: DeviceMesh, *, is_watched: bool = False):
+    def __init__(self, operators: Sequence[RecordedOperator], mesh: DeviceMesh, *, is_watched: bool = False):
         super().__init__()
         self.layouts: dict[torch.Size, int] = {}
         for operator in filter(is_dropout, operators):

@@ -35,8 +35,7 @@ Invariants:
 - All ranks of the mesh record the same calls in the same order. An error on one rank is raised on all.
 - The hooks of parts depend on ``Call``, not on the program.
 
-Where later work goes: an operator that runs on DTensors inside a static program is one more kind of ``RandomOperator``
-in ``Recording.operators``. A data-parallel axis is one more mesh axis in
+Where later work goes: a data-parallel axis is one more mesh axis in
 ``dry_run.record``. A pipeline stage owns a ``StaticProgram`` as ``Execution`` does, and calls ``enter`` and ``leave``.
 """
 

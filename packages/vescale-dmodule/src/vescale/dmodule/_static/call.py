@@ -48,6 +48,7 @@ class Call:
         depth: number of calls of the module in progress; more than one if the module calls itself.
         layouts: the recorded layouts of the current or the last call.
         observer: collects boundary records during a dry run.
+        silent: parameters that are shown as negative zeros, see ``LocalParameters.silent``.
     """
 
     def __init__(self, parts: Parts, mesh: DeviceMesh, *, is_root: bool):
@@ -56,6 +57,7 @@ class Call:
         self.number = self.depth = 0
         self.layouts = RecordedLayouts()
         self.observer: Observer | None = None
+        self.silent: dict[int, DTensor] = {}
 
     @property
     def is_open(self) -> bool:
@@ -82,7 +84,7 @@ class Call:
         """
         if self.observer is not None:
             if local.requires_grad and (local.is_leaf or not is_result or where not in self.layouts.changed):
-                local = local.view_as(local)
+                local = _torch.unseen(local.view_as)(local)
             self.observer.note_local(local, where)
         return local
 

@@ -78,6 +78,7 @@ class LocalParameter:
         hooks: the tables of gradient hooks of the DTensor; None for a buffer.
         is_hooked: whether a user has hooked the DTensor.
         handle: of the hook that receives the local gradients.
+        is_silent: whether ``local`` shows negative zeros, see :func:`silenced`.
     """
 
     name: str
@@ -88,6 +89,7 @@ class LocalParameter:
     is_hooked: bool = False
     trained: bool = False
     handle: RemovableHandle | None = None
+    is_silent: bool = False
 
     def expect(self, gradient: tuple[Placement, ...] | None, hook: Hook | None) -> None:
         """Set the layout of the local gradients and the hook that receives them.
@@ -159,7 +161,7 @@ class LocalParameters:
 
     def _add(self, name: str, dtensor: DTensor, silent: tuple[int, ...]) -> LocalParameter:
         local = silenced(dtensor, silent)
-        parameter = LocalParameter(name, dtensor, local)
+        parameter = LocalParameter(name, dtensor, local, is_silent=local is not _torch.local_of(dtensor))
         if isinstance(dtensor, nn.Parameter):
             parameter.local = _torch.leaf_over(local, requires_grad=dtensor.requires_grad)
             vars(parameter.local).update(vars(dtensor))
@@ -170,6 +172,10 @@ class LocalParameters:
                 memory.share(dtensor, parameter.local, is_view=local is _torch.local_of(dtensor))
         self.tensors.append(parameter)
         return parameter
+
+    def silent(self) -> dict[int, DTensor]:
+        """Return the parameters whose local tensors show negative zeros, by the identity of the local tensor."""
+        return {id(parameter.local): parameter.dtensor for parameter in self.tensors if parameter.is_silent}
 
     def stale(self) -> bool:
         """Return whether a tensor was replaced, moved, frozen or unfrozen since the local parameters were made."""

@@ -1,4 +1,7 @@
-"""Recorded calls of random operators: which of them a call on local tensors is.
+"""Recorded calls of torch functions that need DTensors: which of them a call on local tensors is.
+
+Two kinds of calls need DTensors. Random operators draw this rank's part of global values. Islands are operators that
+give another result on local tensors, because they communicate or depend on global sizes.
 
 A function and the local shapes of its operands identify a call within a module, as long as they always imply the same
 layouts. Where they do not, or where local code has other local shapes than the recording, the order of calls within a
@@ -7,7 +10,7 @@ call of the module decides. A module makes the same calls of torch functions on 
     recorded call of a module      dropout(scores)     rand_like(x)    dropout(out)
     the same on local tensors      position 0          position 1      position 2
 
-Calls of the program with several shapes (lengths of sequences) share a position, which then has one `RandomOperator`
+Calls of the program with several shapes (lengths of sequences) share a position, which then has one `RecordedOperator`
 per local shape. A module may be called several times in one call of the program. These calls are one sequence if they
 agree. If they contradict each other, the number of the call decides.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -28,13 +31,13 @@ from vescale.dtensor.extension import chunk
 
 from .recording.observe import replicated
 
-__all__ = ["ModuleOperators", "Operand", "RandomOperator"]
+__all__ = ["ModuleOperators", "Operand", "RecordedOperator"]
 
 Placements = tuple[Placement, ...]
 
 
 class Operand(NamedTuple):
-    """A tensor operand of a random operator."""
+    """A tensor operand of a recorded operator."""
 
     local_shape: torch.Size
     shape: torch.Size
@@ -70,20 +73,27 @@ class Operand(NamedTuple):
 
 
 @dataclass
-class RandomOperator:
-    """One recorded call of a torch function that draws random numbers, here or elsewhere in the program.
+class RecordedOperator:
+    """One recorded call of a torch function of which a call needs DTensors, here or elsewhere in the program.
 
     Attributes:
         function: the torch function.
         operands: its tensor operands, in order.
         draws: whether this call advanced the random stream; dropout with rate 0 does not.
         gradients: layouts of the gradients of its results, in order.
+        is_island: whether the call gives another result on local tensors.
+        constants: arguments of an island that local code passes otherwise, such as sizes: what it passes and what the
+            recorded call has, by their place among all arguments that are no tensors.
+        written: places of the operands that an island writes.
     """
 
     function: Callable
     operands: list[Operand]
     draws: bool = True
     gradients: list[Placements | None] = field(default_factory=list)
+    is_island: bool = False
+    constants: dict[int, tuple[object, object]] = field(default_factory=dict)
+    written: tuple[int, ...] = ()
 
     @property
     def local_shapes(self) -> tuple[torch.Size, ...]:
@@ -95,26 +105,34 @@ class RandomOperator:
         """Whether the ranks draw different parts of the global values."""
         return self.draws and not all(p.is_replicate() for operand in self.operands for p in operand.placements)
 
-    def on(self, local_shapes: tuple[torch.Size, ...], mesh: DeviceMesh) -> RandomOperator | None:
+    @property
+    def needs_dtensors(self) -> bool:
+        """Whether the call on local tensors must run on DTensors."""
+        return self.is_island or self.is_sharded
+
+    def on(self, local_shapes: tuple[torch.Size, ...], mesh: DeviceMesh) -> RecordedOperator | None:
         """Return the same operator on operands of other local shapes; None if their placements are unknown."""
         if len(local_shapes) != len(self.operands):
             return None
         operands = [o.with_local_shape(shape, mesh) for o, shape in zip(self.operands, local_shapes, strict=True)]
-        return None if None in operands else RandomOperator(self.function, operands, self.draws, self.gradients)
+        return None if None in operands else replace(self, operands=operands)
 
-    def joined(self, other: RandomOperator) -> RandomOperator | None:
+    def joined(self, other: RecordedOperator) -> RecordedOperator | None:
         """Return one operator for two calls with equal functions and local shapes; None if their layouts differ."""
         known = [op.gradients for op in (self, other) if any(gradient is not None for gradient in op.gradients)]
         if self.operands != other.operands or known[1:] not in ([], known[:1]):
             return None
-        return RandomOperator(self.function, self.operands, self.draws or other.draws, known[0] if known else [])
+        as_island = [(op.is_island, op.constants, op.written) for op in (self, other)]
+        if as_island[0] != as_island[1]:
+            return None
+        return replace(self, draws=self.draws or other.draws, gradients=known[0] if known else [])
 
     def __str__(self) -> str:
         operands = ", ".join(f"{tuple(o.shape)} {o.placements}" for o in self.operands)
         return f"{resolve_name(self.function) or self.function}{' on ' * bool(operands)}{operands}"
 
 
-Position = dict[tuple[torch.Size, ...], RandomOperator]  # by local shapes; all of one function
+Position = dict[tuple[torch.Size, ...], RecordedOperator]  # by local shapes; all of one function
 
 
 def _merge(one: Sequence[Position] | None, other: Sequence[Position]) -> list[Position] | None:
@@ -138,13 +156,13 @@ def _function(position: Position) -> Callable:
 
 
 class ModuleOperators:
-    """The random operators of one module.
+    """The recorded operators of one module.
 
     Attributes:
         calls: the sequence of every call of the module in a call of the program; a single one if all calls agree.
     """
 
-    def __init__(self, calls: Iterable[Sequence[RandomOperator]], repeats: Iterable[Sequence[RandomOperator]] = ()):
+    def __init__(self, calls: Iterable[Sequence[RecordedOperator]], repeats: Iterable[Sequence[RecordedOperator]] = ()):
         """Make the record of a module.
 
         Args:
@@ -160,7 +178,7 @@ class ModuleOperators:
         for repeat in map(_positions, repeats):
             begun = None if together is None else _merge(together[: len(repeat)], repeat)
             if begun is None:
-                raise ValueError("recomputed calls with different random operators")
+                raise ValueError("recomputed calls with different operators")
             together = [*begun, *together[len(repeat) :]]  # torch ends a recomputation when it has what it needs
         self.calls = each if together is None else [together]
 
@@ -181,16 +199,16 @@ class ModuleOperators:
         return {operator.function for operator in self}
 
     @functools.cached_property
-    def _by_shape(self) -> dict[tuple[Callable, tuple[torch.Size, ...]], RandomOperator | None]:
+    def _by_shape(self) -> dict[tuple[Callable, tuple[torch.Size, ...]], RecordedOperator | None]:
         """The operators by function and local shapes; None where these imply no single layout."""
-        found: dict[tuple[Callable, tuple[torch.Size, ...]], RandomOperator | None] = {}
+        found: dict[tuple[Callable, tuple[torch.Size, ...]], RecordedOperator | None] = {}
         for operator in self:
             key = operator.function, operator.local_shapes
             old = found.setdefault(key, operator)
             found[key] = None if old is None else old.joined(operator)
         return found
 
-    def by_shape(self, function: Callable, shapes: tuple[torch.Size, ...]) -> RandomOperator | None:
+    def by_shape(self, function: Callable, shapes: tuple[torch.Size, ...]) -> RecordedOperator | None:
         """Return the operator of a function on operands of some local shapes; None if the order of calls decides."""
         return self._by_shape.get((function, shapes))
 
@@ -202,7 +220,7 @@ class ModuleOperators:
 
     def by_order(
         self, call: int, position: int, function: Callable, shapes: tuple[torch.Size, ...], mesh: DeviceMesh
-    ) -> RandomOperator | None:
+    ) -> RecordedOperator | None:
         """Return the operator at a position of a call, on operands of some local shapes; None if none is recorded."""
         sequence = self.sequence(call)
         found = sequence[position] if position < len(sequence) else {}
@@ -212,9 +230,9 @@ class ModuleOperators:
         fitting = [fit for operator in fitting if (fit := operator.on(shapes, mesh)) is not None]
         return fitting[0] if len(fitting) == 1 else None
 
-    def __iter__(self) -> Iterator[RandomOperator]:
+    def __iter__(self) -> Iterator[RecordedOperator]:
         return (operator for call in self.calls for position in call for operator in position.values())
 
 
-def _positions(call: Sequence[RandomOperator]) -> list[Position]:
+def _positions(call: Sequence[RecordedOperator]) -> list[Position]:
     return [{operator.local_shapes: operator} for operator in call]

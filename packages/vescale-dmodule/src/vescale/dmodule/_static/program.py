@@ -56,11 +56,13 @@ from .call import Call, State
 from .direct_calls import direct_calls
 from .local_modules import local_rows, silent_axes
 from .local_parameters import LocalParameter, LocalParameters
+from .operator_mode import OperatorHooks, QuietCall
 from .parts import Parts, join, keep_on_dtensors
-from .random_operators import OperatorHooks, QuietCall
+from .recording.calls import CallRecorder, Island, Place
 from .recording.compare import check_same, raise_together
 from .recording.dry_run import Run, check, new_run, record
 from .recording.layouts import RecordedLayouts, Recording, Recordings
+from .recording.search import search
 from .regions import EagerPart, ExpertsPart, experts_gradients
 
 __all__ = ["Model", "StaticProgram"]
@@ -337,15 +339,35 @@ class StaticProgram:
             )
 
     def _run_on_dtensors(self, args: tuple, kwargs: dict) -> tuple[Run, Recording]:
-        """Record a call; again, as long as it changes results in place that were not known to be changed."""
-        run, recording = new_run(self.model.mesh), None
+        """Record a call; again, if it changes results in place or has islands that were not known before."""
+        model, changed = self.model, frozenset()
+        islands = None if model.scope.allow_implicit else {}
         while True:
+            run = new_run(model.mesh, changed)
+            recorder = CallRecorder(run.names, model.mesh, islands)
             with self._dry_run(State.RECORDING, run):
-                self.model.phase.convert = run.observer.convert
-                recording = record(run, self.parts, self.model.scope, args, kwargs)
-            if recording is not None:
+                model.phase.convert = run.observer.convert
+                recording = record(run, recorder, self.parts, model.scope, args, kwargs)
+            if recording is None:
+                changed |= run.observer.newly_changed()
+                continue
+            if islands is not None:
                 return run, recording
-            run = new_run(self.model.mesh, run.observer.changed | run.observer.newly_changed())
+            islands = self._islands(recording, recorder, args, kwargs)
+            if not islands:
+                return run, recording
+
+    def _islands(self, recording: Recording, recorder: CallRecorder, args: tuple, kwargs: dict) -> dict[Place, Island]:
+        """Search for operators that must run on DTensors. Collective over the mesh."""
+        call, run = self.call, new_run(self.model.mesh)
+        before, call.layouts = call.layouts, recording.forward_layouts(self.model.mesh, self._returns)
+        try:
+            with self._dry_run(State.CHECKING, run):
+                self._refresh()
+                self._expect_gradients(checked=run)
+                return search(run, recorder, self.parts, args, kwargs)
+        finally:
+            call.layouts = before
 
     @contextlib.contextmanager
     def _dry_run(self, state: State, run: Run) -> Iterator[None]:
@@ -359,11 +381,15 @@ class StaticProgram:
             call.state, call.depth, call.observer, model.scope.attaches = State.IDLE, 0, None, True
             model.phase.convert = None
 
+    @property
+    def _returns(self) -> str | None:
+        """The boundary where replicated results become plain tensors; None if they stay DTensors."""
+        return self.parts.edge("returns") if self.call.is_root else None
+
     def _adopt(self, recording: Recording) -> None:
         """Adopt the layouts of a recording and hook the parts that it names."""
         call, recordings = self.call, self.recordings
-        returns = self.parts.edge("returns") if call.is_root else None
-        call.layouts = recordings.adopt(recording, self.model.mesh, returns)
+        call.layouts = recordings.adopt(recording, self.model.mesh, self._returns)
         recordings.gradients = experts_gradients(self.parts, call.layouts.tokens) | recordings.gradients
         self._hook_random_operators(recording.operators)
         for name in recording.recomputed:
@@ -425,6 +451,7 @@ class StaticProgram:
         if before is not None and before.trained != self.parameters.trained:
             self.recordings.by_signature.clear()
         self.patch = ModulePatch([*self.parameters.rows(), *local_rows(own, self.model.local_attributes)])
+        self.call.silent = self.parameters.silent()
         self._expect_gradients()
 
     # --------------------------------------------------------------------------------------------- gradients

@@ -21,8 +21,8 @@ from .._boundary.values import map_leaves
 from .._experts import ExpertRegion, listed_gradients
 from ..errors import NotLocalFriendlyError
 from .call import Call, State
+from .operator_mode import inactive
 from .parts import Parts, join, keep_on_dtensors
-from .random_operators import inactive
 
 __all__ = ["EagerPart", "ExpertsPart", "experts_gradients"]
 

@@ -32,7 +32,7 @@ from .._torch.dispatch import is_strided_shard
 from ..debug._source import CallSite, SourceLine, call_site, forward_line
 from ..debug._text import mesh_text, placements_text
 
-__all__ = ["ImplicitRedistributionError", "strict"]
+__all__ = ["ImplicitRedistributionError", "on_implicit_redistribution", "strict"]
 
 logger = logging.getLogger("vescale.dtensor")
 
@@ -103,6 +103,23 @@ class strict:  # noqa: N801 - used like a function
         if (site.cause, site.line) not in self._logged:
             self._logged.add((site.cause, site.line))
             logger.warning(_message(source, target, site, "no line of the program shows that"))
+
+
+def on_implicit_redistribution(observer: Callable[[int | None], None]) -> Watch:
+    """Return a context that calls ``observer`` before every implicit redistribution that communicates.
+
+    Args:
+        observer: takes the sequence number of the autograd node that communicates in backward, or -1 if no node does,
+            as where gradients are added; None in forward.
+    """
+
+    def observe(source: DTensorSpec, target: DTensorSpec) -> None:
+        if communicates(source.mesh.shape, source.placements, target.placements):
+            backward = backward_position()
+            number = None if backward is None else backward.sequence_number
+            observer(-1 if backward is not None and number is None else number)
+
+    return Watch(observe)
 
 
 def communicates(mesh_shape: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]) -> bool:

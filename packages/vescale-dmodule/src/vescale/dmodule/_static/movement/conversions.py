@@ -7,7 +7,8 @@ A conversion is data: the layout of the arriving value, the layout of the leavin
     backward   source without Partial  <---------  target without Partial  <---------  gradient
 
 If the value was Partial or did not move, the backward first brings the gradient to the target, as a boundary does in
-eager mode. Otherwise it goes to the source in one movement. (The gradient of a Partial value is equal on all ranks.)
+eager mode. Otherwise it goes to the source in one movement. (The gradient of a Partial value is equal on all ranks. If
+the value is a mean of the local values of N ranks, each local value gets a Nth of it.)
 
 Guarantee: values and gradients are those of eager mode, bit for bit, in the same strides.
 """
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from ... import _torch
+from ..._boundary.edges import averaged
 from .collectives import Local, chain, run_step, through_dtensor
 from .interleaved import View, view_of
 from .steps import Step, plan_steps, without_partials
@@ -91,12 +93,15 @@ def compile_conversion(conversion: Conversion, mesh: DeviceMesh, *, is_changed: 
     _check_gradient(conversion, mesh)
     forward = _movement(conversion.shape, conversion.source, conversion.target, mesh)
     moves = [_movement(conversion.shape, old, new, mesh) for old, new in conversion.backward]
+    scale = averaged(mesh, conversion.target) / averaged(mesh, conversion.source)
+    moves += [] if scale == 1 or conversion.gradient is None else [functools.partial(torch.mul, other=scale)]
     backward = chain([move for move in moves if move is not None])
     if forward is None and backward is None:
         return identity
     if conversion.gradient is None:
         backward = _refuse(conversion)
 
+    @_torch.unseen
     def convert(tensor: Tensor) -> Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
             if torch.compiler.is_compiling():

@@ -22,7 +22,7 @@ from ...errors import NotLocalFriendlyError
 from ..parts import Parts, likely_cause
 from .dry_run import Run
 
-__all__ = ["check_same", "raise_together"]
+__all__ = ["check_same", "is_close", "raise_together"]
 
 
 def check_same(eager: Run, local: Run, parts: Parts) -> None:
@@ -40,7 +40,7 @@ def check_same(eager: Run, local: Run, parts: Parts) -> None:
         if expected.value.shape != actual.value.shape:
             shapes = f"{tuple(expected.value.shape)} at {where!r}, but got {tuple(actual.value.shape)}"
             raise difference(f"expected local shape {shapes}", last, where)
-        if not _close(actual.value, expected.value):
+        if not is_close(actual.value, expected.value):
             raise difference(f"{where!r} {_by_how_much(actual.value, expected.value)}", last, where)
         last = where
     num_eager, num_local = len(eager.observer.seen), len(local.observer.seen)
@@ -48,7 +48,7 @@ def check_same(eager: Run, local: Run, parts: Parts) -> None:
         raise difference(f"expected {num_eager} values at boundaries, but got {num_local}", last, "")
     for name, expected in eager.buffers.items():
         actual = local.buffers.get(name)
-        if actual is None or actual.shape != expected.shape or not _close(actual, expected):
+        if actual is None or actual.shape != expected.shape or not is_close(actual, expected):
             what = f"buffer {name!r} after the call {_by_how_much(actual, expected)}"
             raise difference(what, None, name.rpartition(".")[0])
     _check_gradients(eager, local, difference)
@@ -74,10 +74,11 @@ def _same_gradient(actual: Tensor | None, expected: Tensor | None) -> bool:
     if actual is None or expected is None:
         missing = expected if actual is None else actual
         return missing is None or not missing.any()
-    return actual.shape == expected.shape and _close(actual, expected)
+    return actual.shape == expected.shape and is_close(actual, expected)
 
 
-def _close(actual: Tensor, expected: Tensor) -> bool:
+def is_close(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether two values are equal up to rounding errors."""
     if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
         return torch.equal(actual, expected)
     if expected.numel() == 0:

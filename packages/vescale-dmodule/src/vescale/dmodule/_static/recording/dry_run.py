@@ -26,16 +26,17 @@ from vescale.dtensor import extension, random
 
 from ... import _torch
 from ..._boundary.convert import as_dtensor
+from ..._boundary.edges import aligned
 from ..._boundary.values import copied, map_leaves
 from ..._execution.eager import EagerScope, hook_scope
 from ...errors import NotLocalFriendlyError
 from ..parts import Parts, describe, join, likely_cause
-from .draws import DrawRecorder
+from .calls import CallRecorder
 from .layouts import Recording
 from .names import Names
 from .observe import BoundaryRecords, Observer, replicated
 
-__all__ = ["Run", "check", "new_run", "record"]
+__all__ = ["Run", "check", "new_run", "record", "without_side_effects"]
 
 Gradients = dict[str, tuple[Tensor, tuple[Placement, ...] | None]]
 
@@ -66,11 +67,14 @@ def new_run(mesh: DeviceMesh, changed: frozenset[str] = frozenset()) -> Run:
 # ------------------------------------------------------------------------------------------------- the two runs
 
 
-def record(run: Run, parts: Parts, scope: EagerScope, args: tuple, kwargs: dict) -> Recording | None:
+def record(
+    run: Run, recorder: CallRecorder, parts: Parts, scope: EagerScope, args: tuple, kwargs: dict
+) -> Recording | None:
     """Run a call on DTensors. Return None if results are changed in place that the observer does not know of yet.
 
     Args:
         run: receives the results.
+        recorder: notes the calls of torch functions.
         parts: the module.
         scope: of the parallelized model.
         args: of the call.
@@ -80,12 +84,12 @@ def record(run: Run, parts: Parts, scope: EagerScope, args: tuple, kwargs: dict)
         Exception: any error of the module itself in eager mode.
     """
     mesh, module = run.observer.mesh, parts.module
-    buffers, recorder = _dtensor_buffers(parts), DrawRecorder(run.names, mesh)
+    buffers = _dtensor_buffers(parts)
     handles = hook_scope(module, parts.name, scope)
     try:
-        with _without_side_effects(module), run.names.watching(parts.modules):
+        with without_side_effects(module), run.names.watching(parts.modules):
             before = extension.random_position(mesh.device_type)
-            with recorder:
+            with recorder.recording():
                 output = module(*copied(args), **copied(kwargs))
                 if run.observer.newly_changed():
                     return None
@@ -122,7 +126,7 @@ def check(run: Run, parts: Parts, args: tuple, kwargs: dict) -> None:
         NotLocalFriendlyError: the module raises; names the innermost part.
     """
     mesh, buffers = run.observer.mesh, _dtensor_buffers(parts)
-    with _without_side_effects(parts.module), run.names.watching(parts.modules):
+    with without_side_effects(parts.module), run.names.watching(parts.modules):
         output = _call_locally(run, parts, copied(args), copied(kwargs))
         if torch.is_grad_enabled():
             _differentiate_locally(output)
@@ -187,8 +191,7 @@ def _gradients(parts: Parts) -> Gradients:
     for name, parameter in parts.module.named_parameters():
         grad = parameter.grad
         if isinstance(grad, DTensor):
-            pairs = zip(grad.placements, parameter.placements, strict=True)
-            grad = grad.redistribute(placements=[here if here.is_partial() else own for here, own in pairs])
+            grad = aligned(grad, parameter.placements)
             found[join(parts.name, name)] = (_torch.local_of(grad), tuple(grad.placements))
     return found
 
@@ -235,7 +238,7 @@ def _buffers(parts: Parts, before: dict[str, DTensor], mesh: DeviceMesh) -> dict
 
 
 @contextlib.contextmanager
-def _without_side_effects(module: nn.Module) -> Iterator[None]:
+def without_side_effects(module: nn.Module) -> Iterator[None]:
     """Restore random streams, buffers, attributes of modules and gradients at the end; remove user hooks meanwhile."""
     state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in random.get_state().items()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]

@@ -13,7 +13,7 @@ for all calls::
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from ...errors import NotLocalFriendlyError
 from ..direct_calls import Steps
 from ..movement.collectives import Local
 from ..movement.conversions import Conversion, compile_conversion, identity
-from ..operators import ModuleOperators, RandomOperator
+from ..operators import ModuleOperators, RecordedOperator
 from ..parts import describe, keep_on_dtensors
 from .observe import BoundaryRecord, BoundaryRecords, replicated
 
@@ -54,7 +54,7 @@ class Recording:
     records: BoundaryRecords
     changed: frozenset[str]
     operators: dict[str, ModuleOperators]
-    drawn: dict[str, list[RandomOperator]]
+    drawn: dict[str, list[RecordedOperator]]
     tokens: dict[str, Placements]
     gradients: dict[str, Placements]
     recomputed: set[str]
@@ -75,6 +75,14 @@ class Recording:
                 f"activation checkpointing, whose recomputation has another order, got {layouts}; bring them to one "
                 "layout by a boundary, or keep the module in eager mode"
             )
+
+    def forward_layouts(self, mesh: DeviceMesh, returns: str | None) -> RecordedLayouts:
+        """Return the layouts for a forward alone; see :meth:`RecordedLayouts.add` for the arguments."""
+        known = (record for found in self.records.known.values() for record in found)
+        layouts = RecordedLayouts()
+        forward = BoundaryRecords(replace(record, gradient=None) for record in known)
+        layouts.add(replace(self, records=forward, operators={}), mesh, returns)
+        return layouts
 
 
 class StepsInOrder:
@@ -126,7 +134,7 @@ class RecordedLayouts:
     steps: Steps = field(default_factory=dict)
     in_order: dict[tuple[str, torch.Size], StepsInOrder] = field(default_factory=dict)
     operators: dict[str, ModuleOperators] = field(default_factory=dict)
-    drawn: dict[str, list[RandomOperator]] = field(default_factory=dict)
+    drawn: dict[str, list[RecordedOperator]] = field(default_factory=dict)
     tokens: dict[str, Placements] = field(default_factory=dict)
     calls: ModulePatch | None = None
 

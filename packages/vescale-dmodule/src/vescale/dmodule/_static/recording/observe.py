@@ -99,8 +99,7 @@ class Observer:
         tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.mesh)
         source = tuple(tensor.placements)
         if is_result and tensor.requires_grad and source == placements and where not in self.changed:
-            with _torch.no_function_modes():
-                tensor = tensor.view_as(tensor)
+            tensor = _alias(tensor)
         out = bring(tensor, placements, self.mesh, is_result=is_result)
         if is_result:
             self._results.append((where, out, out._version))
@@ -115,7 +114,7 @@ class Observer:
     def watch(self, tensor: Tensor, where: str) -> Tensor:
         """Record a value of the eager run unchanged; return an alias, so that its gradient has one record only."""
         layout = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
-        out = tensor.view_as(tensor) if tensor.requires_grad else tensor
+        out = _alias(tensor) if tensor.requires_grad else tensor
         self._note(_record(where, tensor, layout, layout), _local(out), out)
         return out
 
@@ -129,6 +128,7 @@ class Observer:
         """Record a value of the run on local tensors, for the comparison."""
         self._note(_record(where, tensor, None, None), _local(tensor), tensor)
 
+    @_torch.unseen
     def _note(self, record: BoundaryRecord, value: Tensor, tensor: Tensor) -> None:
         seen = _Seen(record, value.detach().clone(), self.running())
         if tensor.requires_grad:
@@ -138,6 +138,11 @@ class Observer:
     def records(self) -> Iterator[BoundaryRecord]:
         """Yield the records, with the layouts of the gradients that backward computed."""
         return (seen.finished() for seen in self.seen)
+
+
+@_torch.unseen
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
 
 
 def _local(tensor: Tensor) -> Tensor:

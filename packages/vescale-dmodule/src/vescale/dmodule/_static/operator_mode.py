@@ -1,26 +1,28 @@
-"""Random operators on local tensors draw the numbers that one device draws.
+"""Operators that run on DTensors at their place, while everything around them runs on local tensors.
 
-A random operator is a call of a torch function that advances the random stream. The recording notes every random
-operator, with the layouts of all operands. On local tensors the same call, by its position in the call of its module
-(see ``operators``), gets its operands as DTensors in these layouts. The rules of ``vescale.dtensor`` then draw this
-rank's part, and the result is converted to a local tensor::
+They are random operators, which advance the random stream, and islands, which give another result on local tensors (see
+``recording.search``). The recording notes them, with the layouts of all operands. On local tensors the same call, by
+its position in the call of its module (see ``operators``), gets its operands as DTensors in these layouts. The rules of
+``vescale.dtensor`` then draw this rank's part, or communicate, and the result is converted to a local tensor::
 
-    recording        dropout(DTensor)                       DrawRecorder notes function, shapes, layouts
-    local tensors    dropout(local) -> as DTensor -> local  OperatorMode, only in modules with random operators
+    recording        dropout(DTensor)                       CallRecorder notes function, shapes, layouts
+    local tensors    dropout(local) -> as DTensor -> local  OperatorMode, only in modules with such operators
 
-Modules without random operators have no overhead. A random operator on tensors that are equal on all ranks runs
-unchanged, because all ranks draw the same numbers.
+Modules without them have no overhead. A random operator on tensors that are equal on all ranks runs unchanged, because
+all ranks draw the same numbers. The gradient of an operand of an island is brought to the layout of the operand, in the
+recording too. An operator that writes an operand writes a copy, which is then copied into the local tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
@@ -28,11 +30,12 @@ from torch.utils.hooks import RemovableHandle
 from vescale.dtensor import extension
 
 from .. import _torch
-from .._boundary.edges import unwrapped, wrapped
+from .._boundary.edges import aligned, unwrapped, wrapped
 from .._execution.module_hooks import OwnHook
 from ..errors import NotLocalFriendlyError
 from .call import Call
-from .operators import ModuleOperators, RandomOperator
+from .movement.steps import without_partials
+from .operators import ModuleOperators, RecordedOperator
 from .parts import describe, ways_out
 
 __all__ = ["OperatorHooks", "QuietCall", "inactive"]
@@ -105,12 +108,13 @@ class OperatorMode(TorchFunctionMode):
         name: of the module.
         operators: recorded in it.
         number: of the call among the calls of the module in a call of the program.
-        mesh: of the layouts.
+        call: of the program.
     """
 
-    def __init__(self, name: str, operators: ModuleOperators, number: int, mesh: DeviceMesh):
+    def __init__(self, name: str, operators: ModuleOperators, number: int, call: Call):
         super().__init__()
-        self.name, self.operators, self.number, self.mesh = name, operators, number, mesh
+        self.name, self.operators, self.number = name, operators, number
+        self.mesh, self.silent = call.mesh, call.silent
         self.position = 0
         self.uses_order = False
 
@@ -125,18 +129,53 @@ class OperatorMode(TorchFunctionMode):
             self.uses_order = True
             operator = self.operators.by_order(self.number, self.position, func, shapes, self.mesh)
         self.position += 1
-        if operator is None or not operator.draws:
+        if operator is None or not (operator.draws or operator.is_island):
             return self._run_quietly(func, args, kwargs, shapes)
-        if not operator.is_sharded:
+        if not operator.needs_dtensors:
             return func(*args, **kwargs)  # equal on all ranks
-        dtensors = {
-            id(leaf): wrapped(leaf, self.mesh, operand.placements, shape=operand.shape)
-            for leaf, operand in zip(leaves, operator.operands, strict=True)
-        }
+        if operator.constants:
+            args, kwargs = self._recorded_constants(operator, args, kwargs)
+        dtensors = {id(leaf): self._wrapped(leaf, i, operator) for i, leaf in enumerate(leaves)}
         args, kwargs = _torch.tree_map(lambda leaf: dtensors.get(id(leaf), leaf), (args, kwargs))
         with _torch.plain_operands_replicated():  # composite operators create plain tensors
             result = func(*args, **kwargs)
         return self._local(result, leaves, dtensors, operator)
+
+    def _wrapped(self, leaf: Tensor, place: int, operator: RecordedOperator) -> DTensor:
+        """Return an operand as a DTensor; a copy of one that the operator writes, see `_local`."""
+        operand = operator.operands[place]
+        pins = operator.is_island and leaf.requires_grad and not leaf.is_leaf and place not in operator.written
+        gradient = without_partials(operand.placements) if pins else None
+        value = leaf.clone() if place in operator.written else leaf
+        if operator.is_island and id(leaf) in self.silent:
+            value = leaf + _torch.local_of(self.silent[id(leaf)]).detach()  # x + -0.0 is x
+        dtensor = wrapped(value, self.mesh, operand.placements, shape=operand.shape, gradient=gradient)
+        if operator.is_island and leaf.is_leaf and dtensor.requires_grad:
+            dtensor.register_hook(functools.partial(aligned, placements=operand.placements))
+        return dtensor
+
+    def _recorded_constants(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Return the arguments of an island with the global sizes of the recorded call in place of local ones.
+
+        Raises:
+            NotLocalFriendlyError: local code passes another value than when the call was recorded.
+        """
+        number = itertools.count()
+
+        def convert(leaf: object) -> object:
+            place = None if isinstance(leaf, Tensor) else next(number)
+            if place not in operator.constants:
+                return leaf
+            mine, recorded = operator.constants[place]
+            if type(leaf) is not type(mine) or leaf != mine:
+                raise NotLocalFriendlyError(
+                    f"in {describe(self.name)}: {resolve_name(operator.function)} expected {mine!r}, which stands for "
+                    f"{recorded!r} of the full tensor, as when static mode recorded this call, got {leaf!r}; an "
+                    f"argument that depends on a local size must not change between calls, so {ways_out(self.name)}"
+                )
+            return recorded
+
+        return _torch.tree_map(convert, (args, kwargs))
 
     def check_order(self) -> None:
         """Check that the module made as many calls as recorded, if their order was used.
@@ -170,20 +209,24 @@ class OperatorMode(TorchFunctionMode):
         return result
 
     def _local(
-        self, result: object, leaves: list[Tensor], dtensors: dict[int, DTensor], operator: RandomOperator
+        self, result: object, leaves: list[Tensor], dtensors: dict[int, DTensor], operator: RecordedOperator
     ) -> object:
-        written = {id(dtensors[id(leaf)]): leaf for leaf in leaves}  # an in-place operator returns its operand
+        written = {id(dtensors[id(leaves[i])]): leaves[i] for i in operator.written}
         gradients = iter(operator.gradients)
 
-        def convert(leaf: object) -> object:
-            if not isinstance(leaf, DTensor):
-                return leaf
+        def local(leaf: DTensor) -> Tensor:
             gradient = next(gradients, None)
-            if id(leaf) in written and not leaf.requires_grad:
-                return written[id(leaf)]
             return unwrapped(leaf, gradient) if leaf.requires_grad else _torch.local_of(leaf)
 
-        return _torch.tree_map(convert, result)
+        def convert(leaf: object) -> object:
+            if id(leaf) in written:
+                return written[id(leaf)]
+            return local(leaf) if isinstance(leaf, DTensor) else leaf
+
+        result = _torch.tree_map(convert, result)
+        for leaf in written.values():
+            leaf.copy_(local(dtensors[id(leaf)]))
+        return result
 
 
 class OperatorHooks:
@@ -214,7 +257,7 @@ class OperatorHooks:
             self.entered.append(None)
             return
         self._number, self._of = 0 if self._of != call.number else self._number + 1, call.number
-        mode = OperatorMode(self.name, operators, self._number, call.mesh)
+        mode = OperatorMode(self.name, operators, self._number, call)
         mode.__enter__()
         _running.append(mode)
         self.entered.append(mode)

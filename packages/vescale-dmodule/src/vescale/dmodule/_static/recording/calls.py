@@ -1,0 +1,269 @@
+"""Note the calls of torch functions in a call that runs on DTensors."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from vescale.dtensor import extension
+
+from ... import _torch
+from ..._boundary.convert import bring, to_plain
+from ...errors import NotLocalFriendlyError
+from ..operators import ModuleOperators, Operand, RecordedOperator
+from ..parts import Parts, describe, is_inside, ways_out
+from .names import ModuleCall, Names
+from .observe import replicated
+
+__all__ = ["CallRecorder", "Island", "KeptCall", "Place", "is_metadata"]
+
+METADATA = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.stride,
+        Tensor.storage_offset,
+        Tensor.element_size,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.data_ptr,
+        Tensor.__len__,
+        Tensor.__hash__,
+        Tensor.__format__,
+        Tensor.__repr__,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_tensor,
+        torch.numel,
+    }
+)
+TENSORS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data", "grad"})
+"""Attributes of a tensor that are tensors."""
+
+Place = tuple[int, int]
+"""A call of a torch function: the number of the call of its module, and its position in that call."""
+
+
+@dataclass
+class Island:
+    """What is known of an operator that must run on DTensors.
+
+    Attributes:
+        constants: see :class:`RecordedOperator`.
+        written: see :class:`RecordedOperator`.
+    """
+
+    constants: dict[int, tuple[object, object]] = field(default_factory=dict)
+    written: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class KeptCall:
+    """One call of a torch function with its values, for the search for islands.
+
+    Attributes:
+        operator: what is recorded of it.
+        constants: the arguments that are no tensors.
+        result: the result, with local values in place of tensors.
+        operands: local values, after the call, of the operands that it wrote; by their place.
+        returned: the place of the operand that each tensor of the result is; None if it is another tensor.
+        communicates: whether an operand was redistributed implicitly.
+        averages: whether an operand or the result is a mean over ranks; its local gradients are no layout of DTensors.
+    """
+
+    operator: RecordedOperator
+    constants: list[object]
+    result: object
+    operands: dict[int, Tensor]
+    returned: list[int | None]
+    communicates: bool
+    averages: bool
+
+
+class CallRecorder(TorchFunctionMode):
+    """Note every call of a torch function, and whether it advances the random stream.
+
+    Args:
+        names: the running modules.
+        mesh: of the recorded layouts.
+        islands: the calls that run on DTensors in static mode; None if that is not known yet. Then the values of all
+            calls are kept, to find out.
+
+    Attributes:
+        drawn: all random operators, by module, and all calls with a generator argument.
+        kept: the values of the calls, if they are kept.
+        communicating: calls whose backward redistributed an operand implicitly.
+    """
+
+    def __init__(self, names: Names, mesh: DeviceMesh, islands: Mapping[Place, Island] | None = None):
+        super().__init__()
+        self._names, self._mesh, self._islands, self._keeps = names, mesh, islands or {}, islands is None
+        self._calls: dict[ModuleCall, list[RecordedOperator]] = {}
+        self._communicates = False
+        self._begun: tuple[list[int], list[Place]] = [], []  # sequence numbers at the begin of each call
+        self.drawn: dict[str, list[RecordedOperator]] = {}
+        self.kept: dict[Place, KeptCall] = {}
+        self.communicating: set[Place] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if is_metadata(func) or func in (bring, to_plain):  # see Note [boundaries are torch functions]
+            return func(*args, **kwargs)
+        leaves = _torch.tree_leaves((args, kwargs))
+        operands = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        operator = RecordedOperator(func, [_describe(tensor, self._mesh) for tensor in operands], draws=False)
+        place = self._place()
+        island = self._islands.get(place)
+        if island is not None:
+            operator.is_island, operator.constants = True, island.constants
+            kept = {id(operands[i]) for i in island.written}
+            args, kwargs = _torch.tree_map(lambda leaf: leaf if id(leaf) in kept else _pinned(leaf), (args, kwargs))
+        before, versions = extension.random_position(self._mesh.device_type), [_version(t) for t in operands]
+        self._communicates = False
+        result = func(*args, **kwargs)
+        operator.draws = extension.random_position(self._mesh.device_type) != before
+        operator.written = tuple(i for i, t in enumerate(operands) if _version(t) != versions[i])
+        if place is not None:
+            self._calls.setdefault(self._names.path[-1], []).append(operator)
+            if self._keeps:
+                self.kept[place] = self._kept(operator, leaves, operands, result)
+        if operator.draws or isinstance(kwargs.get("generator"), torch.Generator):
+            self.drawn.setdefault(self._names.running, []).append(operator)
+        if not (operator.draws or operator.is_island):
+            return result
+        written = [operands[i] for i in operator.written]
+        results = [leaf for leaf in _torch.tree_leaves(result) if not any(leaf is tensor for tensor in written)]
+        for leaf in (*results, *written):
+            if isinstance(leaf, DTensor):
+                _watch(leaf, operator)
+        return result
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note calls while the context is open, and implicit redistributions if values are kept."""
+        with contextlib.ExitStack() as stack:
+            if self._keeps:
+                stack.enter_context(extension.on_implicit_redistribution(self._note_communication))
+            stack.enter_context(self)
+            yield
+
+    def _place(self) -> Place | None:
+        if not self._names.path:
+            return None
+        call = self._names.path[-1]
+        place = call.number, len(self._calls.get(call, ()))
+        if self._keeps:
+            self._begun[0].append(extension.sequence_number())
+            self._begun[1].append(place)
+        return place
+
+    def _kept(
+        self, operator: RecordedOperator, leaves: Sequence[object], operands: Sequence[Tensor], result: object
+    ) -> KeptCall:
+        places = {id(operands[i]): i for i in operator.written}
+        return KeptCall(
+            operator=operator,
+            constants=[leaf for leaf in leaves if not isinstance(leaf, Tensor)],
+            result=_torch.tree_map(lambda leaf: _value(leaf) if isinstance(leaf, Tensor) else leaf, result),
+            operands={i: _value(operands[i]) for i in operator.written},
+            returned=[places.get(id(leaf)) for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)],
+            communicates=self._communicates,
+            averages=any(map(_is_mean, (*operands, *_torch.tree_leaves(result)))),
+        )
+
+    def _note_communication(self, sequence_number: int | None) -> None:
+        """Note an implicit redistribution, see ``extension.on_implicit_redistribution``."""
+        if sequence_number is None:
+            self._communicates = True
+        elif sequence_number >= 0 and self._begun[0]:
+            numbers, places = self._begun
+            self.communicating.add(places[max(0, bisect.bisect_right(numbers, sequence_number) - 1)])
+
+    def of_local_parts(self, parts: Parts) -> dict[str, ModuleOperators]:
+        """Return the operators of the local modules with calls that need DTensors, and of their parts.
+
+        Raises:
+            NotLocalFriendlyError: a recomputed module has calls with different operators.
+        """
+        each = [(call.name, operator) for call, found in self._calls.items() for operator in found]
+        functions = {operator.function for _, operator in each if operator.draws or operator.is_island}
+        owners = {name for name, operator in each if operator.needs_dtensors and not parts.is_eager(name)}
+        calls: dict[str, tuple[list, list]] = {}
+        for call in self._names.calls:
+            if any(is_inside(call.name, owner) for owner in owners) and not parts.is_eager(call.name):
+                noted = [operator for operator in self._calls.get(call, ()) if operator.function in functions]
+                calls.setdefault(call.name, ([], []))[call.is_repeat].append(noted)
+        return {name: _joined(name, *both) for name, both in calls.items() if any(map(any, both))}
+
+
+def is_metadata(function: Callable) -> bool:
+    """Return whether a torch function reads metadata. Such calls have no place: hooks read metadata, too."""
+    if function in METADATA:
+        return True
+    getter = getattr(function, "__self__", None)
+    return getattr(function, "__name__", "") == "__get__" and getattr(getter, "__name__", "") not in TENSORS
+
+
+def _joined(name: str, calls: list[list[RecordedOperator]], repeats: list[list[RecordedOperator]]) -> ModuleOperators:
+    try:
+        return ModuleOperators(calls, repeats)
+    except ValueError as error:
+        raise NotLocalFriendlyError(
+            f"{describe(name)}: expected the same random operators in all of its {len(calls)} calls, because "
+            f"activation checkpointing recomputes it, got different ones; {ways_out(name, is_random=True)}"
+        ) from error
+
+
+def _describe(tensor: Tensor, mesh: DeviceMesh) -> Operand:
+    if isinstance(tensor, DTensor):
+        return Operand(_torch.local_of(tensor).shape, tensor.shape, tuple(tensor.placements))
+    return Operand(tensor.shape, tensor.shape, replicated(mesh))
+
+
+def _is_mean(leaf: object) -> bool:
+    return isinstance(leaf, DTensor) and any(p.is_partial("avg") for p in leaf.placements)
+
+
+def _value(tensor: Tensor) -> Tensor:
+    return (_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _pinned(leaf: object) -> object:
+    """Return a DTensor operand so that its gradient has its layout, whatever the operator makes of it."""
+    if not isinstance(leaf, DTensor) or leaf.is_leaf or not leaf.requires_grad:
+        return leaf
+    return bring(leaf, tuple(leaf.placements), leaf.device_mesh)
+
+
+def _watch(result: DTensor, operator: RecordedOperator) -> None:
+    """Note the layout of the gradient of a result, or of an operand that the operator wrote.
+
+    On local tensors the gradient of a shard is the shard of the gradient, also where DTensor makes a full one.
+    """
+    position = len(operator.gradients)
+    operator.gradients.append(None)
+    placements = tuple(result.placements)
+    if not result.requires_grad:
+        return
+
+    def note(grad: Tensor) -> None:
+        if isinstance(grad, DTensor):
+            pairs = zip(placements, grad.placements, strict=True)
+            operator.gradients[position] = tuple(own if own.is_shard() else here for own, here in pairs)
+
+    result.register_hook(note)

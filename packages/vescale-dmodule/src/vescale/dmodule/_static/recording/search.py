@@ -1,0 +1,180 @@
+"""Search for islands: operators that give another result on local tensors than this rank's part of the recorded one.
+
+The module runs forward on local tensors. Each call of a torch function is compared with the recorded call at the same
+place. Where a result differs, the function is an island, and the search goes on with the recorded result::
+
+    recording    x.mean(-1)  ->  Replicate     h - mean    weight * h
+    local        differs: an island            equal       equal
+
+So the cause does not matter: communication, a number of heads, a size in a formula, an offset of indices. The results
+of all ranks are compared, because an island communicates: it is one on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.overrides import TorchFunctionMode
+
+from ... import _torch
+from ..._boundary.values import copied
+from ..parts import Parts, describe
+from .calls import CallRecorder, Island, KeptCall, Place, is_metadata
+from .compare import is_close
+from .dry_run import Run, without_side_effects
+from .names import Names
+
+__all__ = ["search"]
+
+logger = logging.getLogger("vescale.dmodule")
+
+UNINITIALIZED = "empty"
+"""In the names of functions whose results have no defined values."""
+
+
+def search(run: Run, recorder: CallRecorder, parts: Parts, args: tuple, kwargs: dict) -> dict[Place, Island]:
+    """Run a call forward on local tensors to find the operators that must run on DTensors. Collective over the mesh.
+
+    Args:
+        run: receives nothing of interest.
+        recorder: of the recorded call.
+        parts: the module.
+        args: of the call.
+        kwargs: of the call.
+    """
+    found = _Search(recorder, run.names, parts)
+    with without_side_effects(parts.module), run.names.watching(parts.modules):
+        arguments, keywords = copied(args), copied(kwargs)
+        with found.running():
+            parts.module(*arguments, **keywords)
+    islands = found.islands(run.observer.mesh)
+    if islands:
+        texts = [f"{recorder.kept[place].operator} in {describe(run.names.calls[place[0]].name)}" for place in islands]
+        logger.info("static mode runs %d operators on DTensors, as islands: %s", len(texts), "; ".join(sorted(texts)))
+    return islands
+
+
+class _Search(TorchFunctionMode):
+    """Compare each call of a torch function on local tensors with the recorded one.
+
+    Args:
+        recorder: of the recorded call, which has kept the values.
+        names: the running modules.
+        parts: of the program.
+    """
+
+    def __init__(self, recorder: CallRecorder, names: Names, parts: Parts):
+        super().__init__()
+        self._kept, self._names, self._parts = recorder.kept, names, parts
+        self._number_of: Mapping[int, int] = defaultdict(int)  # of the next call in a call of a module
+        self._found = recorder.communicating | {place for place, call in recorder.kept.items() if call.averages}
+        self._islands = {place: Island({}, tuple(call.operands)) for place, call in recorder.kept.items()}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Search while the context is open."""
+        with torch.no_grad(), self:
+            yield
+
+    def islands(self, mesh: DeviceMesh) -> dict[Place, Island]:
+        """Return what any rank has found, and the random operators beside islands. Collective over the mesh."""
+        places = sorted(self._islands)
+        mine = [float(place in self._found) for place in places]
+        found = torch.tensor(mine, device=mesh.device_type)
+        every = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
+        found = {place for place, is_found in zip(places, every.tolist(), strict=True) if is_found}
+        if found:  # gradients between islands and random operators have the layouts of their values
+            found |= {place for place, call in self._kept.items() if call.operator.is_sharded}
+        return {place: self._islands[place] for place in found}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if is_metadata(func):
+            return func(*args, **kwargs)
+        place, call = self._next()
+        running = self._names.running
+        if (
+            call is None
+            or call.operator.function != func
+            or self._parts.is_eager(running)
+            or running in self._parts.experts
+        ):
+            return func(*args, **kwargs)
+        leaves = _torch.tree_leaves((args, kwargs))
+        operands = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._compare_constants(place, call, [leaf for leaf in leaves if not isinstance(leaf, Tensor)])
+        if call.operator.draws:
+            return _substitute(call, operands)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            if not (call.returned or call.operands):
+                raise
+            self._found.add(place)
+            return _substitute(call, operands)
+        if not self._differs(call, result, operands):
+            return result
+        self._found.add(place)
+        return _substitute(call, operands)
+
+    def _is_local(self, name: str) -> bool:
+        """Return whether the code of a module is the same on local tensors."""
+        return not self._parts.is_eager(name) and name not in self._parts.experts
+
+    def _next(self) -> tuple[Place, KeptCall | None]:
+        if not self._names.path:
+            return (0, 0), None
+        number = self._names.path[-1].number
+        place = number, self._number_of[number]
+        self._number_of[number] += 1
+        return place, self._kept.get(place)
+
+    def _compare_constants(self, place: Place, call: KeptCall, constants: list[object]) -> None:
+        if len(constants) == len(call.constants):
+            pairs = enumerate(zip(constants, call.constants, strict=True))
+            self._islands[place].constants = {i: pair for i, pair in pairs if _is_other(*pair)}
+
+    @staticmethod
+    def _differs(call: KeptCall, result: object, operands: list[Tensor]) -> bool:
+        if UNINITIALIZED in getattr(call.operator.function, "__name__", ""):
+            return False
+        leaves, expected = _torch.tree_leaves(result), _torch.tree_leaves(call.result)
+        if len(leaves) != len(expected):
+            return bool(call.returned)
+        pairs = list(zip(leaves, expected, strict=True))
+        pairs += [(operands[i], value) for i, value in call.operands.items() if i < len(operands)]
+        if any(not _same(mine, theirs) for mine, theirs in pairs if isinstance(theirs, Tensor)):
+            return True
+        others = [pair for pair in pairs if not isinstance(pair[1], Tensor)]
+        return call.communicates and any(_is_other(*pair) for pair in others)
+
+
+def _same(mine: object, theirs: Tensor) -> bool:
+    return isinstance(mine, Tensor) and mine.shape == theirs.shape and is_close(mine, theirs)
+
+
+def _is_other(one: object, other: object) -> bool:
+    return type(one) is not type(other) or (one is not other and one != other)
+
+
+def _substitute(call: KeptCall, operands: list[Tensor]) -> object:
+    """Return the recorded result, and write what the recorded call wrote."""
+    for i, value in call.operands.items():
+        if operands[i].shape == value.shape:
+            operands[i].copy_(value)
+    returned = iter(call.returned)
+
+    def convert(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        place = next(returned)
+        return leaf.clone() if place is None else operands[place]
+
+    return _torch.tree_map(convert, call.result)
