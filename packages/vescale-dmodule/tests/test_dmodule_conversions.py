@@ -1,6 +1,7 @@
 """Conversions of local tensors give what eager boundaries give on DTensors, bit for bit, in the same strides."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -45,7 +46,13 @@ def eager(conversion, local, gradient, mesh):
         return moved.to_local(), None
     (came,) = torch.autograd.grad(moved, value, wrap(gradient, conversion.shape, mesh, conversion.gradient))
     assert tuple(came.placements) == tuple(Replicate() if p.is_partial() else p for p in conversion.source)
-    return moved.detach().to_local(), came.to_local()
+    scale = shares(mesh, conversion.target) / shares(mesh, conversion.source)
+    return moved.detach().to_local(), came.to_local().mul_(scale)
+
+
+def shares(mesh, placements):
+    """Of how many local values a value is the mean: the gradient of each is that part of the gradient of the mean."""
+    return math.prod(mesh.size(axis) for axis, placement in enumerate(placements) if placement == Partial("avg"))
 
 
 def static(conversion, local, gradient, mesh):
