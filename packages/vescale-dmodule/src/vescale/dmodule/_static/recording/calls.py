@@ -110,6 +110,7 @@ class CallRecorder(TorchFunctionMode):
         super().__init__()
         self._names, self._mesh, self._islands, self._keeps = names, mesh, islands or {}, islands is None
         self._calls: dict[ModuleCall, list[RecordedOperator]] = {}
+        self._first: dict[str, int] = {}  # number of the first call of each module
         self._communicates = False
         self._begun: tuple[list[int], list[Place]] = [], []  # sequence numbers at the begin of each call
         self.drawn: dict[str, list[RecordedOperator]] = {}
@@ -136,7 +137,7 @@ class CallRecorder(TorchFunctionMode):
         operator.written = tuple(i for i, t in enumerate(operands) if _version(t) != versions[i])
         if place is not None:
             self._calls.setdefault(self._names.path[-1], []).append(operator)
-            if self._keeps:
+            if self._keeps and not self._names.path[-1].is_repeat:
                 self.kept[place] = self._kept(operator, leaves, operands, result)
         if operator.draws or isinstance(kwargs.get("generator"), torch.Generator):
             self.drawn.setdefault(self._names.running, []).append(operator)
@@ -159,10 +160,12 @@ class CallRecorder(TorchFunctionMode):
             yield
 
     def _place(self) -> Place | None:
+        """Return the place of the next call; in a recomputation that of the call which it repeats."""
         if not self._names.path:
             return None
         call = self._names.path[-1]
-        place = call.number, len(self._calls.get(call, ()))
+        first = self._first.setdefault(call.name, call.number)  # all calls of a recomputed module agree
+        place = first if call.is_repeat else call.number, len(self._calls.get(call, ()))
         if self._keeps:
             self._begun[0].append(extension.sequence_number())
             self._begun[1].append(place)
