@@ -149,6 +149,26 @@ def test_on_two_axes_and_uneven_shards():
             assert_same(train(model), train(build(body, **sizes)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ranks(2)
+def test_in_other_dtypes(dtype):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = X.to(dtype)
+    for body in BODIES:
+        eager, static = (
+            parallelize_module(build(body).to(dtype), mesh, PLAN, mode=mode, allow_implicit=True)
+            for mode in ("eager", "static")
+        )
+        for model in (eager, static):
+            torch.manual_seed(1)
+            model(x).square().sum().backward()
+        for (name, expected), (_, actual) in zip(eager.named_parameters(), static.named_parameters(), strict=True):
+            if expected.grad is not None:
+                scale = gather_full(expected.grad).abs().max()
+                difference = (gather_full(actual.grad) - gather_full(expected.grad)).abs().max()
+                assert difference <= 8 * torch.finfo(dtype).eps * scale, (body.__name__, name, difference / scale)
+
+
 @ranks(2)
 def test_only_islands_communicate():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

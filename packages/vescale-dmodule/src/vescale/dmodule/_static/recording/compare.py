@@ -77,13 +77,19 @@ def _same_gradient(actual: Tensor | None, expected: Tensor | None) -> bool:
     return actual.shape == expected.shape and is_close(actual, expected)
 
 
-def is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Return whether two values are equal up to rounding errors."""
+def is_close(actual: Tensor, expected: Tensor, bound: float | None = None) -> bool:
+    """Return whether two values are equal up to rounding errors.
+
+    Args:
+        actual: the value.
+        expected: a value of the same shape and dtype.
+        bound: of the difference, relative to the largest element; by default that of a sum of many terms.
+    """
     if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
         return torch.equal(actual, expected)
     if expected.numel() == 0:
         return True
-    bound = 32 * torch.finfo(expected.dtype).eps ** 0.75
+    bound = 32 * torch.finfo(expected.dtype).eps ** 0.75 if bound is None else bound
     scale = torch.nan_to_num(expected, 0, 0, 0).abs().max()
     return torch.allclose(actual, expected, rtol=bound, atol=bound * float(scale), equal_nan=True)
 
