@@ -30,6 +30,9 @@ WRITES = {
     "flattened": lambda x: x.view(-1)[3:17].neg_(),
     "of a detached tensor": lambda x: x.detach()[4].zero_(),
     "a view of a view of a view": lambda x: x[1:4].t()[2][1:].mul_(-1),
+    "a part of a row": lambda x: x[3][1:].mul_(-1),
+    "a part of a part of rows": lambda x: x[1:4][1:, 2:5][1][1:].mul_(-1),
+    "an element of a row of rows": lambda x: x[2:].t()[3:][1][1:2].zero_(),
     "with a sharded value": lambda x: x[1:3].copy_(x[3:5] * 2),
     "twice": lambda x: (x[1].zero_(), x[1].add_(3), x[2:].sub_(1)),
     "in another dtype": lambda x: x[3].view(torch.int32)[:2].fill_(7),
@@ -50,6 +53,23 @@ READS = {
     "after a view of a view": lambda x, row: (part := x[1:4], x.add_(1), part[1][0].zero_(), part, row),
     "of another dtype": lambda x, row: (bits := row.view(torch.int32), x.mul_(2), bits),
     "of a detached tensor": lambda x, row: (row := x.detach()[3], x.mul_(2), row),
+    "after a part of it": lambda x, row: (row[1:].mul_(-1), x.add_(1), row),
+    "a part, after the tensor": lambda x, row: (part := row[1:4], x.mul_(2), part, row),
+    "a part, after the row": lambda x, row: (part := row[1:4], row.mul_(2), part, x[3]),
+    "a part of a row that is gone": lambda x, _: (part := x[2][1:], x.mul_(2), part.add_(1), x[2], part),
+}
+
+
+# where two axes shard two dims, a view of a view is a copy of a copy: `x[3]` is still sharded, and `x[3][1:]` is not
+PLACEMENTS = {
+    1: [(Shard(0),), (Shard(1),)],
+    2: [
+        (Shard(0), Shard(0)),
+        (Shard(1), Replicate()),
+        (Replicate(), Shard(0)),
+        (Shard(0), Shard(1)),
+        (Shard(1), Shard(0)),
+    ],
 }
 
 
@@ -66,7 +86,7 @@ def test_values_are_those_of_one_device():
             data = torch.arange(30, dtype=torch.float64).view(5, 6)
             expected = data.clone()
             write(expected)
-            for placements in ((Shard(0),) * mesh.ndim, (Shard(1),) + (Replicate(),) * (mesh.ndim - 1)):
+            for placements in PLACEMENTS[mesh.ndim]:
                 sharded = distribute_tensor(data, mesh, placements)
                 write(sharded)
                 assert sharded.placements == placements
@@ -81,7 +101,7 @@ def test_views_are_read_after_later_writes():
             data = torch.arange(30, dtype=torch.float64).view(5, 6)
             whole = data.clone()
             expected = run(read, whole)
-            for placements in ((Shard(0),) * mesh.ndim, (Shard(0), Shard(1))[: mesh.ndim]):
+            for placements in PLACEMENTS[mesh.ndim]:
                 sharded = distribute_tensor(data, mesh, placements)
                 actual = run(read, sharded)
                 assert all(map(torch.equal, actual, expected)), (name, placements)
@@ -101,6 +121,50 @@ def test_ranks_may_forget_a_view_at_different_times():
     sharded.add_(1)  # rank 0 still holds the row, rank 1 does not
     gc.enable()
     assert sharded.full_tensor().sum() == 40
+
+
+@ranks(4)
+def test_ranks_may_forget_a_view_of_a_view_at_different_times():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sharded = distribute_tensor(torch.ones(5, 4), mesh, [Shard(0), Shard(1)])
+    cycle = [sharded[3], sharded[3][1:]]
+    cycle.append(cycle)
+    gc.disable()
+    del cycle
+    if mesh.get_local_rank("dp") == 1:
+        gc.collect()
+    sharded.add_(1)  # two ranks still hold the row and a part of another copy of it, two ranks hold neither
+    gc.enable()
+    assert sharded.full_tensor().sum() == 40
+
+
+@ranks(4)
+def test_a_view_keeps_the_memory_of_its_tensor():
+    """A write to a view of a tensor that is gone on some ranks gives the values of one device, on all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for placements in PLACEMENTS[2]:
+        sharded = distribute_tensor(torch.ones(5, 4), mesh, placements)
+        row = sharded[3]
+        cycle = [sharded]
+        cycle.append(cycle)
+        gc.disable()
+        del cycle, sharded
+        if mesh.get_local_rank("dp") == 1:
+            gc.collect()
+        row[1:].mul_(3)
+        gc.enable()
+        assert row.full_tensor().tolist() == [1, 3, 3, 3]
+
+
+@ranks(2)
+def test_conjugated_views():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = torch.randn(5, 4, dtype=torch.complex128)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    for x in (whole, sharded):
+        x.conj()[3].mul_(1j)
+        x.conj().imag[1].zero_()
+    assert torch.equal(sharded.full_tensor(), whole)
 
 
 @ranks(2)

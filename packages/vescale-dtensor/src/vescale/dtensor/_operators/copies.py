@@ -11,9 +11,21 @@ and the view does not see later writes to the tensor. This module records the me
 Views share memory, so strides, offset and dtype of a view give the position of its elements, however it was made, and
 a base is found by its memory, also if the DTensor that was indexed (``weight.detach()``) is gone.
 
+**A copy keeps the memory that it copies alive**, as a view does on one device: the copy's storage holds the other one.
+So the tensor behind a view that a program writes to is there on every rank. That matters most for a copy of a copy:
+where ``weight[3]`` is still sharded, ``weight[3][1:].zero_()`` writes through the row, which no program holds. Torch's
+rules decide where a view has to be a copy, and its versions decide differently. Copies form a tree; its root is the
+memory of a tensor::
+
+    weight ── copy behind weight[3] ── copy behind weight[3][1:]
+          └── copy behind weight[0]
+
+A write to a copy goes up to the root, and the present values go down to all others.
+
 **All ranks decide alike.** Whether a program still holds a copy depends on Python's garbage collector, which runs at
 another time on every rank. So before the copies of a written base are renewed, the ranks of the mesh reduce which of
-them any rank holds. The list of copies itself is equal on all ranks; it is shortened after such a reduction only.
+them any rank holds. The tree itself is equal on all ranks; it is pruned after such a reduction only. A rank that no
+longer holds a copy renews those below it from what it has gathered.
 
 Operators that write have our handlers only while there are bases with copies: the first copy installs the handlers, and
 they are removed with the last one. At all other times they cost the same as in stock torch.
@@ -22,7 +34,7 @@ they are removed with the last one. At all other times they cost the same as in 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,28 +60,38 @@ class _Memory:
         self.key = self.storage.cdata
         self.dtype, self.device = tensor.dtype, tensor.device
         self.place = tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
+        self.is_lazy = tensor.is_conj(), tensor.is_neg()
 
-    def tensor(self) -> Tensor | None:
-        """Return the tensor, or None if its storage is gone."""
-        storage = dispatch.storage_of(self.storage)
-        return (
-            None if storage is None else torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, *self.place)
-        )
+    def is_held(self) -> bool:
+        """Return whether anything on this rank refers to the storage."""
+        return not self.storage.expired()
+
+    def tensor(self, storage: torch.UntypedStorage | None = None) -> Tensor:
+        """Return the tensor, or the one at its place in another storage; its own one must be held."""
+        storage = dispatch.storage_of(self.storage) if storage is None else storage
+        tensor = torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, *self.place)
+        return dispatch.with_lazy_bits(tensor, *self.is_lazy)
 
 
 @dataclass(frozen=True, eq=False)
 class _Copy:
-    """A gathered copy: its memory, its placements, and the tensor that it is a copy of."""
+    """A gathered copy: its memory, its placements, and the tensor that it is a copy of.
+
+    Attributes:
+        outer: the copy in whose memory the base lies; None if the base lies in that of a tensor.
+        copies: the copies of tensors in this copy's memory.
+    """
 
     memory: _Memory
     placements: tuple[Placement, ...]
     base_memory: _Memory
     base_spec: dispatch.Spec
+    outer: _Copy | None
+    copies: list[_Copy] = field(default_factory=list)
 
-    def base(self) -> DTensor | None:
-        """Return the copied tensor, or None if nothing refers to its memory any more."""
-        local = self.base_memory.tensor()
-        return None if local is None else dispatch.from_spec(local, self.base_spec)
+    def base(self, storage: torch.UntypedStorage | None = None) -> DTensor:
+        """Return the copied tensor, with the values of its own memory or of another one."""
+        return dispatch.from_spec(self.base_memory.tensor(storage), self.base_spec)
 
     def gathered(self, base: DTensor, op: dispatch.Op | None) -> Tensor:
         """Return the present values of the base, in the placements of the copy and in memory of its own."""
@@ -80,6 +102,10 @@ class _Copy:
             )
         return moved
 
+    def path(self) -> list[_Copy]:
+        """Return the copies through which a write to this one reaches the tensor: itself first."""
+        return [self, *(() if self.outer is None else self.outer.path())]
+
 
 @dataclass(eq=False)
 class _Base:
@@ -89,7 +115,7 @@ class _Base:
     copies: list[_Copy] = field(default_factory=list)
 
 
-_BASES: dict[int, _Base] = {}  # by storage of the base
+_BASES: dict[int, _Base] = {}  # by storage of a tensor that is no copy
 _COPIES: dict[int, _Copy] = {}  # by storage of the copy
 
 # While our handlers are installed: the previous handlers of operators that write (None: stock rule).
@@ -104,13 +130,16 @@ def remember_copy(base: DTensor, placements: Sequence[Placement], local: Tensor)
         return
     if is_tracing():  # a compiler sees values, and no memory
         return
-    if key not in _BASES:
+    dispatch.keep_alive(local, source)
+    outer = _COPIES.get(key)
+    if outer is None and key not in _BASES:
         _BASES[key] = _Base(dispatch.StorageWeakRef(source.untyped_storage()))
-    copy = _Copy(_Memory(local), tuple(placements), _Memory(source), dispatch.spec(base))
-    _BASES[key].copies.append(copy)
+    copy = _Copy(_Memory(local), tuple(placements), _Memory(source), dispatch.spec(base), outer)
+    (_BASES[key] if outer is None else outer).copies.append(copy)
     _COPIES[copy.memory.key] = copy
-    if len(_BASES[key].copies) > MAX_COPIES:
-        _keep_held(_BASES[key], copy)
+    root = _BASES[copy.path()[-1].base_memory.key]
+    if len(list(_below(root))) > MAX_COPIES:
+        _keep_held(root, copy.path())
     _watch()
 
 
@@ -160,18 +189,20 @@ def _write(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     written = [tensor for tensor in written_arguments(op, args, kwargs) if isinstance(tensor, DTensor)]
     keys = set(map(_key, written))
     views = [(tensor, _COPIES[_key(tensor)]) for tensor in written if _key(tensor) in _COPIES]
-    if keys & {copy.base_memory.key for _, copy in views}:
+    above = {each.base_memory.key for _, copy in views for each in copy.path()}
+    if keys & above:
         raise UnsupportedOperator.for_operands(
             op, written[:2], "it writes to a tensor and to a view of it, which is a copy here: use two operators"
         )
-    gathered = [_renew(copy, op) for _, copy in views]
+    gathered = [_refresh(copy, op) for _, copy in views]
     result = run(op, args, kwargs)
     for number, (view, copy) in enumerate(views):
         # the views of one base are written one after another, each to what the others have written
-        keys |= _deliver(dispatch.local_tensor(view), copy, gathered[0] if number == 0 else None)
-    up_to_date = views[0][1] if len(views) == 1 else None
-    for base in [base for key, base in _BASES.items() if key in keys]:
-        _renew_copies(base, up_to_date)
+        _deliver(dispatch.local_tensor(view), copy, gathered[0] if number == 0 else _gathered_again(copy))
+    up_to_date = views[0][1].path() if len(views) == 1 else []
+    for base in [base for key, base in _BASES.items() if key in keys | above]:
+        _keep_held(base, up_to_date)
+        _renew(base, None, up_to_date)
     if not _BASES:
         forget_copies()
     return result
@@ -185,65 +216,81 @@ def _forget_freed() -> None:
     """Forget bases whose memory is free, to which no program can write, and do not take a copy's memory for another."""
     for key in [key for key, base in _BASES.items() if base.storage.expired()]:
         del _BASES[key]
-    for key in [key for key, copy in _COPIES.items() if copy.memory.storage.expired()]:
+    for key in [key for key, copy in _COPIES.items() if not copy.memory.is_held()]:
         del _COPIES[key]
 
 
-def _renew(copy: _Copy, op: dispatch.Op | None) -> Tensor | None:
-    """Gather the present values of a copy's base into the copy; return them, or None if the base is gone."""
-    outer = _COPIES.get(copy.base_memory.key)
-    if outer is not None:  # a copy of a view of a copy
-        _renew(outer, op)
-    base, memory = copy.base(), copy.memory.tensor()
-    if base is None:
-        return None
-    moved = copy.gathered(base, op)
-    if memory is not None:
-        memory.copy_(moved)
-    return moved
+def _refresh(copy: _Copy | None, op: dispatch.Op | None) -> list[Tensor]:
+    """Gather present values into the copies on the way to a copy, which are held; return them, the innermost first."""
+    gathered: list[Tensor] = []
+    for each in reversed([] if copy is None else copy.path()):
+        gathered.insert(0, each.gathered(each.base(), op))
+        each.memory.tensor().copy_(gathered[0])
+    return gathered
 
 
-def _deliver(written: Tensor, copy: _Copy, gathered: Tensor | None) -> set[int]:
-    """Write the elements of ``written``, a view of a copy's memory, to the tensor that was copied.
+def _gathered_again(copy: _Copy) -> list[Tensor]:
+    """Return the same, and leave in the copy itself what has been written to it."""
+    outer = _refresh(copy.outer, None)
+    return [copy.gathered(copy.base(), None), *outer]
 
-    Returns:
-        The storages that were written: that of the copied tensor, and of the tensor that it is a copy of, if it is one.
+
+def _deliver(written: Tensor, copy: _Copy, gathered: list[Tensor]) -> None:
+    """Write the elements of ``written``, a view of a copy's memory, to the tensor that was copied, up to the root.
+
+    Args:
+        written: a view of the copy's memory.
+        copy: where it is written.
+        gathered: the values of the copies on the way, before the write, in memory of their own; the innermost first.
     """
-    base = copy.base()
-    if base is None:
-        return set()
-    whole = copy.gathered(base, None) if gathered is None else gathered
-    dispatch.same_place(whole, written).copy_(dispatch.as_stored(written))
-    moved = dispatch.wrap(whole, base.device_mesh, copy.placements, base)
-    local = dispatch.local_tensor(base)
-    local.copy_(dispatch.redistributed(moved, dispatch.placements_of(base), for_op=None))
-    outer = _COPIES.get(copy.base_memory.key)
-    return {copy.base_memory.key} | (set() if outer is None else _deliver(local, outer, None))
+    for each, whole in zip(copy.path(), gathered, strict=True):
+        base = each.base()
+        dispatch.same_place(whole, written).copy_(dispatch.as_stored(written))
+        moved = dispatch.wrap(whole, base.device_mesh, each.placements, base)
+        written = dispatch.local_tensor(base)
+        written.copy_(dispatch.redistributed(moved, dispatch.placements_of(base), for_op=None))
 
 
-def _renew_copies(base: _Base, up_to_date: _Copy | None) -> None:
-    """Gather the present values into the copies of a base but one, and into the copies of these."""
-    for copy in _keep_held(base, up_to_date):
-        if copy is not up_to_date:
-            _renew(copy, None)
-            if (inner := _BASES.get(copy.memory.key)) is not None:
-                _renew_copies(inner, None)
+def _renew(above: _Base | _Copy, storage: torch.UntypedStorage | None, up_to_date: Collection[_Copy]) -> None:
+    """Gather the present values of a memory into its copies and into the copies of these, but for those up to date.
+
+    Args:
+        above: the tensor or copy whose copies are renewed.
+        storage: its values, if its own memory may not be held on this rank.
+        up_to_date: copies with the present values; they are held on all ranks.
+    """
+    for copy in above.copies:
+        if copy in up_to_date:
+            _renew(copy, None, up_to_date)
+            continue
+        moved = copy.gathered(copy.base(storage), None)
+        if copy.memory.is_held():
+            copy.memory.tensor().copy_(moved)
+        _renew(copy, moved.untyped_storage(), up_to_date)
 
 
-def _keep_held(base: _Base, known: _Copy | None) -> list[_Copy]:
-    """Forget the copies of ``base`` that no rank holds, and return the others; every rank holds ``known``."""
-    asked = [copy for copy in base.copies if copy is not known]
-    held = _held_anywhere(asked) if asked else set()
-    base.copies = [copy for copy in base.copies if copy is known or copy in held]
+def _below(above: _Base | _Copy) -> Iterator[_Copy]:
+    """Yield all copies of a memory, those of copies too, in the same order on every rank."""
+    for copy in above.copies:
+        yield copy
+        yield from _below(copy)
+
+
+def _keep_held(base: _Base, known: Collection[_Copy]) -> None:
+    """Forget the copies of ``base`` that no rank holds; every rank holds those in ``known``."""
+    asked = [copy for copy in _below(base) if copy not in known]
+    held = {*known, *_held_anywhere(asked)}
+    for above in [base, *_below(base)]:
+        above.copies[:] = [copy for copy in above.copies if copy in held]
     if not base.copies:
         _BASES.pop(base.storage.cdata, None)
-    return list(base.copies)
 
 
-def _held_anywhere(copies: list[_Copy]) -> set[_Copy]:
-    mesh = copies[0].base_spec.mesh
-    device = copies[0].base_memory.device
-    votes = torch.tensor([int(not copy.memory.storage.expired()) for copy in copies], device=device)
-    ballot = dispatch.wrap(votes, mesh, [Partial("max")] * mesh.ndim, votes)
-    counted = dispatch.redistributed(ballot, [Replicate()] * mesh.ndim, for_op=None).tolist()
-    return {copy for copy, is_held in zip(copies, counted, strict=True) if is_held}
+def _held_anywhere(copies: Sequence[_Copy]) -> Iterator[_Copy]:
+    """Yield the copies that a rank of their mesh holds; it then holds those that they are copies of, too."""
+    for mesh in dict.fromkeys(copy.base_spec.mesh for copy in copies):
+        asked = [copy for copy in copies if copy.base_spec.mesh == mesh]
+        votes = torch.tensor([int(copy.memory.is_held()) for copy in asked], device=asked[0].base_memory.device)
+        ballot = dispatch.wrap(votes, mesh, [Partial("max")] * mesh.ndim, votes)
+        counted = dispatch.redistributed(ballot, [Replicate()] * mesh.ndim, for_op=None).tolist()
+        yield from (copy for copy, is_held in zip(asked, counted, strict=True) if is_held)

@@ -1,6 +1,6 @@
 """Operators, their dispatch, and the local parts of DTensors.
 
-Everything here exists in torch 2.11 to 2.13 with the same meaning; differences between versions are bridged here.
+Everything here exists in torch 2.11 to 2.14 with the same meaning; differences between versions are bridged here.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ __all__ = [
     "is_random",
     "is_strided_shard",
     "is_view",
+    "keep_alive",
     "local_box",
     "local_tensor",
     "operators",
@@ -249,6 +250,14 @@ def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     return None if reference.expired() else torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
+def keep_alive(holder: Tensor, kept: Tensor) -> None:
+    """Let the memory of one tensor hold that of another, as long as anything refers to the first.
+
+    A storage has one Python object as long as it lives, and with it that object's attributes.
+    """
+    holder.untyped_storage().kept_alive = kept.untyped_storage()
+
+
 def same_place(memory: Tensor, view: Tensor) -> Tensor:
     """Return the elements of ``memory`` at the place, and of the dtype, that ``view`` has in its own storage."""
     place = torch.empty(0, dtype=view.dtype, device=view.device)
@@ -259,6 +268,12 @@ def as_stored(view: Tensor) -> Tensor:
     """Return the values that the memory of a view holds: not conjugated, not negated."""
     view = torch._neg_view(view) if view.is_neg() else view
     return view.conj() if view.is_conj() else view
+
+
+def with_lazy_bits(stored: Tensor, is_conj: bool, is_neg: bool) -> Tensor:
+    """Return a view of what memory holds that is conjugated, or negated, when it is read."""
+    stored = stored.conj() if is_conj else stored
+    return torch._neg_view(stored) if is_neg else stored
 
 
 def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: Op | None) -> Tensor:
