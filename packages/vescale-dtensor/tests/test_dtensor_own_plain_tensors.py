@@ -70,6 +70,17 @@ class Scaled(torch.autograd.Function):
         return grad * torch.ones(ctx.shape, dtype=torch.float64)
 
 
+class ScaledBoxed(Scaled):
+    """The same, with its gradients in a list."""
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (grad,) = grads[0] if isinstance(grads[0], list) else grads
+        return grad * torch.ones(ctx.shape, dtype=torch.float64)
+
+
 @ranks(2)
 def test_plain_tensors_of_the_program_are_refused():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -77,8 +88,9 @@ def test_plain_tensors_of_the_program_are_refused():
     x = distribute_tensor(whole.detach(), mesh, [Shard(1)]).requires_grad_()
     with pytest.raises((NotImplementedError, RuntimeError), match="got mixed"):
         torch.quantile(x, torch.tensor([0.1, 0.2], dtype=torch.float64), dim=1) + 0
-    with pytest.raises(RuntimeError, match="got mixed"):
-        Scaled.apply(x).sum().backward()
+    for function in (Scaled, ScaledBoxed):
+        with pytest.raises(RuntimeError, match="got mixed"):
+            function.apply(x).sum().backward()
     with pytest.raises(RuntimeError, match="got mixed"):
         x + torch.ones(4, 6, dtype=torch.float64)
 

@@ -38,11 +38,12 @@ from ._placements.hooks import (
     redistribute_shards,
     refuse_to_guess,
 )
+from ._placements.interleaved import keep_interleaved
 from ._placements.redistribute import shard_gradient
 from ._placements.rules import decide
 from ._placements.types import InterleavedShard, RaggedShard
 from ._random.rules import handlers
-from ._random.stock.fills import draw_as_one_device
+from ._random.stock.factories import make_as_one_device
 from ._torch import decisions, patches, plain
 from .debug._repr import repr_with_layout
 
@@ -106,8 +107,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         "random factories",
         "random",
-        "torch.distributed.tensor.rand and randn draw on the shard, and not at all on the CPU",
-        patches.random_factories(draw_as_one_device),
+        "torch.distributed.tensor.rand draws on the shard, not at all on the CPU; its linspace divides each shard anew",
+        patches.random_factories(make_as_one_device),
     ),
     Row(
         "operators",
@@ -155,7 +156,7 @@ ROWS: tuple[Row, ...] = (
         "rules of placements",
         "placements",
         "torch has no rules for operators on ragged shards and wrong ones for interleaved shards",
-        patches.RulePatch(patches.PropagationRule(before=decide), order=1),
+        patches.RulePatch(patches.PropagationRule(before=decide, names=keep_interleaved), order=1),
     ),
     Row(
         "redistribute_local_tensor",

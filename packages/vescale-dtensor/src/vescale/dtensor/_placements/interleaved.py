@@ -9,7 +9,8 @@ rank holds its strips of Q, of K and of V. Splitting into the parts gives each r
 Torch's rules would gather first. Indexing (``y[..., :n]``) follows the same rule. A section of several parts (grouped
 queries: Q is several times as wide as K) stays interleaved. The backward joins the gradients by the inverse operation.
 
-All other operators on interleaved tensors run by torch's rules for strided shards.
+All other operators on interleaved tensors run by torch's rules for strided shards. Those return strided shards for
+interleaved ones, from torch 2.14 on also where nothing changes (``detach``); `keep_interleaved` gives them their class.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from .._containers import tensors_in
 from .._torch.dispatch import Op, wrap
-from .._torch.placements import StridedShard, backward_operator, local_of
+from .._torch.placements import DTensorSpec, StridedShard, backward_operator, local_of
 from .types import InterleavedShard
 
-__all__ = ["run_interleaved"]
+__all__ = ["keep_interleaved", "run_interleaved"]
 
 aten = torch.ops.aten
 
@@ -42,6 +44,22 @@ def run_interleaved(op: Op, args: tuple, kwargs: dict) -> object:
     if op is aten.cat.default and backward_operator() in ("Split", "SplitWithSizes"):
         return _cat(*_named(args, kwargs, ("tensors", "dim")))
     return None
+
+
+def keep_interleaved(args: tuple, kwargs: dict, spec: DTensorSpec) -> tuple[Placement, ...]:
+    """Return the placements of a result, interleaved where torch's rules return the strided shards of an operand."""
+    if not any(type(placement) is StridedShard for placement in spec.placements):
+        return spec.placements
+    operands = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, DTensor)]
+    known = {(a, p.k) for t in operands for a, p in enumerate(t.placements) if isinstance(p, InterleavedShard)}
+
+    def keep(axis: int, placement: Placement) -> Placement:
+        if type(placement) is not StridedShard or (axis, placement.split_factor) not in known:
+            return placement
+        size = spec.tensor_meta.shape[placement.dim] if spec.tensor_meta is not None else 1
+        return placement if size % placement.split_factor else InterleavedShard(placement.dim, placement.split_factor)
+
+    return tuple(keep(axis, placement) for axis, placement in enumerate(spec.placements))
 
 
 def _named(args: tuple, kwargs: dict, names: Sequence[str]) -> tuple:

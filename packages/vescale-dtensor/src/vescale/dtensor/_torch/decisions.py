@@ -30,7 +30,7 @@ class CacheKeyPatch:
         self.stock: list[tuple[dict, Op, object]] = []  # table, operator, entry; None where there was none
 
     def install(self) -> None:
-        """Replace the entries of the operators; an operator with a rule and without an entry gets one."""
+        """Replace the entries of the operators; an operator without an entry gets one, whatever kind of rule it has."""
         if self.stock:
             return
         propagator = DTensor._op_dispatcher.sharding_propagator
@@ -41,7 +41,7 @@ class CacheKeyPatch:
                 entry = table[op]
                 self.stock.append((table, op, entry))
                 table[op] = dataclasses.replace(entry, static_argnum=min(position, entry.static_argnum))
-            if not known and op in propagator.op_strategy_funcs:
+            if not known and op is not None:
                 self.stock.append((tables[0], op, None))
                 tables[0][op] = RuntimeSchemaInfo(position)
 

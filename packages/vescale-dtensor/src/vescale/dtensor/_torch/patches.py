@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, _api, _dispatch, _redistribute
+from torch.distributed.tensor import DTensor, Partial, Placement, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor.parallel import loss as loss_parallel
@@ -308,12 +308,15 @@ class PropagationRule:
         on_error: ``on_error(op, args, kwargs)`` returns the result if stock propagation raises an error.
         after: ``after(op, args, kwargs, decision)`` returns None to accept the stock decision, or a function that
             computes the result in another way.
+        names: ``names(args, kwargs, spec)`` returns the placements of a result of an accepted decision, whose spec is
+            given; they describe the same layout as those of the spec.
     """
 
     arguments: Callable[[Op, tuple, dict], tuple[tuple, dict]] | None = None
     before: Callable[[Op, tuple, dict, object], object] | None = None
     on_error: Callable[[Op, tuple, dict], object] | None = None
     after: Callable[[Op, tuple, dict, Decision], Callable[[], object] | None] | None = None
+    names: Callable[[tuple, dict, DTensorSpec], tuple[Placement, ...]] | None = None
 
 
 _RULES: list[RulePatch] = []  # the rules in force, in the order of their calls
@@ -346,9 +349,20 @@ def _propagation(stock: Callable) -> Callable:
         for review in (rule.after for rule in rules if rule.after is not None):
             if (instead := review(op, args, kwargs, decision)) is not None:
                 return instead()
+        for name in (rule.names for rule in rules if rule.names is not None):
+            sharding.output_spec = _named(functools.partial(name, args, kwargs), sharding.output_spec)
         return sharding
 
     return propagate
+
+
+def _named(name: Callable[[DTensorSpec], tuple[Placement, ...]], spec: object) -> object:
+    """Return a spec, or several, with the placements that ``name`` gives."""
+    if isinstance(spec, tuple | list):
+        return type(spec)(_named(name, each) for each in spec)
+    if not isinstance(spec, DTensorSpec) or (placements := name(spec)) is spec.placements:
+        return spec
+    return dataclasses.replace(spec, placements=placements)
 
 
 def _rewritten(rewrite: Callable, op: Op, args: tuple, kwargs: dict, op_info: object) -> tuple[tuple, dict]:

@@ -49,8 +49,11 @@ class PlainOperandsPatch:
         self._lock = threading.Lock()
         self._patches = [
             AttributePatch((torch.autograd, torch.autograd.graph), "_engine_run_backward", self._in_pass),
-            AttributePatch((torch.autograd.function.BackwardCFunction,), "apply", self._in_own_function),
         ]
+        for name in ("apply", "apply_boxed"):  # the second with gradients in a list, not in every version
+            if hasattr(torch.autograd.function.BackwardCFunction, name):
+                owner = torch.autograd.function.BackwardCFunction
+                self._patches.append(AttributePatch((owner,), name, self._in_own_function))
         for name in FUNCTIONS:
             for owner in (torch, Tensor):
                 if hasattr(owner, name):

@@ -8,9 +8,6 @@ factory         ``rand randn randint normal`` in a local batch  a fill of a new 
 sized out       ``rand.out randint.out …``                      a fill of ``out``, which must have that size
 out             every other ``.out`` of an operator above       the operator, then a copy
 ==============  ==============================================  ================================================
-
-``torch.distributed.tensor.rand`` and ``randn`` are fills, too (`draw_as_one_device`). Stock torch draws them on the
-shard, on CUDA from an offset of its own, and raises on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from ...errors import UnsupportedRandomOperator
 from ..global_position import local_of, position_of
 from .draw import PIECEWISE_OPS, draw_into
 
-__all__ = ["check_out", "copy_to_out", "draw_as_one_device", "empty_like", "fill", "fill_handlers", "wrapped_like"]
+__all__ = ["UNIFORM", "check_out", "copy_to_out", "empty_like", "fill", "fill_handlers", "wrapped_like"]
 
 aten = torch.ops.aten
 
@@ -243,18 +240,3 @@ def copy_to_out(result: Tensor, out: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------- factories
-
-
-def draw_as_one_device(stock: Callable) -> Callable:
-    """Return the function behind both factories of ``torch.distributed.tensor`` that draws by the rules for fills."""
-
-    @functools.wraps(stock)
-    def helper(init_op: Callable, *args: object, **kwargs: object) -> DTensor:
-        if init_op not in (torch.rand, torch.randn) or UNIFORM not in dispatch.handler_table():  # other, or disabled
-            return stock(init_op, *args, **kwargs)
-        tensor = stock(torch.empty, *args, **kwargs)
-        with torch.no_grad():
-            tensor.uniform_() if init_op is torch.rand else tensor.normal_()
-        return tensor
-
-    return helper
