@@ -1,9 +1,10 @@
 """The one place that knows how to run anything. `nox -l` lists what there is; `CONTRIBUTING.md` says when to use what.
 
-Everything runs against built wheels, never against the source tree. Two kinds of environment, under `.nox/`:
+Everything runs against built wheels, never against the source tree. Three kinds of environment, under `.nox/`:
 
 - `unit(PACKAGE)` and `floor(PACKAGE)` have one each: the package's wheel, what it declares, and no other part of us;
-- `composed` holds all packages together and serves the suites of `tests/`, the documentation, recipes and benchmarks.
+- `composed` holds all packages together and serves the suites of `tests/`, the documentation, recipes and benchmarks;
+- `newest` holds all packages together with the newest torch of the declared range.
 
 An environment is kept between runs. It is made anew when `constraints.txt` or a `pyproject.toml` behind it changes; of
 our own wheels only those whose content changed are installed again (hatchling builds are reproducible, so equal sources
@@ -200,12 +201,25 @@ def floor(session: nox.Session, package: str) -> None:
     """Test one package with the lowest versions that it declares."""
     pins = floor_pins(session, PROJECTS[package])
     start_environment(session, [*family(package), TESTING], *pins)
-    names = {requirement_name(pin) for pin in pins}
-    kept = [line for line in CONSTRAINTS.read_text().splitlines() if line.split("==")[0] not in names]
-    constraints = Path(session.create_tmp(), "constraints.txt").resolve()
-    constraints.write_text("\n".join([*kept, *pins]) + "\n")
+    constraints = constraints_without(session, {requirement_name(pin) for pin in pins}, *pins)
     install(session, family(package), *pins, constraints=constraints)
     run_unit_tests(session, package, constraints=constraints)
+
+
+@nox.session(default=False)
+def newest(session: nox.Session) -> None:
+    """Run the unit tests of all packages with the newest torch that they declare; all else as in constraints.txt."""
+    names = [*PACKAGES, TESTING]
+    constraints = constraints_without(session, {"torch"})
+    start_environment(session, names, "newest torch")
+    (torch,) = {r for project in PROJECTS.values() for r in project.requirements if requirement_name(r) == "torch"}
+    # asked each time, since a newer one may be there; on Linux the CUDA build, gigabytes of it, if pip finds no other
+    session.install("--quiet", "--upgrade", "--constraint", str(constraints), torch)
+    install(session, names, *all_test_requirements(), constraints=constraints)
+    session.run("python", "tools/check_environment.py", *PACKAGES, env=RUN_ENV)
+    session.run("python", "-c", "import torch; print('torch', torch.__version__)", env=RUN_ENV)
+    folders = [relative(project.folder / "tests") for project in PROJECTS.values()]
+    session.run("pytest", *AT_A_TIME, *folders, *session.posargs, env=RUN_ENV)
 
 
 @nox.session(default=False)
@@ -305,6 +319,14 @@ def dev(session: nox.Session) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- helpers
+
+
+def constraints_without(session: nox.Session, names: set[str], *pins: str) -> Path:
+    """Write ``constraints.txt`` with other ``pins``, or none, in place of those of ``names``; return the file."""
+    kept = [line for line in CONSTRAINTS.read_text().splitlines() if line.split("==")[0] not in names]
+    constraints = Path(session.create_tmp(), "constraints.txt").resolve()
+    constraints.write_text("\n".join([*kept, *pins]) + "\n")
+    return constraints
 
 
 def floor_pins(session: nox.Session, project: Project) -> list[str]:

@@ -3,7 +3,7 @@
 The tools, the noxfile and the tests of the repository ask this module which distributions exist, what each declares
 and who depends on whom. Pure functions over text; the standard library is all it needs.
 
-    vescale-dmodule 0.1.0   imports vescale.dmodule   siblings {vescale-dtensor}   requirements (torch>=2.11,)
+    vescale-dmodule 0.1.0   imports vescale.dmodule   siblings {vescale-dtensor}   requirements (torch>=2.11,<2.15)
 """
 
 import re
@@ -55,7 +55,7 @@ def requirement_name(requirement: str) -> str:
     """Return the normalized distribution name at the head of a requirement string."""
     match = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", requirement)
     if not match:
-        raise ValueError(f"not a requirement: {requirement!r}; expected a name first, as in 'torch>=2.11'")
+        raise ValueError(f"not a requirement: {requirement!r}; expected a name first, as in 'torch>=2.11,<2.15'")
     return re.sub(r"[-_.]+", "-", match[0]).lower()
 
 

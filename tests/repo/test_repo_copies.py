@@ -7,6 +7,7 @@ from projects import ROOT
 COPIES = {
     "_checked.py": ("vescale-dtensor", "vescale-ckpt", "vescale-pipe", "vescale-plan"),
     "_lost_ranks.py": ("vescale-dtensor", "vescale-ckpt", "vescale-pipe"),
+    "_torch_range.py": ("vescale-dtensor", "vescale-ckpt", "vescale-pipe", "vescale-plan"),
     "_typed_json.py": ("vescale-ckpt", "vescale-pipe", "vescale-plan"),
 }
 

@@ -80,6 +80,19 @@ def test_every_third_party_dependency_has_a_floor_and_a_constraint(name):
         assert requirement_name(requirement) in constrained, f"constraints.txt pins no {requirement}"
 
 
+def test_every_package_declares_one_range_of_torch_and_says_so():
+    """The bound is above the last version that was tested; a newer torch would change values without an error."""
+    projects = [*PROJECTS.values(), read_project(ROOT / "testing")]
+    (declared,) = {r for project in projects for r in project.requirements if requirement_name(r) == "torch"}
+    low, high = re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", declared).groups()
+    source = (ROOT / "packages/vescale-dtensor/src/vescale/dtensor/_torch_range.py").read_text()
+    first, last = re.search(r'^TESTED = \("2\.(\d+)", "2\.(\d+)"\)$', source, re.MULTILINE).groups()
+    assert int(low) <= int(first) < int(last) == int(high) - 1
+    text = f"It needs Python 3.11 or later and torch 2.{low} to 2.{last}; it is tested with 2.{first} and 2.{last}."
+    missing = [name for name, project in PROJECTS.items() if text not in (project.folder / "README.md").read_text()]
+    assert missing == [], text
+
+
 def test_constraints_are_exact():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
     assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==\S+", line)] == []

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vescale.dtensor._random.cuda_replay import replay_bernoulli, replay_fill, replay_native_dropout
 from vescale.dtensor._random.cuda_replay import selftest as _selftest
+from vescale_testing import ranks
 
 spec = importlib.util.spec_from_file_location("simulated_cuda", Path(__file__).with_name("simulated_cuda.py"))
 simulated_cuda = importlib.util.module_from_spec(spec)
@@ -216,6 +217,7 @@ def test_out_of_memory_is_no_answer():
         assert fill(backend)
 
 
+@ranks(1)  # fake tensors add a device to a process whose torch knows CUDA; autograd could not be forked after that
 def test_what_is_left_to_the_native_operator():
     backend = Simulated()
     assert not fill(backend, numel=12)  # one launch draws it all

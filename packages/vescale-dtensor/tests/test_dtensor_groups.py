@@ -15,7 +15,8 @@ MEMBERS = [0, 1, 3]
 
 @ranks(4)
 def test_members_that_know_different_groups():
-    dist.new_group([0])  # torch counts it on rank 0 only
+    dist.new_group([0])  # torch counts it on rank 0 only, before 2.14
+    dist.new_group([0], use_local_synchronization=True)  # and this one in every version
     if dist.get_rank() not in MEMBERS:
         return
     group = group_of_ranks([3, 0, 1])
@@ -65,7 +66,7 @@ def test_a_group_for_a_purpose():
 @ranks(4)
 def test_stock_names_differ():
     """Stock makes the same group under two names, and its members wait for each other."""
-    dist.new_group([0])
+    dist.new_group([0], use_local_synchronization=True)  # no version of torch counts it on the other ranks
     if dist.get_rank() in MEMBERS:
         with pytest.raises(RuntimeError):
             dist.new_group(MEMBERS, use_local_synchronization=True, timeout=timedelta(seconds=1))

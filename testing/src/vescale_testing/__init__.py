@@ -6,6 +6,7 @@ from vescale_testing.gather import gather_full, gather_named, gather_state
 from vescale_testing.late import ask_again, begin_late
 from vescale_testing.memory import held_bytes, settled_bytes
 from vescale_testing.ranks import RankFailure, ranks, run_ranks
+from vescale_testing.versions import torch_is_before, warnings_at_import
 
 __all__ = [
     "RankFailure",
@@ -22,4 +23,6 @@ __all__ = [
     "ranks",
     "run_ranks",
     "settled_bytes",
+    "torch_is_before",
+    "warnings_at_import",
 ]

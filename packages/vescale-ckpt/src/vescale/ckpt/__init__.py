@@ -21,6 +21,7 @@ from ._format.inspect import read_manifest, verify
 from ._format.manifest import Manifest, Piece, StoredTensor, TensorMeta
 from ._load.load import load
 from ._save.save import save
+from ._torch_range import warn_if_untested
 
 __all__ = [
     "Box",
@@ -34,3 +35,5 @@ __all__ = [
     "save",
     "verify",
 ]
+
+warn_if_untested()

@@ -1,4 +1,4 @@
-"""The only module of this package with private names of torch (2.11 to 2.13).
+"""The only module of this package with private names of torch (2.11 to 2.14).
 
 ``default_store`` is the store by which the processes found each other. ``dtensor_box`` is the box of a DTensor's shard.
 

@@ -15,6 +15,7 @@ from ._install import disabled, register
 from ._operators.strict import ImplicitRedistributionError, strict
 from ._placements import InterleavedShard, RaggedShard
 from ._placements.redistribute import distribute_tensor
+from ._torch_range import warn_if_untested
 from .errors import UnsupportedOperator, UnsupportedPlacement, UnsupportedRandomOperator
 
 __all__ = [
@@ -42,4 +43,5 @@ __all__ = [
     "strict",
 ]
 
+warn_if_untested()
 register()

@@ -1,6 +1,6 @@
 """The only file of ``vescale.optim`` with private names of torch, and the only one that depends on torch versions.
 
-Everything here exists in torch 2.11 to 2.13 with the same meaning. Differences between versions are handled only here.
+Everything here exists in torch 2.11 to 2.14 with the same meaning. Differences between versions are handled only here.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from ._schedule.draw import draw, format_table
 from ._schedule.simulate import Costs, Simulation, simulate
 from ._stages.split import SplitError, StageSplit, split_units
 from ._stages.stub import Stub
+from ._torch_range import warn_if_untested
 from .engine import PipelineEngine
 from .plan import PipelinePlan
 from .schedules import ScheduleError, gpipe, one_f_one_b, validate
@@ -41,3 +42,5 @@ __all__ = [
     "to_csv",
     "validate",
 ]
+
+warn_if_untested()

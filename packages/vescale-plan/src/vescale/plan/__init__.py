@@ -12,6 +12,7 @@ from ._memory import Layout, StageMemory, StateBytes, estimate_memory, model_sta
 from ._profile import ModelProfile, ParameterInfo, profile
 from ._search import NoPlanFitsError, generate_plan
 from ._table import Candidate
+from ._torch_range import warn_if_untested
 from .cluster import Cluster, Constraints
 from .plan import Plan
 
@@ -31,3 +32,5 @@ __all__ = [
     "model_state_bytes",
     "profile",
 ]
+
+warn_if_untested()

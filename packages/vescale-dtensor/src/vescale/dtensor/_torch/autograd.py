@@ -1,4 +1,4 @@
-"""Private names of autograd's gradient accumulation, for gradient receivers (torch 2.11 to 2.13)."""
+"""Private names of autograd's gradient accumulation, for gradient receivers (torch 2.11 to 2.14)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of torch 2.11 to 2.13 for placements, meshes and collectives, which redistribution uses."""
+"""Private names of torch 2.11 to 2.14 for placements, meshes and collectives, which redistribution uses."""
 
 from __future__ import annotations
 
