@@ -1,11 +1,14 @@
 """Plain tensors that torch's own formulas and functions make are equal on all ranks and count as replicated.
 
 A plain tensor of the program may differ between the ranks and stays refused: in forward, beside the same functions, and
-in the backward of the program's own `autograd.Function`.
+in the backward of the program's own `autograd.Function`, and in gradient hooks.
 """
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils.checkpoint import checkpoint
 
 from vescale.dtensor import Replicate, Shard, disabled, distribute_tensor, init_device_mesh
 from vescale_testing import ranks
@@ -22,12 +25,20 @@ def twice(function):
     return second
 
 
+def causal_attention(x):
+    torch.manual_seed(3)
+    q = x.view(1, 1, 4, 6).repeat(2, 1, 1, 1)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.5)
+
+
 FUNCTIONS = {
     "prod": lambda x: x.prod(1),
     "mvlgamma": lambda x: torch.mvlgamma(x + 3, 3),
     "quantile": lambda x: (x.quantile(0.3), x.quantile(0.3, 1), torch.nanquantile(x, 0.4, 0)),
     "masked mean": lambda x: (torch.masked.mean(x, 1), torch.masked.mean(x, 1, mask=x > 1), torch.masked.var(x, 0)),
     "combinations": lambda x: torch.combinations(x[0]),
+    "powers": lambda x: [torch.vander(y, *n) for y in (x.detach()[0], x.detach()[:, 1]) for n in ((), (3, True), (1,))],
+    "causal attention": causal_attention,
     "second gradient of unbind": twice(lambda x: x.unbind(1)[0] * x.unbind(0)[1].sum()),
     "second gradient of split": twice(lambda x: x.split(2, 1)[0] * 3),
 }
@@ -101,3 +112,94 @@ def test_stock_torch_refuses_its_own():
     x = distribute_tensor(operand()[0].detach(), mesh, [Replicate()]).requires_grad_()
     with disabled("operators"), pytest.raises(RuntimeError, match="got mixed"):
         x.prod(1).sum().backward()
+
+
+def ones():
+    return torch.ones(4, 6, dtype=torch.float64)
+
+
+class Plain(torch.autograd.Function):
+    """Returns a plain gradient for a DTensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.ones(ctx.shape, dtype=grad.dtype)
+
+
+def hooked_tensor(x, hook):
+    y = x * 2
+    y.register_hook(hook)
+    y.square().sum().backward()
+
+
+def hooked_node(x, hook):
+    y = x * 2
+    y.grad_fn.register_prehook(lambda grads: (hook(grads[0]),))
+    y.square().sum().backward()
+
+
+def hooked_module(x, hook):
+    module = torch.nn.Tanh()
+    module.register_full_backward_hook(lambda _module, grads, _outputs: (hook(grads[0]),))
+    (module(x * 2) * 3).sum().backward()
+
+
+HOOKED = (hooked_tensor, hooked_node, hooked_module)
+
+
+@ranks(2)
+def test_plain_tensors_in_gradient_hooks_are_refused():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for run in HOOKED:
+        x = distribute_tensor(operand()[0].detach(), mesh, [Shard(1)]).requires_grad_()
+        with pytest.raises(RuntimeError, match="got mixed"):
+            run(x, lambda grad: grad * ones())
+        run(x, lambda grad: grad * distribute_tensor(ones(), mesh, [Shard(1)]))
+        assert x.grad.full_tensor().any()
+
+
+@ranks(2)
+def test_plain_gradients_from_hooks_are_refused():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for run in (hooked_tensor, hooked_module):
+        x = distribute_tensor(operand()[0].detach(), mesh, [Shard(1)]).requires_grad_()
+        with pytest.raises(RuntimeError, match="expected a DTensor from the gradient hook"):
+            run(x, lambda grad: ones().to(grad.dtype))
+    with pytest.raises(RuntimeError, match="got mixed"):
+        Plain.apply(x.tanh()).sum().backward()
+
+
+@ranks(2)
+def test_a_hook_may_allow_them():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+    def hook(grad):
+        with implicit_replication():
+            return grad * ones()
+
+    for run in HOOKED:
+        x = distribute_tensor(operand()[0].detach(), mesh, [Shard(1)]).requires_grad_()
+        run(x * x.prod(1).sum(), hook)  # the formula of prod makes plain tensors after the hook
+        with pytest.raises(RuntimeError, match="got mixed"):
+            x + ones()
+
+
+@ranks(2)
+def test_a_checkpoint_repeats_what_the_program_allowed():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+    def forward(x):
+        with implicit_replication():
+            return (x * ones()).prod(1)
+
+    for reentrant in (False, True):
+        x = distribute_tensor(operand()[0].detach(), mesh, [Shard(1)]).requires_grad_()
+        checkpoint(forward, x, use_reentrant=reentrant).sum().backward()
+        expected = operand()[0].detach().requires_grad_()
+        expected.prod(1).sum().backward()
+        assert (x.grad.full_tensor() - expected.grad).abs().max() < 1e-10

@@ -74,8 +74,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return False
     if kind in (int, float) and isinstance(value, bool):
         return False
-    if kind is float:
-        return isinstance(value, numbers.Real)
+    if kind in (int, float):
+        return isinstance(value, numbers.Integral if kind is int else numbers.Real)
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 

@@ -27,7 +27,8 @@ from ._operators.attention import attention_handlers
 from ._operators.decompose import composite_handlers
 from ._operators.dims import seeing_counted_dims, with_counted_dims
 from ._operators.loss import loss_handlers
-from ._operators.scalars import scalar_handlers
+from ._operators.metadata import assignable_data
+from ._operators.scalars import TAKING_NUMBERS, scalar_handlers, taking_complex_numbers
 from ._operators.vocabulary import vocab_handlers
 from ._placements.checkpoint import PROTOCOL, boxes, global_shape
 from ._placements.hooks import (
@@ -138,7 +139,22 @@ ROWS: tuple[Row, ...] = (
         "torch's own plain tensors",
         "operators",
         "torch's formulas and functions make plain tensors, equal on all ranks, which stock refuses beside DTensors",
-        plain.PlainOperandsPatch(),
+        plain.plain_operands_patch(),
+    ),
+    Row(
+        "x.data = y",
+        "operators",
+        "stock changes nothing but the shape that the tensor reports: values put in place are lost",
+        patches.dtensor_attribute("data", assignable_data),
+    ),
+    Row(
+        "complex numbers",
+        "operators",
+        "stock cannot look up x ** 1j, 1j - x and x == 1j in its cache",
+        patches.PatchGroup(
+            "torch.distributed.tensor.DTensor: the methods of TAKING_NUMBERS",
+            [patches.dtensor_attribute(name, taking_complex_numbers) for name in TAKING_NUMBERS],
+        ),
     ),
     Row(
         "cache keys",
@@ -247,7 +263,10 @@ def disabled(*names: str) -> Iterator[None]:
     """
     unknown = [name for name in names if name not in FAMILIES]
     if unknown:
-        raise ValueError(f"disabled() takes the families {', '.join(FAMILIES)}; got {', '.join(unknown)}")
+        raise ValueError(
+            f"disabled: expected families among {', '.join(FAMILIES)}, got {', '.join(map(str, unknown))}; pass "
+            "some of those"
+        )
     removed = [row for row in _installed if row.family in (names or FAMILIES)]
     forget_copies()
     _remove(removed)

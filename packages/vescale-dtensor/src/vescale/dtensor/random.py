@@ -29,6 +29,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._checked import checked
 from ._random import state as _random_state
 from ._random import streams as _streams
 from ._random.batch import MicroBatches, window
@@ -53,6 +54,7 @@ __all__ = [
 # ------------------------------------------------------------------------------------------------- streams
 
 
+@checked("name", "seed")
 @contextlib.contextmanager
 def stream(name: str, *, seed: int | None = None) -> Iterator[None]:
     """Draw from a stream of random numbers in this context, on plain tensors and on DTensors.
@@ -95,6 +97,7 @@ def stream(name: str, *, seed: int | None = None) -> Iterator[None]:
         yield
 
 
+@checked("name", "seed")
 def set_stream(name: str, *, seed: int | None = None) -> None:
     """Draw from a stream for the rest of the program, or until the next call; see `stream`.
 
@@ -126,6 +129,7 @@ def current_stream() -> str:
     return _random_state.current()
 
 
+@checked("seed")
 def manual_seed(seed: int) -> None:
     """Seed both streams: all of torch's default generators, and the stream "philox".
 
@@ -144,6 +148,7 @@ def manual_seed(seed: int) -> None:
 # ------------------------------------------------------------------------------------------------- states
 
 
+@checked("seed")
 @contextlib.contextmanager
 def fork(seed: int | None = None) -> Iterator[None]:
     """Restore all generators at the end of this context.
@@ -202,6 +207,7 @@ def set_state(state: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------- batches
 
 
+@checked("mesh_axis")
 @contextlib.contextmanager
 def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
     """Declare that dim 0 of every tensor drawn in this context is this rank's part of a global batch.
@@ -237,6 +243,7 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
         yield
 
 
+@checked("count")
 @contextlib.contextmanager
 def micro_batches(count: int) -> Iterator[MicroBatches]:
     """Draw in ``count`` micro-batches the values that one forward over the batch draws.
@@ -272,12 +279,13 @@ def micro_batches(count: int) -> Iterator[MicroBatches]:
         True
     """
     if count < 1:
-        raise ValueError(f"expected at least one micro-batch, got count={count}")
+        raise ValueError(f"expected at least one micro-batch, got count={count}; pass the number of micro-batches")
     made = MicroBatches(count)
     yield made
     made.finish()
 
 
+@checked("reason")
 @contextlib.contextmanager
 def forbidden(reason: str) -> Iterator[None]:
     """Refuse every random operator on plain tensors in this context.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._checked import checked
 from .._torch.dispatch import dispatch_modes
 from .materialize import Job, Layout, compute, place_real, target_device
 from .mode import Recorder
@@ -25,6 +26,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 
+@checked("ctor")
 def deferred_init(ctor: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run a constructor without allocating its parameters and without drawing random numbers.
 
@@ -69,6 +71,7 @@ def deferred_init(ctor: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     return result
 
 
+@checked("module_or_tensor")
 def is_deferred(module_or_tensor: nn.Module | Tensor) -> bool:
     """Return whether a tensor, or any tensor of a module, is not materialized yet.
 
@@ -81,6 +84,7 @@ def is_deferred(module_or_tensor: nn.Module | Tensor) -> bool:
     return isinstance(module_or_tensor, DeferredTensor)
 
 
+@checked("mesh", "placements", "device")
 def materialize(
     module: M,
     mesh: DeviceMesh | None = None,

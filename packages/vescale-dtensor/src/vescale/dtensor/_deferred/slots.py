@@ -135,7 +135,9 @@ def resolve(
     if placements is None:
         return [None] * len(targets)
     if mesh is None:
-        raise ValueError("materialize got placements but no mesh; pass the DeviceMesh that they refer to")
+        raise ValueError(
+            "materialize got placements but no mesh: expected a mesh, got None; pass the DeviceMesh that they refer to"
+        )
     if isinstance(placements, Mapping):
         _check_keys(placements, targets, module)
     return [_resolve_one(target, placements, mesh) if target.is_registered else None for target in targets]
@@ -151,7 +153,8 @@ def _check_keys(placements: Mapping, targets: Iterable[Target], module: nn.Modul
     for key in placements.keys() - known - absent:
         nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.0)
         raise ValueError(
-            f"placements has the key '{key}', which names no parameter or buffer; nearest names: {nearest}"
+            f"materialize: expected names of the module's tensors in placements, got {key!r}, which names no parameter "
+            f"or buffer; nearest names: {nearest}"
         )
 
 

@@ -13,7 +13,7 @@ their speed::
     gradients   operators in autograd's formulas
     copies      writes to views that are copies, and to tensors with such views
     metadata    in-place changes of shape
-    attention, loss, vocabulary, lookup, scalars   operators with algorithms of their own
+    attention, loss, vocabulary, lookup, scalars, solvers   operators with algorithms of their own
     operands    the tensors among the arguments
     strict      refuse implicit redistributions
 

@@ -1,20 +1,26 @@
-"""Operators that change the metadata of a tensor in place: ``unsqueeze_``, ``squeeze_``, ``transpose_``, ``t_``.
+"""Changes of a tensor's metadata in place: ``unsqueeze_``, ``squeeze_``, ``transpose_``, ``t_``, and ``x.data = y``.
 
-They run as their out-of-place form, which decides the placements and gives the local tensor. The operand then takes
-over the result. (Stock DTensor has a rule for ``squeeze_`` only, and the tensor reports its old shape afterwards.)
+The operators run as their out-of-place form, which decides the placements and gives the local tensor. The operand then
+takes over the result. (Stock DTensor has a rule for ``squeeze_`` only; the tensor reports its old shape afterwards.)
+
+``x.data = y`` gives the DTensor the memory of another one. (In stock it changes nothing but the shape that the tensor
+reports: the values that were put in place are lost.)
 """
 
 from __future__ import annotations
 
 import functools
+from types import GetSetDescriptorType
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .operands import dtensors
 
-__all__ = ["change_metadata"]
+__all__ = ["assignable_data", "change_metadata"]
 
 
 def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
@@ -45,3 +51,28 @@ def _functional(op: dispatch.Op) -> dispatch.Op | None:
 
 def _arguments(op: dispatch.Op) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in dispatch.schema(op).arguments]
+
+
+def assignable_data(stock: GetSetDescriptorType) -> property:
+    """Return the property ``data`` of DTensors: torch's own, to which a DTensor can be assigned.
+
+    As on one device the tensors then share memory, unless the value has to be redistributed to the tensor's placements.
+    """
+
+    def assign(tensor: DTensor, value: Tensor) -> None:
+        if not isinstance(value, DTensor):
+            raise TypeError(
+                f"expected a DTensor to assign to `.data` of a DTensor of shape {tuple(tensor.shape)}, placements "
+                f"{tensor.placements}, got {type(value).__name__}; distribute it with distribute_tensor(value, "
+                "x.device_mesh, x.placements)"
+            )
+        if value.device_mesh != tensor.device_mesh:
+            raise ValueError(
+                f"expected a DTensor over the mesh {tensor.device_mesh} to assign to `.data`, got one over "
+                f"{value.device_mesh}; bring it to that mesh with full_tensor() and distribute_tensor()"
+            )
+        local = dispatch.redistributed(value, tensor.placements, for_op="x.data = y")
+        stock.__set__(tensor, value)
+        dispatch.take_memory(tensor, local, value)
+
+    return property(stock.__get__, assign, doc=stock.__doc__)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from .._containers import tensors_in
 from .._layout.boxes import chunk
 from .._torch import dispatch
+from .._torch.plain import counts_as_replicated
 from ..errors import UnsupportedOperator
 
 __all__ = ["check_operands", "dtensors", "empty_axes", "mesh_of", "uneven_axes", "written_arguments"]
@@ -46,10 +47,8 @@ def check_operands(op: dispatch.Op, args: tuple, kwargs: dict) -> None:
     Raises:
         UnsupportedOperator: a plain tensor of more than one element is among the operands.
     """
-    if dispatch.plain_operands_allowed():
-        return
     for tensor in tensors_in((args, kwargs)):
-        if not isinstance(tensor, DTensor) and tensor.numel() != 1:
+        if not isinstance(tensor, DTensor) and tensor.numel() != 1 and not counts_as_replicated(tensor):
             raise UnsupportedOperator.for_mixed(op, tensor)
 
 

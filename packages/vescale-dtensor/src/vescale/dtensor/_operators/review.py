@@ -26,6 +26,8 @@ views uneven shards, or      bytes of an element lie on two ranks; the bits are 
 sums, in another dtype       of parts of a sum
 indexes with an index of     index and source are sharded at different positions        full operands
 another shape
+shards stacks of matrices    matrices of other positions meet, or shards of other sizes  see ``solvers``
+on dims of one number
 writes at a mask             the mask is not cut as the tensor is                       ``masked_fill`` or full
                                                                                         operands
 gives the result a placement a second use fails, on some ranks only                     see ``lookup``
@@ -58,6 +60,7 @@ from .gather import gather, gather_axes, whole_placements
 from .gradients import zeros_around
 from .lookup import look_up
 from .operands import dtensors, empty_axes, is_sharded, uneven_axes, written_arguments
+from .solvers import SOLVERS, align_batches
 
 __all__ = ["EMPTY_IS_FINE", "review", "whole_where_empty"]
 
@@ -145,6 +148,8 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         return functools.partial(_view_of_copy, op, args, kwargs, decision.needed[0].placements)
     if name in ("view", "_unsafe_view") and (axes := _misfitting_axes(args[0], decision.output)):
         return functools.partial(_view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
+    if name in SOLVERS and (instead := align_batches(op, args, kwargs, decision)):
+        return instead
     if name in INDEXING and _has_other_shape(args):
         return whole
     if name in INDEX_PUT and any(isinstance(index, DTensor) and index.dtype == torch.bool for index in args[1]):

@@ -6,9 +6,15 @@ refused. Two tensors are compared shard by shard, and the ranks of their mesh re
 over all ranks of the program, which hangs on a sub-mesh, and it cannot compare tensors of different shapes.)
 
 On a rank outside the mesh these operators are refused: it holds no values and takes part in no collective of the mesh.
+
+Complex numbers beside sharded tensors: some operators take them as tensors (``x * 1j``), others as numbers
+(``x ** 1j``), and stock's cache of sharding decisions cannot hold a complex number. There it becomes a tensor.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -17,12 +23,27 @@ from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .operands import check_operands
 
-__all__ = ["scalar_handlers"]
+__all__ = ["TAKING_NUMBERS", "scalar_handlers", "taking_complex_numbers"]
+
+TAKING_NUMBERS = ("__eq__", "__ne__", "__pow__", "__rpow__", "__rsub__", "eq", "ne", "pow")
+"""Methods that pass a number to an operator as it is."""
 
 
 def scalar_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return the handlers of ``item()``, which ``bool()``, ``int()`` and ``float()`` call, and of ``torch.equal``."""
     return {torch.ops.aten._local_scalar_dense.default: _item, torch.ops.aten.equal.default: _equal}
+
+
+def taking_complex_numbers(stock: Callable) -> Callable:
+    """Return the method of a DTensor with a complex number as a 0-dim tensor of the dtype of the result."""
+
+    @functools.wraps(stock)
+    def method(self: DTensor, *args: object, **kwargs: object) -> object:
+        if len(args) == 1 and type(args[0]) is complex:
+            args = (torch.tensor(args[0], dtype=torch.result_type(self, args[0]), device=self.device),)
+        return stock(self, *args, **kwargs)
+
+    return method
 
 
 def _item(op: dispatch.Op, args: tuple, kwargs: dict) -> float | int | bool | complex:

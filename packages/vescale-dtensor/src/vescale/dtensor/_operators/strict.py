@@ -27,6 +27,7 @@ from typing import Literal, ParamSpec, Self, TypeVar
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from .._checked import checked
 from .._torch.debugging import DTensorSpec, Watch, backward_position
 from .._torch.dispatch import is_strided_shard
 from ..debug._source import CallSite, SourceLine, call_site, forward_line
@@ -66,6 +67,7 @@ class strict:  # noqa: N801 - used like a function
         ...     y = torch.softmax(x, dim=1)      # x is Shard(1): an error; Shard(0) is fine
     """
 
+    @checked("free", "interleaved")
     def __init__(self, *, mode: Literal["raise", "warn"] = "raise", free: bool = True, interleaved: bool = False):
         if mode not in ("raise", "warn"):
             raise ValueError(f'expected mode="raise" or mode="warn", got {mode!r}')

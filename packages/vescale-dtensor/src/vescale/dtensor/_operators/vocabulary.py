@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .._torch import dispatch
+from .._torch.plain import counts_as_replicated
 from ..errors import UnsupportedOperator
 
 __all__ = ["axes_sharded_on", "local_index", "operand", "reduced", "shards_or_whole", "vocab_handlers"]
@@ -71,7 +72,7 @@ def operand(op: dispatch.Op, tensor: Tensor, mesh: DeviceMesh, placements: Seque
         RuntimeError: a redistribution is needed where those must be explicit.
     """
     if not isinstance(tensor, DTensor):
-        if not dispatch.plain_operands_allowed():
+        if not counts_as_replicated(tensor):
             raise UnsupportedOperator.for_mixed(op, tensor)
         tensor = dispatch.wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor)
     return dispatch.redistributed(tensor, placements, for_op=op)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
+from .._checked import checked
 from .._layout.shards import check
 from .._torch.dispatch import wrap
 from .._torch.placements import DTensorSpec, StridedShard, current_mesh, local_of
@@ -136,6 +137,7 @@ def shard_gradient(gradient: torch.Tensor, like: DTensorSpec, placements: Sequen
     return DTensor.from_local(gradient, like.mesh, placements, run_check=False, shape=like.shape, stride=like.stride)
 
 
+@checked("tensor", "device_mesh", "placements", "src_data_rank")
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh | None = None,
@@ -155,6 +157,7 @@ def distribute_tensor(
             own copy, without communication.
 
     Raises:
+        TypeError: an argument is not what it should be.
         ValueError: the placements do not fit the shape or the mesh, or the tensor is a DTensor placed otherwise.
         RuntimeError: the tensor is not a leaf.
 
@@ -163,7 +166,14 @@ def distribute_tensor(
         >>> weight.to_local().shape                                                             # doctest: +SKIP
         torch.Size([8, 4])
     """
-    mesh = device_mesh or current_mesh()
+    mesh = device_mesh or _enclosing_mesh()
+    if placements is not None:
+        _check_placements(placements, mesh, tensor.ndim)
+    if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
+        raise ValueError(
+            f"distribute_tensor: expected a rank of each axis of {mesh} for src_data_rank, got {src_data_rank}; pass "
+            "0, or None for values that every rank has"
+        )
     known = placements is None or (not is_own(placements, mesh) and in_group_order(mesh))
     if known or isinstance(tensor, DTensor):
         return torch_distribute_tensor(tensor, mesh, placements, src_data_rank=src_data_rank)
@@ -180,3 +190,31 @@ def distribute_tensor(
     shard = shard.clone() if shard.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else shard
     grad = tensor.requires_grad
     return wrap(shard.requires_grad_(grad), mesh, target, like=tensor, requires_grad=grad)
+
+
+def _enclosing_mesh() -> DeviceMesh:
+    try:
+        return current_mesh()
+    except RuntimeError as error:
+        raise ValueError(
+            "distribute_tensor: expected a DeviceMesh for device_mesh, got None outside of `with mesh:`; pass the mesh"
+        ) from error
+
+
+def _check_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> None:
+    for placement in placements:
+        if not isinstance(placement, Placement):
+            raise TypeError(
+                f"distribute_tensor: expected placements such as Shard(0) or Replicate(), got {placement!r}; pass one "
+                "for each mesh axis"
+            )
+        if isinstance(placement, Shard) and not -ndim <= placement.dim < ndim:
+            raise ValueError(
+                f"distribute_tensor: expected a dim of a tensor with {ndim} dims, got {placement}; pass a dim in "
+                f"[{-ndim}, {ndim})"
+            )
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"distribute_tensor: expected one placement for each axis of {mesh}, got {len(placements)}: "
+            f"{list(placements)}; pass {mesh.ndim}"
+        )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Placement
 
+from .._checked import checked
 from .._torch.placements import StridedShard
 
 __all__ = ["InterleavedShard", "RaggedShard"]
@@ -42,9 +43,13 @@ class InterleavedShard(StridedShard):
     def __init__(self, dim: int, k: int | None = None, *, split_factor: int | None = None):
         k = split_factor if k is None else k  # torch's own code constructs strided shards with this keyword
         if not isinstance(k, int) or k < 1:
-            raise ValueError(f"InterleavedShard expects a positive number of parts, got k={k!r}")
-        if dim < 0:
-            raise ValueError(f"InterleavedShard expects a dim counted from the front, got dim={dim}")
+            raise ValueError(
+                f"InterleavedShard expects a positive number of parts, got k={k!r}; pass 3 for merged Q, K and V"
+            )
+        if not isinstance(dim, int) or dim < 0:
+            raise ValueError(
+                f"InterleavedShard expects a dim counted from the front, got dim={dim!r}; pass 0 for the first dim"
+            )
         super().__init__(dim, split_factor=k)
 
     @property
@@ -82,10 +87,15 @@ class RaggedShard(Placement):
         (2, 6)
     """
 
+    @checked("dims", "local_units")
     def __init__(self, dims: Sequence[int], local_units: Sequence[int]):
         super().__init__()
         self.dims = tuple(dims)
         self.local_units = tuple(local_units)
+        if not all(isinstance(units, int) for units in self.local_units):
+            raise TypeError(
+                f"RaggedShard expects integers as numbers of units, got {self.local_units}; give one for each rank"
+            )
         if not self.dims or self.dims != tuple(range(len(self.dims))):
             raise ValueError(f"RaggedShard expects the leading dims (0,) or (0, 1) and so on, got dims={self.dims}")
         if min(self.local_units, default=-1) < 0 or sum(self.local_units) == 0:

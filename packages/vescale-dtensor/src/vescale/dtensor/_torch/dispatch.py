@@ -69,6 +69,7 @@ __all__ = [
     "stock_handlers",
     "storage_key",
     "storage_of",
+    "take_memory",
     "wrap",
     "written_arguments",
 ]
@@ -237,6 +238,16 @@ def become(op: Op, args: tuple, kwargs: dict, result: DTensor) -> DTensor:
     return tensor
 
 
+def take_memory(tensor: DTensor, local: Tensor, like: Tensor) -> None:
+    """Give ``tensor`` the memory of ``local`` and the global shape, strides and dtype of ``like``; placements stay."""
+    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    if isinstance(tensor._local_tensor, AsyncCollectiveTensor):
+        tensor._local_tensor = local
+    else:
+        tensor._local_tensor.data = local  # the same object: others may refer to it
+    tensor._spec = spec_like(tensor._spec, tensor._spec.placements, like)
+
+
 def wrap(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor, *, requires_grad: bool = False
 ) -> DTensor:
@@ -276,7 +287,7 @@ def with_lazy_bits(stored: Tensor, is_conj: bool, is_neg: bool) -> Tensor:
     return torch._neg_view(stored) if is_neg else stored
 
 
-def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: Op | None) -> Tensor:
+def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: Op | str | None) -> Tensor:
     """Return the shard of ``tensor`` in the placements that ``for_op`` needs, complete, outside autograd.
 
     Raises:

@@ -123,6 +123,33 @@ class AttributePatch:
         )
 
 
+class PatchGroup:
+    """Several patches that are installed and removed as one.
+
+    Args:
+        place: what they replace, as text.
+        patches: the patches.
+    """
+
+    def __init__(self, place: str, patches: Sequence[Patch]):
+        self.place = place
+        self.patches = list(patches)
+
+    def install(self) -> None:
+        """Apply all changes."""
+        for patch in self.patches:
+            patch.install()
+
+    def remove(self) -> None:
+        """Undo all changes."""
+        for patch in reversed(self.patches):
+            patch.remove()
+
+    def is_installed(self) -> bool:
+        """Return whether all changes are in force."""
+        return all(patch.is_installed() for patch in self.patches)
+
+
 def _full_name(owner: object) -> str:
     return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
 

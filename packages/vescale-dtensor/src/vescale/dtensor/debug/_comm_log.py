@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from .._checked import checked
 from .._torch import debugging
 from .._torch.patches import Op
 from ._module_path import ModulePath
@@ -56,6 +57,7 @@ OPERATORS = {
 }
 
 
+@checked("model", "mesh")
 @contextlib.contextmanager
 def comm_log(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> Iterator[CommLog]:
     """Record every collective of this rank inside the context, in the forward and in the backward pass.

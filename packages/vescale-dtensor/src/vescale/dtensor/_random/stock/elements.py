@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..._torch import dispatch
+from ..._torch.plain import counts_as_replicated
 from ...errors import UnsupportedRandomOperator
 from ..cuda_replay import replay_bernoulli, replay_native_dropout
 from ..global_position import GlobalPosition, fills_memory, local_of, position_of
@@ -173,7 +174,7 @@ def _aligned_with(op: dispatch.Op, tensor: Tensor, operand: Tensor) -> Tensor:
     if torch.broadcast_shapes(tensor.shape, operand.shape) == tensor.shape:
         if not isinstance(tensor, DTensor) and not isinstance(operand, DTensor):
             return operand.expand(tensor.shape)
-        if isinstance(tensor, DTensor) and dispatch.plain_operands_allowed() and not isinstance(operand, DTensor):
+        if isinstance(tensor, DTensor) and not isinstance(operand, DTensor) and counts_as_replicated(operand):
             mesh = tensor.device_mesh
             operand = dispatch.wrap(operand, mesh, [Replicate()] * mesh.ndim, operand)
         if isinstance(tensor, DTensor) and isinstance(operand, DTensor) and tensor.device_mesh == operand.device_mesh:
