@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
+from vescale.optim import DDP, DistributedOptimizer, Muon, clip_grad_norm_
 from vescale_testing import ranks
 
 
@@ -22,6 +22,13 @@ ROWS = {
     "param_groups": (lambda: optimizer_of(param_groups=3), "expected Iterable or None for param_groups, got 3"),
     "a param group": (lambda: optimizer_of(param_groups=[3]), "expected a dict with 'params' as param group 0, got 3"),
     "norm_axes": (lambda: optimizer_of(norm_axes=3), "expected DeviceMesh or Iterable for norm_axes, got 3"),
+    "lr": (lambda: optimizer_of(lr="a"), "expected arguments that SGD takes, got lr='a' ('<' not supported"),
+    "a setting": (lambda: optimizer_of(speed=1), "got lr=0.1, speed=1 (SGD.__init__() got an unexpected keyword"),
+    "lr of Muon": (lambda: Muon([], lr="a"), "Muon: expected float or Tensor for lr, got 'a'; pass such a value"),
+    "lr of a distributed Muon": (
+        lambda: DistributedOptimizer(Muon, model=nn.Linear(2, 2), lr="a"),
+        "Muon: expected float or Tensor for lr, got 'a'",
+    ),
     "state dict": (lambda: optimizer_of().load_state_dict(None), "expected dict for state_dict, got None"),
     "empty state dict": (lambda: optimizer_of().load_state_dict({}), "got no 'state' among []; pass what state_dict()"),
     "full state": (lambda: optimizer_of().load_full_state_dict({"state": {}}), "got no 'param_groups' among ['state']"),

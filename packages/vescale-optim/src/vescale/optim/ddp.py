@@ -329,9 +329,9 @@ class DDP(_torch.UnmovableModule):
         Raises:
             RuntimeError: If a gather has failed, naming it and the ranks that are gone.
         """
-        self._gathers.finish()
+        self._gathers.settle()
         if self._sharded is not None:
-            self._sharded.wait_for_copies()
+            self._sharded.settle()
 
     def check_reduced(self) -> None:
         """Raise RuntimeError if a gradient has been accumulated and not reduced."""
@@ -360,9 +360,9 @@ class DDP(_torch.UnmovableModule):
             >>> shards = model.sharded_parameters()                             # doctest: +SKIP
             >>> shards["layers.0.weight"].full_tensor()  # on all ranks alike   # doctest: +SKIP
         """
+        self.wait_for_parameters()
         parts = {slot.param: slot.value_part for slot in self._reducer.slots if self.zero}
         if self._sharded is not None:
-            self._sharded.wait_for_copies()
             parts = {param: part for param, (_, part) in self._sharded.parts.items()}
         return sharded_parameters(dict(self.named_parameters()), parts, self.spreads, full=self.zero < 3)
 
@@ -392,7 +392,7 @@ class DDP(_torch.UnmovableModule):
             full = _torch.with_metadata(full_values(state_dict, params, self.spreads), state_dict)
             return self.module.load_state_dict(full, strict=strict)
         parts, spreads = self._sharded.parts, self.spreads
-        self._sharded.wait_for_copies()
+        self._sharded.settle()
         try:
             return load_pieces(self.module, parts, spreads, state_dict, strict=strict)
         finally:

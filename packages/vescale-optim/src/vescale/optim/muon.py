@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from vescale.dtensor.extension import checked
+
 from ._muon.matrices import FullMatrices, Matrices, Update
 from ._muon.newton_schulz import ADJUSTMENTS, NewtonSchulz, adjusted_lr
 
@@ -67,6 +69,7 @@ class Muon(torch.optim.Optimizer):
         [('muon', ['0.weight']), ('adamw', ['0.bias', '1.weight', '1.bias'])]
     """
 
+    @checked("lr", "weight_decay", "momentum", "eps", "ns_steps", "adjust_lr_fn", "adamw_lr", "adamw_eps")
     def __init__(
         self,
         params: Iterable[Any],

@@ -51,6 +51,7 @@ from .._checks import executions_of
 from .._gradients.bucket import FlatBucket
 from .._ranks.axis import Pending
 from .guard import MEMORY, Guard, Memory, Wait
+from .home import Home, bring_home
 
 __all__ = ["BucketGather", "ParameterGathers"]
 
@@ -93,7 +94,7 @@ class BucketGather:
         Args:
             num_views: How many tensors the optimizer has over the buffer.
         """
-        own = 1 + 2 * len(self.bucket.slots) + num_views  # the buffer; of each slot its parameter and its part
+        own = 1 + 3 * len(self.bucket.slots) + num_views  # the buffer; of each slot its parameter, part and home
         return _torch.num_holders(self.bucket.values) != own + len(self.guard.leaves())
 
     def launch(self) -> None:
@@ -147,7 +148,9 @@ class ParameterGathers:
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[FlatBucket], *, overlap: bool):
-        self._gathers = [BucketGather(b) for b in reversed(buckets) if b.sharded and b.axis.size > 1]
+        sharded = [bucket for bucket in buckets if bucket.sharded]
+        self._homes = [home for bucket in sharded for home in _homes(bucket)]
+        self._gathers = [BucketGather(bucket) for bucket in reversed(sharded) if bucket.axis.size > 1]
         params = [slot.param for gather in self._gathers for slot in gather.bucket.slots]
         self._tensors = [(param, tensor) for param in params for tensor in {param, _torch.local_tensor(param)}]
         self._executions = executions_of(module)
@@ -173,7 +176,7 @@ class ParameterGathers:
         Args:
             num_views: By index of a bucket: how many tensors the optimizer has over its values.
         """
-        self.finish()
+        self.settle()
         if not self._gathers:
             return
         _torch.on_compilation(_finish_before_compilation)
@@ -199,6 +202,15 @@ class ParameterGathers:
         for gather in self._gathers:
             gather.finish()
 
+    def settle(self) -> None:
+        """Wait for all that are in flight; then let the buckets have values that ``param.data = tensor`` put in place.
+
+        Raises:
+            RuntimeError: If a gather has failed, or such a tensor does not fit.
+        """
+        self.finish()
+        bring_home(self._homes)
+
     @property
     def is_in_flight(self) -> bool:
         """Whether an all-gather is in flight."""
@@ -207,6 +219,14 @@ class ParameterGathers:
     def __del__(self):
         with contextlib.suppress(RuntimeError, AttributeError):  # a lost rank; a constructor that has raised
             self.finish()
+
+
+def _homes(bucket: FlatBucket) -> list[Home]:
+    places = zip(bucket.slots, bucket.plan.slots, strict=True)
+    return [
+        Home(slot.fqn, slot.param, bucket.values[plan.start : plan.start + plan.numel].view(slot.local_view.shape))
+        for slot, plan in places
+    ]
 
 
 class _Wait:

@@ -12,6 +12,11 @@ bucket is gathered for the backward.
 Note: a parameter without values
     A read of freed memory would crash the process or return garbage. So the guard of the bucket is closed from `free`
     to `finish`, and a read raises (`guard.py`).
+
+Note: writes to full parameters
+    A forward, or code between micro-batches, may write to parameters that are unsharded, in place or by ``param.data =
+    tensor``. Before the full parameters are freed, and before a step reads the shard, `keep_writes` copies this coord's
+    part to the shard.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from .. import _torch
 from .._buckets.plan import Bucket
 from .._ranks.axis import Axis
 from .guard import MEMORY, Guard, Memory, Refuse
+from .home import Home, bring_home
 from .offload import Awaitable, HostMemory
 
 __all__ = ["ShardedValues"]
@@ -50,6 +56,7 @@ class ShardedValues:
         self.params = list(params)
         self.axis = axis
         self.frees = axis.size > 1 or host is not None
+        self._shapes = [_torch.local_tensor(param).shape for param in self.params]
         self._host = host
         self._values = torch.zeros(plan.numel, dtype=plan.dtype, device=_torch.local_tensor(params[0]).device)
         named = {slot.fqn: param for slot, param in zip(plan.slots, self.params, strict=True)}
@@ -70,12 +77,16 @@ class ShardedValues:
             self.parts.append(self.shard[first:last])
         self.label = f"the parameters {plan.slots[0].fqn!r} and {len(plan.slots) - 1} more"
         self._pending: Awaitable | None = None
+        places = [(_torch.local_tensor(p), slot.start) for slot, p in zip(plan.slots, self.params, strict=True)]
+        self._watched = [local for local, _ in places if local.numel()]
+        self._offsets = [start * plan.dtype.itemsize for local, start in places if local.numel()]
+        self._versions = self._count_writes()
         self.free()
 
     def _views(self) -> list[Tensor]:
         """Return the view of each parameter in the buffer."""
-        places = zip(self.plan.slots, self.params, strict=True)
-        return [self._values[s.start : s.start + s.numel].view(_torch.local_tensor(p).shape) for s, p in places]
+        places = zip(self.plan.slots, self._shapes, strict=True)
+        return [self._values[slot.start : slot.start + slot.numel].view(shape) for slot, shape in places]
 
     def launch(self) -> None:
         """Start the all-gather of the full parameters."""
@@ -95,6 +106,41 @@ class ShardedValues:
             self._pending.wait()
             self._pending = None
         self.guard.open()
+        self._versions = self._count_writes()
+
+    def _count_writes(self) -> list[int]:
+        return [*map(_torch.version, self._watched), *map(_torch.version, self.guard.leaves())]
+
+    def _is_written(self) -> bool:
+        """Return whether the full parameters were written to, or are in other memory, since they were gathered."""
+        first = self._values.data_ptr()
+        return (
+            [first + offset for offset in self._offsets] != list(map(Tensor.data_ptr, self._watched))
+            or not all(map(Tensor.is_contiguous, self._watched))
+            or self._count_writes() != self._versions
+        )
+
+    def _bring_home(self) -> None:
+        places = zip(self.plan.slots, self.params, self._views(), strict=True)
+        bring_home([Home(slot.fqn, param, view) for slot, param, view in places])
+
+    def keep_writes(self) -> None:
+        """Let the shard have what was written to the full parameters, if they are there.
+
+        Raises:
+            RuntimeError: If ``param.data`` was replaced by a tensor that does not fit.
+        """
+        if self._pending is not None or self.guard.is_closed or not self._is_written():
+            return
+        self._bring_home()
+        self._store()
+        self._versions = self._count_writes()
+
+    def _store(self) -> None:
+        if self._host is not None:
+            self._host.wait_before_writing()
+        if self.frees:
+            self.shard.copy_(self._values[self._own])
 
     def free(self) -> None:
         """Free the memory of the full parameters, and close the guard."""
@@ -110,9 +156,8 @@ class ShardedValues:
         """Copy this coord's part of the full parameters to the shard; existing views keep their memory."""
         if not self.frees:
             return
-        if self._host is not None:
-            self._host.wait_before_writing()
-        self.shard.copy_(self._values[self._own])
+        self._bring_home()
+        self._store()
         self._values = torch.empty_like(self._values)
         for view, param, slot in zip(self._views(), self.params, self.plan.slots, strict=True):
             _torch.local_tensor(param).data = view

@@ -96,6 +96,12 @@ class Unit:
                 bucket.finish()
             self.state = UnitState.UNSHARDED
 
+    def keep_writes(self) -> None:
+        """Let the shards have what was written to the full parameters."""
+        if self.state is UnitState.UNSHARDED:
+            for bucket in self.buckets:
+                bucket.keep_writes()
+
     def free(self) -> None:
         """Free the full parameters."""
         if self.frees and self.state is not UnitState.SHARDED:
@@ -157,9 +163,15 @@ class Units:
         self.launch(unit)
         unit.finish()
 
+    def keep_writes(self) -> None:
+        """Let the shards have what was written to full parameters."""
+        for unit in self.all:
+            unit.keep_writes()
+
     def release(self, unit: Unit) -> None:
-        """Free a unit unless it is needed."""
+        """Free a unit unless it is needed; writes to its parameters are kept."""
         if not (unit.is_busy or self.pinned or self.keeps):
+            unit.keep_writes()
             unit.free()
 
     def gather_all(self) -> None:

@@ -209,6 +209,7 @@ class ShardedModule:
     @property
     def parts(self) -> dict[nn.Parameter, tuple[tuple[int, int], Tensor]]:
         """By parameter, the range of its flat local tensor that this rank keeps, and that part."""
+        self.units.keep_writes()
         trained = {slot.param: (slot.part, slot.value_part) for bucket in self.buckets for slot in bucket.slots}
         return {**trained, **{self.params[fqn]: part for fqn, part in self.frozen.items()}}
 
@@ -219,8 +220,16 @@ class ShardedModule:
         if self.units.pinned:
             self.units.gather_all()
 
-    def wait_for_copies(self) -> None:
-        """Wait until shards in host memory can be read and written."""
+    def settle(self) -> None:
+        """Wait until shards in host memory can be read and written; let them have what was written to full parameters.
+
+        Raises:
+            RuntimeError: If ``param.data`` was replaced by a tensor that does not fit.
+        """
+        self.units.keep_writes()
+        self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
         if self._host is not None:
             self._host.wait_before_reading()
             self._host.wait_before_writing()
@@ -229,7 +238,7 @@ class ShardedModule:
         """Free the units that a failed backward has left unsharded."""
         if self.hooks.in_backward:
             self.hooks.reset()
-            self.wait_for_copies()
+            self._wait_for_copies()
 
     def keep(self, keeps: bool) -> bool:
         """Leave units unsharded after their use, or free them again; return what was set."""
@@ -245,6 +254,7 @@ class ShardedModule:
                 "unsharded() was entered during forward or backward, expected a call between steps; the unit that "
                 "runs has its full parameters"
             )
+        units.keep_writes()
         units.pinned += 1
         try:
             if units.pinned == 1:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from .._muon.matrices import PieceMatrices
+from .._parameters.home import Home
 from ..ddp import DDP
 from ..muon import Muon
 from .pieces import Piece
@@ -69,7 +70,15 @@ def build_optimizer(
     """Return the optimizer of the pieces, and a function that makes another one with the same settings."""
     if optimizer_class not in (torch.optim.Muon, Muon):
         make = functools.partial(optimizer_class, **kwargs)
-        return make([{**h, "params": [piece.tensor for piece in pieces]} for h, pieces in groups]), make
+        tensors = [{**h, "params": [piece.tensor for piece in pieces]} for h, pieces in groups]
+        try:
+            return make(tensors), make
+        except (TypeError, AttributeError) as error:  # from comparisons of numbers with what is none
+            given = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
+            raise TypeError(
+                f"DistributedOptimizer: expected arguments that {optimizer_class.__name__} takes, got {given or 'none'}"
+                f" ({error}); pass those of its constructor"
+            ) from error
     pieces = [piece for _, members in groups for piece in members]
     if optimizer_class is torch.optim.Muon:
         others = {piece.fqn: tuple(piece.param.shape) for piece in pieces if piece.param.ndim != 2}
@@ -182,7 +191,9 @@ def _full(fqn: str, param: nn.Parameter, master_dtype: torch.dtype | None, detac
     itself = not (detached or isinstance(param, DTensor) or _is_narrow(param, master_dtype))
     if itself and _torch.grad_dtype(param) == param.dtype:
         return Piece(fqn, param, param, 0, local.numel())
-    return _cut(fqn, param, local, 0, local.numel(), master_dtype)
+    piece = _cut(fqn, param, local, 0, local.numel(), master_dtype)
+    piece.home = Home(fqn, param, local)
+    return piece
 
 
 def _cut(

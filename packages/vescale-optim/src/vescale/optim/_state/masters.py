@@ -7,8 +7,9 @@ copy of this rank's part, and the parameter is the rounded copy:
 
 A write into the parameters between steps (``load_state_dict``, an initialization) counts. Before a step, the master
 takes each value that differs from the rounded master. The version counters of the tensors show whether a comparison is
-necessary. A write through ``.data`` does not change these counters: call ``refresh``. The same holds for masters that
-begin from values that were never rounded (`_parameters/precast.py`).
+necessary, and ``param.data = tensor`` is noticed by its address (`_parameters/home.py`). A write into the memory of
+``param.data`` is not: call ``refresh``. The same holds for masters that begin from values that were never rounded
+(`_parameters/precast.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
+from .._parameters.home import bring_home
 from .pieces import Piece
 
 __all__ = ["MasterWeights"]
@@ -33,6 +35,8 @@ class MasterWeights:
     """
 
     def __init__(self, pieces: Iterable[Piece], original: Callable[[nn.Parameter], Tensor | None] = lambda _: None):
+        pieces = list(pieces)
+        self._homes = [piece.home for piece in pieces if piece.home is not None]
         self.pieces = [piece for piece in pieces if piece.value is not None]
         self._begin(original)
         self._seen = self._versions()
@@ -53,7 +57,12 @@ class MasterWeights:
         return [(_torch.version(param), _torch.version(value)) for param, value in shared]
 
     def follow(self) -> None:
-        """Before a step: copy values that have been written since the last one into the masters."""
+        """Before a step: copy values that have been written since the last one into what the optimizer updates.
+
+        Raises:
+            RuntimeError: If ``param.data`` was replaced by a tensor that does not fit.
+        """
+        bring_home(self._homes)
         if self._versions() != self._seen:
             self.refresh()
 

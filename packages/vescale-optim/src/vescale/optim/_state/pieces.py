@@ -24,6 +24,7 @@ from vescale.dtensor.extension import flat_range_boxes, pieces
 
 from .. import _torch
 from .._gradients.placeholder import ShardedGradient, local_gradient
+from .._parameters.home import Home
 from .spread import Spread
 
 __all__ = ["Piece", "StatePiece"]
@@ -42,6 +43,7 @@ class Piece:
             it, or a copy of that in a wider dtype (`masters.py`).
         value: The memory that gets the rounded values of ``tensor``, if that is such a copy.
         spread: How the parameter is distributed over the data-parallel ranks, if there are such.
+        home: The memory of the parameter, if ``tensor`` or ``value`` is a view of it and no bucket keeps it.
         loaded: The ``param.grad`` whose part ``tensor.grad`` is, if that stays valid between steps.
     """
 
@@ -63,6 +65,7 @@ class Piece:
         self.stop = stop
         self.value = value
         self.spread = spread
+        self.home: Home | None = None
         self.loaded: Tensor | None = None
 
     def gradient(self) -> Tensor | None:
