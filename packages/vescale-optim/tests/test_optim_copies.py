@@ -57,10 +57,11 @@ def test_copies():
                 assert torch.equal(value, before[fqn]), (zero, name, fqn)
                 assert not torch.equal(value, after[fqn]), (zero, name, fqn)
             if dist.get_rank() == 0:  # on one rank: a collective would wait for the other rank forever
-                torch.manual_seed(1)
-                out = twin(X)
-                torch.manual_seed(1)
-                assert torch.equal(out, F.dropout(F.linear(twin[0](X), twin[1][0].weight, twin[1][0].bias), 0.5))
+                with torch.random.fork_rng():  # the ranks go on with equal generators
+                    torch.manual_seed(1)
+                    out = twin(X)
+                    torch.manual_seed(1)
+                    assert torch.equal(out, F.dropout(F.linear(twin[0](X), twin[1][0].weight, twin[1][0].bias), 0.5))
                 out.sum().backward()
                 assert all(param.grad is not None for param in twin.parameters())
             assert all(slot.param.grad is None for slot in model.slots().values())

@@ -15,6 +15,7 @@ from ._install import disabled, register
 from ._operators.strict import ImplicitRedistributionError, strict
 from ._placements import InterleavedShard, RaggedShard
 from ._placements.redistribute import distribute_tensor
+from ._rank_checks import check_ranks
 from ._torch_range import warn_if_untested
 from .errors import UnsupportedOperator, UnsupportedPlacement, UnsupportedRandomOperator
 
@@ -31,6 +32,7 @@ __all__ = [
     "UnsupportedOperator",
     "UnsupportedPlacement",
     "UnsupportedRandomOperator",
+    "check_ranks",
     "debug",
     "deferred_init",
     "disabled",

@@ -14,6 +14,10 @@ While a rank waits for a collective on the CPU, it checks the store every `Failu
 never does. A rank that is neither in such a wait nor gone (it computes) answers at its next wait, or is named after
 `Failures.PATIENCE` as one that gave no answer. The message names both cases.
 
+A rank that is about to do what all ranks must do together, and that others may not do now (a call with new shapes, a
+step without a backward), first meets them in the store (`Failures.meet`). Ranks that wait for a collective find the
+open meeting there, too: they and the rank in the meeting wait for each other, which is an error on all of them.
+
 The packages that wait for collectives and do not import each other have a copy of this file. A test compares the
 copies.
 """
@@ -24,6 +28,7 @@ import hashlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -52,6 +57,10 @@ class _Waiter(threading.Thread):
                 self.ends.put(None)
             except RuntimeError as error:
                 self.ends.put(error)
+
+
+#: Those whose ranks may meet. Process-wide: a rank may wait for a collective over other ranks than it should meet.
+_meetings: weakref.WeakSet[Failures] = weakref.WeakSet()
 
 
 class Failures:
@@ -87,6 +96,8 @@ class Failures:
         """
         try:
             others_failed = self._wait_and_listen(work)
+        except _MeetingError as error:
+            raise RuntimeError(error.failures.describe(what, "")) from None
         except RuntimeError as error:
             raise RuntimeError(self.describe(what, first_line(error))) from error
         if others_failed:
@@ -117,7 +128,12 @@ class Failures:
             raise RuntimeError(self.describe(what, first_line(error))) from error
 
     def _wait_and_listen(self, work: Any) -> bool:
-        """Wait; return whether another rank has seen a failure in the meantime."""
+        """Wait; return whether another rank has seen a failure in the meantime.
+
+        Raises:
+            RuntimeError: If other ranks wait for this one in a meeting, or the work has failed.
+        """
+        awaited: list[Failures] = []
         while True:
             began = time.monotonic()
             try:
@@ -130,6 +146,51 @@ class Failures:
                     raise
             if self.seen():
                 return True
+            # Twice in a row: a meeting may end, and the work with it.
+            before, awaited = awaited, [each for each in _meetings if each.is_meeting()]
+            for each in awaited:
+                if each in before:
+                    raise _MeetingError(each)
+
+    def can_meet(self) -> Failures:
+        """Let the ranks meet from now on, and return this object."""
+        _meetings.add(self)
+        return self
+
+    def meet(self, what: str) -> None:
+        """Wait until all ranks are in this call, of whatever they are about to do together.
+
+        It takes a few requests to the store, for any number of ranks. This rank must not have collectives in flight.
+
+        Args:
+            what: What this rank is about to do.
+
+        Raises:
+            RuntimeError: On all ranks, if a rank that waits for a collective does not come, or a rank is gone.
+        """
+        size = len(self.ranks)
+        try:
+            self._store.set("meeting", what)
+            arrived = self._store.add("arrived", 1)
+            ended = f"meeting {(arrived - 1) // size} has ended"
+            if arrived % size == 0:
+                self._store.delete_key("meeting")
+                self._store.set(ended, "")
+            nap = 0.001
+            while not self._store.check([ended]):
+                if self.seen():
+                    raise RuntimeError(self.describe(what, ""))
+                time.sleep(nap)
+                nap = min(2 * nap, 0.1)
+        except dist.DistError as error:
+            raise RuntimeError(self.describe(what, first_line(error))) from error
+
+    def is_meeting(self) -> bool:
+        """Return whether ranks wait in a meeting for others."""
+        try:
+            return bool(self._store.check(["meeting"]))
+        except _STORE_ERRORS:
+            return False  # of an earlier process group, or its host is gone, which `seen` reports
 
     def seen(self) -> bool:
         """Return whether another rank has seen a failure."""
@@ -166,6 +227,14 @@ class Failures:
             if len(answers.keys() | self._silent) == len(self.ranks) or time.monotonic() > end:
                 return answers
             time.sleep(0.02)
+
+
+class _MeetingError(RuntimeError):
+    """Other ranks wait for this one in a meeting."""
+
+    def __init__(self, failures: Failures):
+        super().__init__()
+        self.failures = failures
 
 
 def first_line(error: BaseException) -> str:

@@ -17,7 +17,10 @@ guarantees; ``vescale_testing.gradient_receivers`` checks that a receiver keeps 
 **Groups of ranks.** `group_of_ranks` returns one process group per set of ranks. Only its members create it.
 
 **Agreement between ranks.** `differing_texts` compares a text over a process group or mesh and returns the text of
-every rank if any two differ. `describe_difference` returns one sentence about it, the same on every rank.
+every rank if any two differ. `describe_difference` returns one sentence about it, the same on every rank. A `Fact` is
+something that must be equal; `check_facts` compares facts by one all-reduce and raises the same error on every rank.
+`pair_of` and `is_equal` do it within a maximum that is reduced anyway, `raise_difference` raises the error. `Turns`
+says when. `generator_fact`, `input_facts` and `checksum` make facts.
 
 **Lost ranks.** `Failures` waits for a collective. If it fails, the error names the collective and the lost ranks.
 
@@ -63,30 +66,48 @@ from ._lost_ranks import Failures, first_line
 from ._operators.strict import on_implicit_redistribution
 from ._random.state import Position, random_position
 from ._random.streams import is_watched, is_watched_alone, unwatched, watched
+from ._rank_checks import (
+    Fact,
+    Turns,
+    check_facts,
+    checksum,
+    generator_fact,
+    input_facts,
+    is_equal,
+    pair_of,
+    raise_difference,
+)
 from ._torch.debugging import sequence_number
 from .debug._text import bytes_text, text_table
 
 __all__ = [
     "Box",
+    "Fact",
     "Failures",
     "GradientReceiver",
     "Piece",
     "Position",
+    "Turns",
     "aligned_gradient",
     "as_gradient",
     "attach_gradient_receiver",
     "bytes_text",
+    "check_facts",
     "checked",
+    "checksum",
     "chunk",
     "describe_difference",
     "detach_gradient_receiver",
     "differing_texts",
     "first_line",
     "flat_range_boxes",
+    "generator_fact",
     "gets_several_gradients",
     "gradient_receiver",
     "group_of_ranks",
     "has_gradient_hooks",
+    "input_facts",
+    "is_equal",
     "is_watched",
     "is_watched_alone",
     "leaves",
@@ -94,7 +115,9 @@ __all__ = [
     "local_views",
     "map_leaves",
     "on_implicit_redistribution",
+    "pair_of",
     "pieces",
+    "raise_difference",
     "random_position",
     "sequence_number",
     "stand_in_for",

@@ -24,9 +24,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from vescale.dtensor.extension import Fact, Turns
 
 from . import _torch
 from ._gradients.placeholder import ShardedGradient, align_gradients, local_gradient
@@ -37,7 +40,10 @@ from ._ranks.data_axes import DataAxes
 from ._ranks.span import KnownAxis, Ranks
 from .ddp import DDP
 
-__all__ = ["check_max_norm", "clip_grad_norm_", "distribution_axes"]
+__all__ = ["check_max_norm", "clip_grad_norm_", "distribution_axes", "mesh_axes"]
+
+#: Calls by axis, to compare arguments now and then. Process-wide, because no object outlives the calls of a function.
+_turns: dict[tuple[object, ...], Turns] = {}
 
 
 def clip_grad_norm_(
@@ -56,7 +62,8 @@ def clip_grad_norm_(
     Every rank of the meshes of the parameters, of ``DDP`` and of ``norm_axes`` must call it, as often as the others,
     also ranks that only hold replicas. If their meshes are slices of one mesh, it is one all-reduce over all of them
     (two for norms of order 1 and 2 with ``DDP(reduction="ordered")``). Each axis that is not a slice of that mesh takes
-    one more. The first call with a mesh or ``norm_axes`` also compares the axes of the ranks, and the host waits.
+    one more. In the first call with a mesh or ``norm_axes`` the ranks also compare axes and arguments; the host waits.
+    They compare arguments again in every N-th call (`vescale.dtensor.check_ranks`).
 
     Args:
         model_or_parameters: A ``DDP``, another module, or parameters. Parameters may be plain tensors or DTensors.
@@ -73,7 +80,8 @@ def clip_grad_norm_(
     Raises:
         TypeError: If ``max_norm`` or ``norm_type`` is not a number.
         ValueError: If ``max_norm`` or ``norm_type`` is not positive, a norm axis is not 1-D or is counted already, or
-            ranks of a mesh have parameters of different meshes.
+            ranks of a mesh have parameters of different meshes; or, on every rank, if ``max_norm`` or ``norm_type``
+            differs between ranks.
         RuntimeError: For gradients accumulated under ``no_sync`` and not reduced; if ``error_if_nonfinite`` applies.
 
     Example:
@@ -92,8 +100,11 @@ def clip_grad_norm_(
     if model is not None:
         model.check_reduced()
     align_gradients(parameters)
+    parts = [_gradients(each.parameters) for each in classes]  # raises, if at all, before the first collective
+    counting = _counting(classes, known, extra_axes)
+    _compare({"max_norm": max_norm, "norm_type": norm_type}, parameters, model, extra_axes)
     exactly = model is not None and model.reduction == "ordered" and norm_type in EXACT_NORMS
-    norm = _global_norm(classes, norm_type, known, extra_axes, exactly=exactly)
+    norm = _global_norm(parts, norm_type, counting, _device(classes, counting.axes), exactly=exactly)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {norm.item()}; to go on nevertheless pass "
@@ -136,6 +147,29 @@ def _parameters(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> l
         if not isinstance(item, Tensor):
             raise TypeError(f"clip_grad_norm_: expected a module or parameters, got {item!r}; pass model.parameters()")
     return found
+
+
+def _compare(
+    arguments: Mapping[str, float], parameters: Sequence[Tensor], model: DDP | None, extra_axes: Sequence[KnownAxis]
+) -> None:
+    """Compare the arguments over all ranks, in the first call with these axes and in every N-th.
+
+    Raises:
+        ValueError: On every rank, if they differ.
+    """
+    for axis in [*mesh_axes(parameters, model), *(each.axis for each in extra_axes)]:
+        if _turns.setdefault((dist.group.WORLD, axis.ranks), Turns()).is_due():
+            fix = "pass the same on all ranks"
+            facts = [Fact(f"{name} of clip_grad_norm_", str(value), fix) for name, value in arguments.items()]
+            axis.check_facts(facts, what="the arguments of clip_grad_norm_")
+
+
+def mesh_axes(parameters: Sequence[Tensor], model: DDP | None) -> list[Axis]:
+    """Return the axes of more than one rank of ``DDP`` and of the meshes of parameters, also those of replicas."""
+    axes = [data.all for data in _different(_data_axes(param, model) for param in parameters)]
+    for mesh in dict.fromkeys(param.device_mesh for param in parameters if isinstance(param, DTensor)):
+        axes += [Axis.of_dim(mesh, dim) for dim in range(mesh.ndim)]
+    return list({axis.ranks: axis for axis in axes if axis.size > 1}.values())
 
 
 def distribution_axes(
@@ -247,17 +281,9 @@ def _counting(classes: Sequence[_Class], known: Mapping[Ranks, KnownAxis], extra
 
 
 def _global_norm(
-    classes: Sequence[_Class],
-    norm_type: float,
-    known: Mapping[Ranks, KnownAxis],
-    extra_axes: Sequence[KnownAxis],
-    *,
-    exactly: bool,
+    parts: Sequence[Sequence[Tensor]], norm_type: float, counting: Counting, device: torch.device, *, exactly: bool
 ) -> Tensor:
-    """Return the p-norm over all ranks as a 0-dim float64 tensor."""
-    parts = [_gradients(each.parameters) for each in classes]  # raises, if at all, before the first collective
-    counting = _counting(classes, known, extra_axes)
-    device = _device(classes, counting.axes)
+    """Return the p-norm over all ranks, of the gradients of each class, as a 0-dim float64 tensor."""
     if exactly:
         return exact_norm(parts, norm_type, counting, device)
     parts = [part if share.is_needed else [] for part, share in zip(parts, counting.shares, strict=True)]

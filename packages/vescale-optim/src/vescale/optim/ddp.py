@@ -16,7 +16,8 @@ costs is in `_gradients/reduction.py`, the dtypes of gradients and of sums in `_
 With ZeRO 1 and 2 ``DistributedOptimizer`` updates this rank's part of the parameters, with 1/N of the optimizer state,
 and gathers them while the next forward runs (`_parameters/gathers.py`). With ZeRO 3 it updates the shard, and the next
 forward gathers (`_parameters/zero3.py`). The mean over ranks of the gradients of local means is the gradient of the
-mean over the global batch: the convention of torch's DistributedDataParallel, for local batches of equal size.
+mean over the global batch: the convention of torch's DistributedDataParallel. It needs local batches of equal size, so
+ranks compare their rows, and the random state where they draw, at the end of each backward (`_forward/local_calls.py`).
 
 On a mesh of two axes (hybrid sharding) N is the size of the second: shards lie along it, replicas of them along the
 first, and the sums of shards are all-reduced over that one (`_ranks/data_axes.py`).
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,12 +37,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor.extension import checked
+from vescale.dtensor.extension import Fact, checked
 
 from . import _torch
 from ._checks import refuse_local_statistics
 from ._forward.global_mean import global_mean_scale
 from ._forward.local_batch import attach_local_batch
+from ._forward.local_calls import LocalCalls
 from ._gradients.bucket import FlatSlot
 from ._gradients.reducer import Reducer
 from ._options import Options
@@ -210,6 +212,11 @@ class DDP(_torch.UnmovableModule):
         self._gathers = ParameterGathers(module, wrapped.buckets if sharded is None else (), overlap=overlap)
         refuse_local_statistics(module, axes.all)
         attach_local_batch(module, axes.meshes, watch_draws=watch_draws)
+        self._calls = LocalCalls(axes.all.device_type, backward_ran=self._reducer.take_received, meet=self._meet)
+        if axes.all.size > 1:
+            axes.all.failures.can_meet()
+            self._calls.attach(module)
+            self.compare_in_backward(self._calls.facts)
         if sharded is not None:
             settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
             sharded.attach(synchronizes=lambda: self._reducer.synchronizes, **settings)
@@ -283,6 +290,7 @@ class DDP(_torch.UnmovableModule):
             ...     losses = F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
             ...     (losses * scale).backward()  # the last one outside of no_sync()
         """
+        self._calls.is_scaled = True
         return global_mean_scale(count, self.data_axes.all)
 
     @contextlib.contextmanager
@@ -315,6 +323,7 @@ class DDP(_torch.UnmovableModule):
         Args:
             num_views: By index of a bucket: how many tensors the optimizer has over its parameters.
         """
+        self._reducer.has_reduced = False
         if self._sharded is not None:
             self._sharded.values_changed()
         else:
@@ -333,9 +342,28 @@ class DDP(_torch.UnmovableModule):
         if self._sharded is not None:
             self._sharded.settle()
 
+    def compare_in_backward(self, source: Callable[[], Iterable[Fact]]) -> None:
+        """Compare facts over the data-parallel ranks at the end of every backward that reduces.
+
+        Args:
+            source: A bound method that returns the facts; it is forgotten together with its object.
+        """
+        self._reducer.checks.add(source)
+
     def check_reduced(self) -> None:
-        """Raise RuntimeError if a gradient has been accumulated and not reduced."""
+        """Raise RuntimeError if a gradient has been accumulated and not reduced, or if some ranks ran no backward."""
         self._reducer.check_reduced()
+        if not self._reducer.has_reduced:
+            self._meet(
+                "optimizer.step() or clip_grad_norm_ without a backward since the last step; run every backward on all "
+                "ranks or on none"
+            )
+
+    def _meet(self, what: str) -> None:
+        """Wait until all ranks are about to do this, as far as ranks are compared at all."""
+        if self.data_axes.all.size > 1 and self._reducer.checks.is_on:
+            self._gathers.finish()
+            self.data_axes.all.failures.meet(what)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, and discard the reduction of a backward that ended with an exception."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor.extension import checked
+from vescale.dtensor.extension import Fact, Turns, checked
 
 from ._gradients.placeholder import align_gradients
 from ._ranks.axis import Axis
@@ -41,11 +41,12 @@ from ._state.entries import (
     to_json,
 )
 from ._state.full_state import NOT_SAVED, gather_full, named_state, numbered_state
+from ._state.hyperparameters import Hyperparameters, group_facts
 from ._state.loss_scaling import PieceList, Unscaler
 from ._state.masters import MasterWeights
 from ._state.pieces import Piece, StatePiece
 from ._state.state_dtype import KeptState, check_state_dtype
-from .clip import check_max_norm, clip_grad_norm_, distribution_axes
+from .clip import check_max_norm, clip_grad_norm_, distribution_axes, mesh_axes
 from .ddp import DDP
 
 __all__ = ["DistributedOptimizer"]
@@ -90,7 +91,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ValueError: If the class is known not to be element-wise, if the model has no trainable parameter, or groups
             do not hold each trainable parameter once; as Muon's constructor; if an instance has hooks or a scheduler,
             or arguments of its constructor that cannot be found; if ``state_dtype`` is not a floating-point dtype of
-            16 bits or more, has no fewer bits than a parameter or its master, or names state that there is not.
+            16 bits or more, has no fewer bits than a parameter or its master, or names state that there is not; or,
+            on every rank, if arguments or hyperparameters differ between ranks.
         TypeError: If the class is not a subclass of ``torch.optim.Optimizer``, or hyperparameters are given with an
             instance, which has its own.
 
@@ -157,6 +159,39 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state = self._base.state
         if instance is not None and instance.state:
             self._take_state(instance.state)
+        self._hyperparameters, self._turns = Hyperparameters(), Turns()
+        self._compare_first(master_dtype, state_dtype)
+
+    def _compare_first(self, master_dtype: object, state_dtype: object) -> None:
+        """Compare over all ranks what must be equal, and do so again in steps and at the end of backwards.
+
+        Raises:
+            ValueError: On every rank, if anything differs.
+        """
+        model = self.model if isinstance(self.model, DDP) else None
+        axes = mesh_axes([piece.param for piece in self.pieces], model)
+        if self._turns.is_on:
+            same = "pass the same argument on all ranks"
+            name = type(self._base).__name__
+            facts = [
+                Fact("the class of the optimizer", name, same),
+                Fact("clip_grad_norm", str(self.clip_grad_norm), same),
+                Fact("master_dtype", str(master_dtype), same),
+                Fact("state_dtype", str(state_dtype), same),
+            ]
+            for axis in [*axes, *(Axis.of(mesh, role="norm_axes") for mesh in self.norm_axes)]:
+                axis.check_facts(facts, what="arguments of DistributedOptimizer")
+            for axis in axes:
+                axis.check_facts(
+                    [*group_facts(self._names_by_group()), *self._facts()], what="groups of DistributedOptimizer"
+                )
+        if model is not None:
+            model.compare_in_backward(self._facts)
+            axes = [axis for axis in axes if axis.ranks != model.data_axes.all.ranks]
+        self._compared_in_turn = axes
+
+    def _facts(self) -> list[Fact]:
+        return self._hyperparameters.facts(self.param_groups, self.clip_grad_norm)
 
     def _kept_state(self, state_dtype: torch.dtype | Mapping[str, torch.dtype]) -> KeptState:
         names: set[str] = set()
@@ -183,6 +218,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: If gradients have not been reduced since they were accumulated under ``no_sync``.
+            ValueError: On every rank, if hyperparameters differ between ranks (see `vescale.dtensor.check_ranks`); with
+                a ``DDP``, the backward before it raises that.
         """
         loss = None
         if closure is not None:
@@ -192,6 +229,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if model is not None:
             model.wait_for_parameters()
             model.check_reduced()
+        if self._compared_in_turn and self._turns.is_due():
+            for axis in self._compared_in_turn:
+                axis.check_facts(self._facts(), what="hyperparameters of DistributedOptimizer")
         align_gradients(self._distributed)
         self._masters.follow()
         if self.clip_grad_norm is not None:

@@ -16,11 +16,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["describe_difference", "differing_texts"]
+__all__ = ["describe_difference", "differing_texts", "gather_objects"]
+
+T = TypeVar("T")
 
 
 def differing_texts(text: str, over: dist.ProcessGroup | DeviceMesh) -> dict[int, str]:
@@ -38,19 +41,19 @@ def differing_texts(text: str, over: dist.ProcessGroup | DeviceMesh) -> dict[int
         >>> if texts := differing_texts(repr(plan), mesh):                               # doctest: +SKIP
         ...     raise ValueError(describe_difference("the plan", texts))
     """
+    digests = gather_objects(hashlib.sha256(text.encode()).hexdigest(), over)
+    return gather_objects(text, over) if len(set(digests.values())) > 1 else {}
+
+
+def gather_objects(value: T, over: dist.ProcessGroup | DeviceMesh) -> dict[int, T]:
+    """Return ``{global rank: value}`` of all ranks of a process group or mesh, in the order of ranks."""
     groups = [over.get_group(axis) for axis in range(over.ndim)] if isinstance(over, DeviceMesh) else [over]
-    digests = _gather(hashlib.sha256(text.encode()).hexdigest(), groups)
-    return _gather(text, groups) if len(set(digests.values())) > 1 else {}
-
-
-def _gather(text: str, groups: Sequence[dist.ProcessGroup]) -> dict[int, str]:
-    """Return ``{global rank: text}`` of all ranks that the groups connect."""
-    known = {dist.get_rank(): text}
+    known = {dist.get_rank(): value}
     for group in groups:
         size = dist.get_world_size(group)
         if size == 1 or dist.get_backend(group) == "fake":
             continue
-        gathered: list[dict[int, str]] = [{}] * size
+        gathered: list[dict[int, T]] = [{}] * size
         dist.all_gather_object(gathered, known, group=group)
         known = {rank: value for part in gathered for rank, value in part.items()}
     return dict(sorted(known.items()))

@@ -170,7 +170,7 @@ def _marking(stock: Callable) -> Callable:
 
     @functools.wraps(stock)
     def apply(self: object, *args: object) -> object:
-        gets_dtensors = any(isinstance(arg, DTensor) for arg in tensors_in(args))  # before: boxed gradients are taken out
+        gets_dtensors = any(isinstance(arg, DTensor) for arg in tensors_in(args))  # the Function may empty a list
         results = stock(self, *args)
         if not gets_dtensors:
             return results

@@ -22,6 +22,9 @@ Note: unused on every rank
     integer per parameter, at the end. With ``find_unused_parameters=False`` it is left out, and a missing gradient is
     an error.
 
+Note: what else the ranks compare
+    The same all-reduce carries what must be equal on all of them (`_ranks/checks.py`).
+
 Note: several gradients of one parameter
     A bucket is complete when every parameter has its gradient. A DTensor parameter may get several in one backward: one
     from static mode of `vescale.dmodule`, which computes with a local parameter, and one from code that reads the
@@ -48,6 +51,7 @@ from vescale.dtensor.extension import attach_gradient_receiver, gets_several_gra
 
 from .. import _torch
 from .._ranks.axis import Axis
+from .._ranks.checks import BackwardChecks
 from .bucket import FlatBucket, FlatSlot
 from .partials import Agreement, sum_partials
 from .reduction import Reduction
@@ -107,7 +111,10 @@ class Reducer:
         self.axis = axis
         self.overlap = overlap
         self.find_unused = find_unused
+        self.checks = BackwardChecks(axis)
         self.synchronizes = True
+        self.has_received = False  # since `take_received`
+        self.has_reduced = False  # since the last step
         self._patience = PATIENCE
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._distributed = [slot for slot in self.slots if slot.form is not None and slot.form.dims]
@@ -117,6 +124,7 @@ class Reducer:
 
     def receive(self, slot: FlatSlot, local: Tensor, placements: tuple[Placement, ...]) -> None:
         """Add a gradient to its bucket during backward."""
+        self.has_received = True
         self._join_round(slot)
         slot.receive(local, placements)
         if self._round is None or gets_several_gradients(slot.param):
@@ -178,7 +186,9 @@ class Reducer:
             return
         while now.next_bucket < len(self.buckets):
             self._launch_next()
-        used = torch.tensor([_use(slot) for slot in self.slots], dtype=torch.int32)
+        self.has_reduced = True
+        facts = self.checks.facts()
+        used = torch.tensor([*map(_use, self.slots), *self.checks.pair(facts)], dtype=torch.int32)
         pending = None
         if self.find_unused:
             used = used.to(self.axis.device_type)
@@ -188,11 +198,15 @@ class Reducer:
             pending.wait()
         sum_partials(self._distributed)
         self._round = None
-        for slot, use in zip(self.slots, used.tolist(), strict=True):
+        *uses, largest, negative = used.tolist()
+        for slot, use in zip(self.slots, uses, strict=True):
             if use:
                 slot.publish()
             if use > 1 and self.find_unused:
                 slot.form.grant(use - 1)
+        self.checks.finish(facts, (largest, negative))
+        if not self.find_unused:
+            self.checks.check_in_turn(facts)
         self._check_complete()
 
     def _check_complete(self) -> None:
@@ -220,6 +234,11 @@ class Reducer:
         for slot in self.slots:
             if slot.unreduced:
                 slot.check_reduced()
+
+    def take_received(self) -> bool:
+        """Return whether any gradient has come since the last call of this method."""
+        before, self.has_received = self.has_received, False
+        return before
 
     def reset(self) -> None:
         """Discard an unfinished reduction after waiting for its collectives in flight."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale.dtensor import materialize
-from vescale.dtensor.extension import group_of_ranks
+from vescale.dtensor.extension import generator_fact, group_of_ranks
 
 from .. import _torch
 from .._buckets.granularity import param_info
@@ -282,8 +281,7 @@ def materialize_in_shards(module: nn.Module, axes: DataAxes) -> dict[str, Tensor
         ValueError: If the ranks' random states differ, so that their parts would be of different parameters; or if two
             parameters share memory.
     """
-    seed = "call torch.manual_seed with one seed on all ranks before the module is made"
-    axes.all.check_same(_random_states(), what="the random state of a deferred module", fix=seed)
+    axes.all.check_facts([generator_fact(axes.all.device_type)], what="the random state of a deferred module")
 
     def rows(_fqn: str, tensor: Tensor) -> tuple[Shard] | None:
         return (Shard(0),) if isinstance(tensor, nn.Parameter) and tensor.ndim else None
@@ -297,11 +295,6 @@ def materialize_in_shards(module: nn.Module, axes: DataAxes) -> dict[str, Tensor
         for key, param in table.items():
             table[key] = hollow.get(id(param), param)
     return {fqn: param.detach() for fqn, param in made.items()}
-
-
-def _random_states() -> str:
-    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
-    return "\n".join(hashlib.sha256(state.numpy().tobytes()).hexdigest() for state in states)
 
 
 def _hollow(like: DTensor) -> nn.Parameter:

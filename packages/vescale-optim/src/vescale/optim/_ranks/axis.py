@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.dtensor.extension import Failures, describe_difference, differing_texts, first_line
+from vescale.dtensor.extension import Fact, Failures, check_facts, describe_difference, differing_texts, first_line
 
 from .. import _torch
 
@@ -220,6 +220,20 @@ class Axis:
         if len(set(self.gather_number(digest, what=f"a digest of {what}"))) > 1:
             texts = differing_texts(text, self.group)
             raise ValueError(f"{describe_difference(what, texts)} (axis {self.name!r}); {fix}")
+
+    def check_facts(self, facts: Iterable[Fact], *, what: str) -> None:
+        """Compare facts over the axis; the host waits.
+
+        Raises:
+            ValueError: On every rank, with names, values and ranks, if one differs.
+        """
+        if self.size > 1:
+            check_facts(facts, self.group, maxima=functools.partial(self._maxima, what))
+
+    def _maxima(self, what: str, numbers: Sequence[int]) -> list[int]:
+        largest = torch.tensor(numbers, dtype=torch.int64, device=self.device_type)
+        self.all_reduce(largest, dist.ReduceOp.MAX, what=what).wait()
+        return largest.tolist()
 
     def gather_number(self, number: int, *, what: str) -> list[int]:
         """Return the number of every coord, an integer of 64 bits."""
