@@ -37,6 +37,7 @@ def right_arguments(mesh):
     return {
         "InterleavedShard": {"dim": 0, "k": 2, "split_factor": None},
         "RaggedShard": {"dims": (0,), "local_units": (1, 2)},
+        "check_ranks": {"every": 100},
         "deferred_init": {"ctor": nn.Identity},
         "disabled": {},
         "distribute_tensor": {

@@ -83,8 +83,7 @@ class _Unwrap(torch.autograd.Function):
     def forward(ctx, tensor: DTensor, gradient: Placements | None) -> Tensor:
         ctx.mesh, ctx.shape, ctx.gradient = tensor.device_mesh, tensor.shape, gradient
         ctx.num_averaged = averaged(tensor.device_mesh, tensor.placements)
-        local = _torch.local_of(tensor)
-        return local.view_as(local)
+        return _torch.local_of(tensor).detach()  # no view for autograd: the program may change it in place
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[DTensor, None]:

@@ -226,7 +226,7 @@ class OperatorMode(TorchFunctionMode):
         result = _torch.tree_map(convert, result)
         for leaf in written.values():
             leaf.copy_(local(dtensors[id(leaf)]))
-        return result
+        return result if operator.part is None else result.narrow(*operator.part)
 
 
 class OperatorHooks:

@@ -31,9 +31,11 @@ from vescale.dtensor.extension import chunk
 
 from .recording.observe import replicated
 
-__all__ = ["ModuleOperators", "Operand", "RecordedOperator"]
+__all__ = ["ModuleOperators", "Operand", "Part", "RecordedOperator"]
 
 Placements = tuple[Placement, ...]
+Part = tuple[int, int, int]
+"""What local code has of a whole tensor: a dim, the first index and the number of indices."""
 
 
 class Operand(NamedTuple):
@@ -85,6 +87,7 @@ class RecordedOperator:
         constants: arguments of an island that local code passes otherwise, such as sizes: what it passes and what the
             recorded call has, by their place among all arguments that are no tensors.
         written: places of the operands that an island writes.
+        part: the part of the result that local code has, of an island whose result is whole on all ranks.
     """
 
     function: Callable
@@ -94,6 +97,7 @@ class RecordedOperator:
     is_island: bool = False
     constants: dict[int, tuple[object, object]] = field(default_factory=dict)
     written: tuple[int, ...] = ()
+    part: Part | None = None
 
     @property
     def local_shapes(self) -> tuple[torch.Size, ...]:
@@ -122,7 +126,7 @@ class RecordedOperator:
         known = [op.gradients for op in (self, other) if any(gradient is not None for gradient in op.gradients)]
         if self.operands != other.operands or known[1:] not in ([], known[:1]):
             return None
-        as_island = [(op.is_island, op.constants, op.written) for op in (self, other)]
+        as_island = [(op.is_island, op.constants, op.written, op.part) for op in (self, other)]
         if as_island[0] != as_island[1]:
             return None
         return replace(self, draws=self.draws or other.draws, gradients=known[0] if known else [])
@@ -197,6 +201,11 @@ class ModuleOperators:
     def functions(self) -> set[Callable]:
         """The torch functions of all positions."""
         return {operator.function for operator in self}
+
+    @property
+    def has_islands(self) -> bool:
+        """Whether any of the operators is an island."""
+        return any(operator.is_island for operator in self)
 
     @functools.cached_property
     def _by_shape(self) -> dict[tuple[Callable, tuple[torch.Size, ...]], RecordedOperator | None]:

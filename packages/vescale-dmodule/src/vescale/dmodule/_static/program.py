@@ -341,21 +341,22 @@ class StaticProgram:
     def _run_on_dtensors(self, args: tuple, kwargs: dict) -> tuple[Run, Recording]:
         """Record a call; again, if it changes results in place or has islands that were not known before."""
         model, changed = self.model, frozenset()
-        islands = None if model.scope.allow_implicit else {}
+        islands: dict[Place, Island] = {}
+        searches = model.scope.allow_implicit
         while True:
             run = new_run(model.mesh, changed)
-            recorder = CallRecorder(run.names, model.mesh, islands)
+            recorder = CallRecorder(run.names, model.mesh, islands, keeps=searches)
             with self._dry_run(State.RECORDING, run):
                 model.phase.convert = run.observer.convert
                 recording = record(run, recorder, self.parts, model.scope, args, kwargs)
             if recording is None:
                 changed |= run.observer.newly_changed()
                 continue
-            if islands is not None:
+            found = self._islands(recording, recorder, args, kwargs) if searches else {}
+            if found.keys() <= islands.keys():
                 return run, recording
-            islands = self._islands(recording, recorder, args, kwargs)
-            if not islands:
-                return run, recording
+            searches = any(island.operands for island in found.values())  # which changes what follows it
+            islands = {**islands, **found}
 
     def _islands(self, recording: Recording, recorder: CallRecorder, args: tuple, kwargs: dict) -> dict[Place, Island]:
         """Search for operators that must run on DTensors. Collective over the mesh."""

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode
 
 from vescale.dtensor import extension
 
 from ... import _torch
-from ..._boundary.convert import bring, to_plain
+from ..._boundary.convert import as_dtensor, bring, to_plain
 from ...errors import NotLocalFriendlyError
-from ..operators import ModuleOperators, Operand, RecordedOperator
+from ..operators import ModuleOperators, Operand, Part, RecordedOperator
 from ..parts import Parts, describe, is_inside, ways_out
 from .names import ModuleCall, Names
 from .observe import replicated
@@ -62,10 +62,14 @@ class Island:
     Attributes:
         constants: see :class:`RecordedOperator`.
         written: see :class:`RecordedOperator`.
+        part: see :class:`RecordedOperator`.
+        operands: placements of operands that local code has as shards, and the recording as whole tensors; by place.
     """
 
     constants: dict[int, tuple[object, object]] = field(default_factory=dict)
     written: tuple[int, ...] = ()
+    part: Part | None = None
+    operands: dict[int, tuple[Placement, ...]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -80,6 +84,7 @@ class KeptCall:
         returned: the place of the operand that each tensor of the result is; None if it is another tensor.
         communicates: whether an operand was redistributed implicitly.
         averages: whether an operand or the result is a mean over ranks; its local gradients are no layout of DTensors.
+        whole: mesh axes whose ranks all have the whole result; empty if it is not one tensor, or has a gradient.
     """
 
     operator: RecordedOperator
@@ -89,6 +94,7 @@ class KeptCall:
     returned: list[int | None]
     communicates: bool
     averages: bool
+    whole: tuple[int, ...]
 
 
 class CallRecorder(TorchFunctionMode):
@@ -97,8 +103,8 @@ class CallRecorder(TorchFunctionMode):
     Args:
         names: the running modules.
         mesh: of the recorded layouts.
-        islands: the calls that run on DTensors in static mode; None if that is not known yet. Then the values of all
-            calls are kept, to find out.
+        islands: the calls that are known to run on DTensors in static mode.
+        keeps: whether to keep the values of all calls, to find out which others must.
 
     Attributes:
         drawn: all random operators, by module, and all calls with a generator argument.
@@ -106,9 +112,9 @@ class CallRecorder(TorchFunctionMode):
         communicating: calls whose backward redistributed an operand implicitly.
     """
 
-    def __init__(self, names: Names, mesh: DeviceMesh, islands: Mapping[Place, Island] | None = None):
+    def __init__(self, names: Names, mesh: DeviceMesh, islands: Mapping[Place, Island], *, keeps: bool):
         super().__init__()
-        self._names, self._mesh, self._islands, self._keeps = names, mesh, islands or {}, islands is None
+        self._names, self._mesh, self._islands, self._keeps = names, mesh, islands, keeps
         self._calls: dict[ModuleCall, list[RecordedOperator]] = {}
         self._first: dict[str, int] = {}  # number of the first call of each module
         self._communicates = False
@@ -123,11 +129,15 @@ class CallRecorder(TorchFunctionMode):
             return func(*args, **kwargs)
         leaves = _torch.tree_leaves((args, kwargs))
         operands = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        operator = RecordedOperator(func, [_describe(tensor, self._mesh) for tensor in operands], draws=False)
         place = self._place()
         island = self._islands.get(place)
+        if island is not None and island.operands:
+            shards = {id(operands[i]): self._sharded(operands[i], island.operands[i]) for i in island.operands}
+            args, kwargs = _torch.tree_map(lambda leaf: shards.get(id(leaf), leaf), (args, kwargs))
+            operands = [shards.get(id(tensor), tensor) for tensor in operands]
+        operator = RecordedOperator(func, [_describe(tensor, self._mesh) for tensor in operands], draws=False)
         if island is not None:
-            operator.is_island, operator.constants = True, island.constants
+            operator.is_island, operator.constants, operator.part = True, island.constants, island.part
             kept = {id(operands[i]) for i in island.written}
             args, kwargs = _torch.tree_map(lambda leaf: leaf if id(leaf) in kept else _pinned(leaf), (args, kwargs))
         before, versions = extension.random_position(self._mesh.device_type), [_version(t) for t in operands]
@@ -183,7 +193,18 @@ class CallRecorder(TorchFunctionMode):
             returned=[places.get(id(leaf)) for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)],
             communicates=self._communicates,
             averages=any(map(_is_mean, (*operands, *_torch.tree_leaves(result)))),
+            whole=() if places else self._whole(result),
         )
+
+    def _sharded(self, tensor: Tensor, placements: tuple[Placement, ...]) -> DTensor:
+        tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self._mesh)
+        return tensor.redistribute(placements=placements)
+
+    def _whole(self, result: object) -> tuple[int, ...]:
+        if not isinstance(result, Tensor) or result.requires_grad:
+            return ()
+        placements = result.placements if isinstance(result, DTensor) else replicated(self._mesh)
+        return tuple(axis for axis, placement in enumerate(placements) if placement.is_replicate())
 
     def _note_communication(self, sequence_number: int | None) -> None:
         """Note an implicit redistribution, see ``extension.on_implicit_redistribution``."""

@@ -144,6 +144,11 @@ class RecordedLayouts:
             return False
         if any(self.tokens.get(name, layout) != layout for name, layout in new.tokens.items()):
             return False
+        each = self.operators, new.operators
+        if any(found.has_islands for operators in each for found in operators.values()):
+            functions = [{name: found.functions for name, found in operators.items()} for operators in each]
+            if functions[0] != functions[1]:  # what is an island here may be a local operator of equal shapes there
+                return False
         both = [name for name in new.operators if name in self.operators]
         return all(self.operators[name].union(new.operators[name]) is not None for name in both)
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from ... import _torch
 from ..._boundary.convert import as_dtensor, bring
+from ..._boundary.edges import averaged
 
 __all__ = ["BoundaryRecord", "BoundaryRecords", "Observer", "replicated"]
 
@@ -65,9 +66,11 @@ class _Seen:
 
     def note_gradient(self, grad: Tensor | None) -> None:
         if self.gradient is None and grad is not None:  # None: no operator on this rank used the value
-            is_dtensor = isinstance(grad, DTensor)
-            self.gradient = (_torch.local_of(grad) if is_dtensor else grad).detach().clone()
-            self.gradient_layout = tuple(grad.placements) if is_dtensor else None
+            if not isinstance(grad, DTensor):
+                self.gradient = grad.detach().clone()
+                return
+            self.gradient_layout = tuple(grad.placements)
+            self.gradient = _torch.local_of(grad).detach() / averaged(grad.device_mesh, self.record.target)
 
     def finished(self) -> BoundaryRecord:
         return BoundaryRecord(**{**vars(self.record), "gradient": self.gradient_layout})

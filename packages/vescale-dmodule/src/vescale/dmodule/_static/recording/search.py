@@ -8,6 +8,10 @@ place. Where a result differs, the function is an island, and the search goes on
 
 So the cause does not matter: communication, a number of heads, a size in a formula, an offset of indices. The results
 of all ranks are compared, because an island communicates: it is one on all ranks or on none.
+
+Code also makes tensors of sizes that it reads: zeros for a state, a mask, positions. In the recording these are whole
+on all ranks, and local code makes this rank's part. If the values of the part are those of the whole tensor, as for
+zeros, local code is right. If not (positions, random numbers), the island makes the whole tensor and returns the part.
 """
 
 from __future__ import annotations
@@ -25,10 +29,12 @@ from torch.overrides import TorchFunctionMode
 
 from ... import _torch
 from ..._boundary.values import copied
+from ..operators import Part
 from ..parts import Parts, describe
 from .calls import CallRecorder, Island, KeptCall, Place, is_metadata
 from .compare import is_close
 from .dry_run import Run, without_side_effects
+from .local_sizes import LocalSizes
 from .names import Names
 
 __all__ = ["search"]
@@ -52,12 +58,12 @@ def search(run: Run, recorder: CallRecorder, parts: Parts, args: tuple, kwargs: 
         args: of the call.
         kwargs: of the call.
     """
-    found = _Search(recorder, run.names, parts)
+    found = _Search(recorder, run.names, parts, run.observer.mesh)
     with without_side_effects(parts.module), run.names.watching(parts.modules):
         arguments, keywords = copied(args), copied(kwargs)
         with found.running():
             parts.module(*arguments, **keywords)
-    islands = found.islands(run.observer.mesh)
+    islands = found.islands()
     if islands:
         texts = [f"{recorder.kept[place].operator} in {describe(run.names.calls[place[0]].name)}" for place in islands]
         logger.info("static mode runs %d operators on DTensors, as islands: %s", len(texts), "; ".join(sorted(texts)))
@@ -71,14 +77,16 @@ class _Search(TorchFunctionMode):
         recorder: of the recorded call, which has kept the values.
         names: the running modules.
         parts: of the program.
+        mesh: of the recorded layouts.
     """
 
-    def __init__(self, recorder: CallRecorder, names: Names, parts: Parts):
+    def __init__(self, recorder: CallRecorder, names: Names, parts: Parts, mesh: DeviceMesh):
         super().__init__()
-        self._kept, self._names, self._parts = recorder.kept, names, parts
+        self._kept, self._names, self._parts, self._mesh = recorder.kept, names, parts, mesh
         self._number_of: Mapping[int, int] = defaultdict(int)  # of the next call in a call of a module
         self._found = recorder.communicating | {place for place, call in recorder.kept.items() if call.averages}
-        self._islands = {place: Island({}, tuple(call.operands)) for place, call in recorder.kept.items()}
+        self._constants: dict[Place, dict[int, tuple[object, object]]] = {}
+        self._sizes = LocalSizes(recorder.kept, mesh)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -86,16 +94,27 @@ class _Search(TorchFunctionMode):
         with torch.no_grad(), self:
             yield
 
-    def islands(self, mesh: DeviceMesh) -> dict[Place, Island]:
+    def islands(self) -> dict[Place, Island]:
         """Return what any rank has found, and the random operators beside islands. Collective over the mesh."""
-        places = sorted(self._islands)
-        mine = [float(place in self._found) for place in places]
-        found = torch.tensor(mine, device=mesh.device_type)
-        every = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
-        found = {place for place, is_found in zip(places, every.tolist(), strict=True) if is_found}
+        places = sorted(self._kept)
+        mine = [*(place in self._found for place in places), *self._sizes.flags()]
+        flags = torch.tensor(mine, dtype=torch.float32, device=self._mesh.device_type)
+        every = DTensor.from_local(flags, self._mesh, [Partial("max")] * self._mesh.ndim, run_check=False)
+        settled = iter(every.full_tensor().bool().tolist())
+        found = {place for place in places if next(settled)}
+        self._sizes.settle(settled)
+        found |= {place for place in places if self._kept[place].operator.draws and self._sizes.operands(place)}
         if found:  # gradients between islands and random operators have the layouts of their values
             found |= {place for place, call in self._kept.items() if call.operator.is_sharded}
-        return {place: self._islands[place] for place in found}
+        return {place: self._island(place) for place in found}
+
+    def _island(self, place: Place) -> Island:
+        return Island(
+            constants=self._constants.get(place, {}),
+            written=tuple(self._kept[place].operands),
+            part=self._sizes.part(place),
+            operands=self._sizes.operands(place),
+        )
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -107,7 +126,8 @@ class _Search(TorchFunctionMode):
         leaves = _torch.tree_leaves((args, kwargs))
         operands = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._compare_constants(place, call, [leaf for leaf in leaves if not isinstance(leaf, Tensor)])
-        if call.operator.draws:
+        self._sizes.note_operands(place, operands)
+        if call.operator.draws and (operands or kwargs.get("generator") is not None):
             return _substitute(call, operands)
         try:
             result = func(*args, **kwargs)
@@ -116,10 +136,33 @@ class _Search(TorchFunctionMode):
                 raise
             self._found.add(place)
             return _substitute(call, operands)
-        if self._differs(call, result, operands):
-            self._found.add(place)
-            return _substitute(call, operands)
+        is_whole = bool(call.whole) and isinstance(result, Tensor) and not call.communicates
+        result = self._compared(place, call, result, operands, is_whole=is_whole)
+        if is_whole:
+            self._sizes.note_result(place, result)
         return result
+
+    def _compared(
+        self, place: Place, call: KeptCall, mine: object, operands: list[Tensor], *, is_whole: bool
+    ) -> object:
+        """Return the result to go on with."""
+        if is_whole and (parts := self._sizes.parts(place, mine)):
+            part = self._part(place, call, mine, parts)
+            if part is not None:
+                return part
+        elif call.operator.draws:
+            return _substitute(call, operands)
+        elif not self._differs(call, mine, operands):
+            return mine
+        self._found.add(place)
+        return _substitute(call, operands)
+
+    def _part(self, place: Place, call: KeptCall, mine: Tensor, parts: list[Part]) -> Tensor | None:
+        """Return what stands for a part of a whole tensor; None if local code has another one."""
+        if not call.operator.draws and all(_same(mine, call.result.narrow(*part)) for part in parts):
+            return mine
+        self._found.add(place)
+        return call.result.narrow(*parts[0]).clone() if len(parts) == 1 else None
 
     def _is_local(self, name: str) -> bool:
         """Return whether the code of a module is the same on local tensors."""
@@ -136,7 +179,7 @@ class _Search(TorchFunctionMode):
     def _compare_constants(self, place: Place, call: KeptCall, constants: list[object]) -> None:
         if len(constants) == len(call.constants):
             pairs = enumerate(zip(constants, call.constants, strict=True))
-            self._islands[place].constants = {i: pair for i, pair in pairs if _is_other(*pair)}
+            self._constants[place] = {i: pair for i, pair in pairs if _is_other(*pair)}
 
     @staticmethod
     def _differs(call: KeptCall, result: object, operands: list[Tensor]) -> bool:
