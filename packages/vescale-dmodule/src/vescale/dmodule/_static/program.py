@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -59,7 +59,7 @@ from .local_parameters import LocalParameter, LocalParameters
 from .operator_mode import OperatorHooks, QuietCall
 from .parts import Parts, join, keep_on_dtensors
 from .recording.calls import CallRecorder, Island, Place
-from .recording.compare import check_same, raise_together
+from .recording.compare import difference, highest, raise_together
 from .recording.dry_run import Run, check, new_run, record
 from .recording.layouts import RecordedLayouts, Recording, Recordings
 from .recording.search import search
@@ -69,7 +69,7 @@ __all__ = ["Model", "StaticProgram"]
 
 logger = logging.getLogger("vescale.dmodule")
 
-MANY = 32  # recordings after which a warning says that shapes keep changing
+AGREES, DIFFERS, FAILS = range(3)  # how the check of a recording ends
 
 
 class Model(Protocol):
@@ -310,35 +310,36 @@ class StaticProgram:
             NotLocalFriendlyError: the module is wrong on local tensors; raised on all ranks.
             Exception: any error of the module itself in eager mode.
         """
-        model, error = self.model, None
-        meter, model.phase.meter = model.phase.meter, None  # a report does not count dry runs
+        model, error, level = self.model, None, FAILS
         try:
-            eager, recording = self._run_on_dtensors(args, kwargs)
+            eager, recording, islands = self._run_on_dtensors(args, kwargs)
             local = new_run(model.mesh)
             self._adopt(recording)
             with self._dry_run(State.CHECKING, local):
                 self._refresh()
                 self._expect_gradients(checked=local)
                 check(local, self.parts, args, kwargs)
-            check_same(eager, local, self.parts)
-            self.recordings.assign(signature, self.call.layouts, is_quiet=recording.is_quiet)
+            error = difference(eager, local, self.parts)
+            level = AGREES if error is None else DIFFERS
         except Exception as found:
             error = found
-            logger.warning("static mode: the recording failed on this rank: %s", found)  # `raise_together` may hang
+            logger.warning("static mode: the recording failed on this rank: %s", found)  # `highest` may hang
         finally:
-            model.phase.meter = meter
             if self.parameters is not None:
                 self._expect_gradients()
+        if highest(level, model.mesh) == DIFFERS:
+            nudged = self._run_nudged(eager, islands, args, kwargs)
+            error = error and difference(eager, local, self.parts, nudged)
         raise_together(error, model.mesh)
-        if len(self.recordings.by_signature) == MANY:
-            logger.warning(
-                "static mode has recorded %d different calls of %r; each costs forward and backward passes, so pad "
-                "batches to few lengths",
-                MANY,
-                self.parts.name or type(self.parts.module).__name__,
-            )
+        self.recordings.assign(signature, self.call.layouts, is_quiet=recording.is_quiet, parts=self.parts)
 
-    def _run_on_dtensors(self, args: tuple, kwargs: dict) -> tuple[Run, Recording]:
+    def _run_nudged(self, eager: Run, islands: Mapping[Place, Island], args: tuple, kwargs: dict) -> Run:
+        """Record a call again, to measure how far rounding errors reach (see ``recording.rounding``)."""
+        run = new_run(self.model.mesh, eager.observer.changed)
+        self._run(run, CallRecorder(run.names, self.model.mesh, islands, keeps=False, nudges=True), args, kwargs)
+        return run
+
+    def _run_on_dtensors(self, args: tuple, kwargs: dict) -> tuple[Run, Recording, Mapping[Place, Island]]:
         """Record a call; again, if it changes results in place or has islands that were not known before."""
         model, changed = self.model, frozenset()
         islands: dict[Place, Island] = {}
@@ -346,17 +347,20 @@ class StaticProgram:
         while True:
             run = new_run(model.mesh, changed)
             recorder = CallRecorder(run.names, model.mesh, islands, keeps=searches)
-            with self._dry_run(State.RECORDING, run):
-                model.phase.convert = run.observer.convert
-                recording = record(run, recorder, self.parts, model.scope, args, kwargs)
+            recording = self._run(run, recorder, args, kwargs)
             if recording is None:
                 changed |= run.observer.newly_changed()
                 continue
             found = self._islands(recording, recorder, args, kwargs) if searches else {}
             if found.keys() <= islands.keys():
-                return run, recording
+                return run, recording, islands
             searches = any(island.operands for island in found.values())  # which changes what follows it
             islands = {**islands, **found}
+
+    def _run(self, run: Run, recorder: CallRecorder, args: tuple, kwargs: dict) -> Recording | None:
+        with self._dry_run(State.RECORDING, run):
+            self.model.phase.convert = run.observer.convert
+            return record(run, recorder, self.parts, self.model.scope, args, kwargs)
 
     def _islands(self, recording: Recording, recorder: CallRecorder, args: tuple, kwargs: dict) -> dict[Place, Island]:
         """Search for operators that must run on DTensors. Collective over the mesh."""
@@ -374,13 +378,14 @@ class StaticProgram:
     def _dry_run(self, state: State, run: Run) -> Iterator[None]:
         call, model = self.call, self.model
         call.state, call.observer, model.scope.attaches = state, run.observer, False
+        meter, model.phase.meter = model.phase.meter, None  # a report does not count dry runs
         try:
             yield
         finally:
             if call.is_open:  # interrupted
                 self._close()
             call.state, call.depth, call.observer, model.scope.attaches = State.IDLE, 0, None, True
-            model.phase.convert = None
+            model.phase.convert, model.phase.meter = None, meter
 
     @property
     def _returns(self) -> str | None:

@@ -22,6 +22,7 @@ from ..operators import ModuleOperators, Operand, Part, RecordedOperator
 from ..parts import Parts, describe, is_inside, ways_out
 from .names import ModuleCall, Names
 from .observe import replicated
+from .rounding import nudged
 
 __all__ = ["CallRecorder", "Island", "KeptCall", "Place", "is_metadata"]
 
@@ -105,6 +106,7 @@ class CallRecorder(TorchFunctionMode):
         mesh: of the recorded layouts.
         islands: the calls that are known to run on DTensors in static mode.
         keeps: whether to keep the values of all calls, to find out which others must.
+        nudges: whether to change every result by rounding errors (see ``rounding``).
 
     Attributes:
         drawn: all random operators, by module, and all calls with a generator argument.
@@ -112,8 +114,11 @@ class CallRecorder(TorchFunctionMode):
         communicating: calls whose backward redistributed an operand implicitly.
     """
 
-    def __init__(self, names: Names, mesh: DeviceMesh, islands: Mapping[Place, Island], *, keeps: bool):
+    def __init__(
+        self, names: Names, mesh: DeviceMesh, islands: Mapping[Place, Island], *, keeps: bool, nudges: bool = False
+    ):
         super().__init__()
+        self._nudges = nudges
         self._names, self._mesh, self._islands, self._keeps = names, mesh, islands, keeps
         self._calls: dict[ModuleCall, list[RecordedOperator]] = {}
         self._first: dict[str, int] = {}  # number of the first call of each module
@@ -151,6 +156,8 @@ class CallRecorder(TorchFunctionMode):
                 self.kept[place] = self._kept(operator, leaves, operands, result)
         if operator.draws or isinstance(kwargs.get("generator"), torch.Generator):
             self.drawn.setdefault(self._names.running, []).append(operator)
+        if self._nudges and place is not None and not any(result is tensor for tensor in operands):
+            result = nudged(result) if isinstance(result, Tensor) else result
         if not (operator.draws or operator.is_island):
             return result
         written = [operands[i] for i in operator.written]

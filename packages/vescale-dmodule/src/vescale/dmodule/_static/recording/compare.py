@@ -3,15 +3,16 @@
 A difference between the recording on DTensors and the check on local tensors is an error before the caller's own call
 begins. The error names the module that caused it.
 
-The comparison allows for rounding errors, because kernels may choose another order of additions for another memory
-layout. Modules that are incorrect on local tensors differ by much more.
+The comparison allows for rounding errors (see ``rounding``), because kernels may choose another order of additions for
+another memory layout. Modules that are incorrect on local tensors differ by much more.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,47 +22,64 @@ from torch.distributed.tensor import DTensor, Partial
 from ...errors import NotLocalFriendlyError
 from ..parts import Parts, likely_cause
 from .dry_run import Run
+from .observe import Seen
+from .rounding import allowed, bound_of
 
-__all__ = ["check_same", "is_close", "raise_together"]
+__all__ = ["difference", "highest", "is_close", "raise_together"]
 
 
-def check_same(eager: Run, local: Run, parts: Parts) -> None:
-    """Compare the two runs of a program with ``parts``.
+def difference(eager: Run, local: Run, parts: Parts, nudged: Run | None = None) -> NotLocalFriendlyError | None:
+    """Compare the two runs of a program; return an error about the first value that differs, None if there is none.
 
-    Raises:
-        NotLocalFriendlyError: naming the first value that differs, the last one that agrees, and the fixes.
+    Args:
+        eager: the recording.
+        local: the check.
+        parts: the module.
+        nudged: a recording that shows how far rounding errors reach.
     """
+    try:
+        _check_same(eager, local, parts, nudged)
+    except NotLocalFriendlyError as error:
+        return error
+    return None
+
+
+def _check_same(eager: Run, local: Run, parts: Parts, nudged: Run | None) -> None:
     difference = functools.partial(_difference, eager, parts)
     last = None
-    for expected, actual in zip(eager.observer.seen, local.observer.seen, strict=False):
+    for expected, actual, moved in _zipped(eager, local, nudged):
         where = expected.record.where
         if actual.record.where != where:
             raise difference(f"expected a value at {where!r}, but got one at {actual.record.where!r}", last, where)
         if expected.value.shape != actual.value.shape:
             shapes = f"{tuple(expected.value.shape)} at {where!r}, but got {tuple(actual.value.shape)}"
             raise difference(f"expected local shape {shapes}", last, where)
-        if not is_close(actual.value, expected.value):
+        if not is_close(actual.value, expected.value, moved and moved.value):
             raise difference(f"{where!r} {_by_how_much(actual.value, expected.value)}", last, where)
         last = where
     num_eager, num_local = len(eager.observer.seen), len(local.observer.seen)
     if num_eager != num_local:
         raise difference(f"expected {num_eager} values at boundaries, but got {num_local}", last, "")
     for name, expected in eager.buffers.items():
-        actual = local.buffers.get(name)
-        if actual is None or actual.shape != expected.shape or not is_close(actual, expected):
+        actual, moved = local.buffers.get(name), nudged and nudged.buffers.get(name)
+        if actual is None or actual.shape != expected.shape or not is_close(actual, expected, moved):
             what = f"buffer {name!r} after the call {_by_how_much(actual, expected)}"
             raise difference(what, None, name.rpartition(".")[0])
-    _check_gradients(eager, local, difference)
+    _check_gradients(eager, local, nudged, difference)
 
 
-def _check_gradients(eager: Run, local: Run, difference: Callable[..., NotLocalFriendlyError]) -> None:
-    for expected, actual in zip(reversed(eager.observer.seen), reversed(local.observer.seen), strict=True):
-        if not _same_gradient(actual.gradient, expected.gradient):
+def _check_gradients(
+    eager: Run, local: Run, nudged: Run | None, difference: Callable[..., NotLocalFriendlyError]
+) -> None:
+    for expected, actual, moved in reversed(list(_zipped(eager, local, nudged))):
+        is_alike = moved is not None and moved.gradient_layout == expected.gradient_layout
+        if not _same_gradient(actual.gradient, expected.gradient, moved.gradient if is_alike else None):
             what = f"the gradient of {expected.record.where!r} {_by_how_much(actual.gradient, expected.gradient)}"
             raise difference(what, None, expected.record.where)
-    for name, (expected, _) in eager.gradients.items():
+    for name, (expected, layout) in eager.gradients.items():
         actual = local.gradients.get(name, (None, None))[0]
-        if not _same_gradient(actual, expected):
+        moved, its_layout = nudged.gradients.get(name, (None, None)) if nudged else (None, None)
+        if not _same_gradient(actual, expected, moved if its_layout == layout else None):
             what = f"the gradient of parameter {name!r} {_by_how_much(actual, expected)}"
             raise difference(what, None, name.rpartition(".")[0])
     extra = [name for name in local.gradients if name not in eager.gradients]
@@ -70,28 +88,28 @@ def _check_gradients(eager: Run, local: Run, difference: Callable[..., NotLocalF
         raise difference(what, None, extra[0].rpartition(".")[0])
 
 
-def _same_gradient(actual: Tensor | None, expected: Tensor | None) -> bool:
+def _zipped(eager: Run, local: Run, nudged: Run | None) -> Iterator[tuple[Seen, Seen, Seen | None]]:
+    moved = nudged.observer.seen if nudged is not None else itertools.repeat(None)
+    return zip(eager.observer.seen, local.observer.seen, moved, strict=False)
+
+
+def _same_gradient(actual: Tensor | None, expected: Tensor | None, nudged: Tensor | None) -> bool:
     if actual is None or expected is None:
         missing = expected if actual is None else actual
         return missing is None or not missing.any()
-    return actual.shape == expected.shape and is_close(actual, expected)
+    return actual.shape == expected.shape and is_close(actual, expected, nudged)
 
 
-def is_close(actual: Tensor, expected: Tensor, bound: float | None = None) -> bool:
-    """Return whether two values are equal up to rounding errors.
-
-    Args:
-        actual: the value.
-        expected: a value of the same shape and dtype.
-        bound: of the difference, relative to the largest element; by default that of a sum of many terms.
-    """
+def is_close(actual: Tensor, expected: Tensor, nudged: Tensor | None = None) -> bool:
+    """Return whether two values are equal up to rounding errors, which ``nudged`` may show."""
     if not expected.dtype.is_floating_point and not expected.dtype.is_complex:
         return torch.equal(actual, expected)
     if expected.numel() == 0:
         return True
-    bound = 32 * torch.finfo(expected.dtype).eps ** 0.75 if bound is None else bound
-    scale = torch.nan_to_num(expected, 0, 0, 0).abs().max()
-    return torch.allclose(actual, expected, rtol=bound, atol=bound * float(scale), equal_nan=True)
+    bound = bound_of(expected.dtype)
+    scale = float(torch.nan_to_num(expected, 0, 0, 0).abs().max())
+    tolerance = bound * scale + allowed(expected, nudged)
+    return torch.allclose(actual, expected, rtol=bound, atol=tolerance, equal_nan=True)
 
 
 def _by_how_much(actual: Tensor | None, expected: Tensor | None) -> str:
@@ -118,15 +136,20 @@ def _owner(where: str) -> str:
     return found.group(1) if found else where
 
 
+def highest(level: float, mesh: DeviceMesh) -> float:
+    """Return the maximum of a number over the ranks of a mesh. Collective over the mesh."""
+    found = torch.tensor([level], device=mesh.device_type)
+    return DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor().item()
+
+
 def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:
     """Raise ``error``, or, if only another rank has an error, one that points to it. Collective over the mesh.
 
     Raises:
         Exception: ``error`` on the ranks that have one; NotLocalFriendlyError on the others.
     """
-    found = torch.tensor([0.0 if error is None else 1.0], device=mesh.device_type)
-    anywhere = DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
+    is_anywhere = highest(float(error is not None), mesh)
     if error is not None:
         raise error
-    if anywhere.item():
+    if is_anywhere:
         raise NotLocalFriendlyError("another rank of the mesh found this model unfit for local tensors; see its error")

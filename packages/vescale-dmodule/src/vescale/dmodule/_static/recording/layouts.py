@@ -12,6 +12,7 @@ for all calls::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,14 +27,17 @@ from ..direct_calls import Steps
 from ..movement.collectives import Local
 from ..movement.conversions import Conversion, compile_conversion, identity
 from ..operators import ModuleOperators, RecordedOperator
-from ..parts import describe, keep_on_dtensors
+from ..parts import Parts, describe, keep_on_dtensors
 from .observe import BoundaryRecord, BoundaryRecords, replicated
 
 __all__ = ["RecordedLayouts", "Recording", "Recordings"]
 
 Placements = tuple[Placement, ...]
 
+logger = logging.getLogger("vescale.dmodule")
+
 MANY = 1 << 16  # calls of parts that may still be recomputed
+WARNS_AT = 32  # recordings after which a warning says that shapes keep changing
 
 
 @dataclass(eq=False)
@@ -269,10 +273,17 @@ class Recordings:
         self.recomputes |= bool(new.recomputed)
         return layouts
 
-    def assign(self, signature: Hashable, layouts: RecordedLayouts, *, is_quiet: bool) -> None:
-        """Use some layouts for calls with a signature from now on."""
+    def assign(self, signature: Hashable, layouts: RecordedLayouts, *, is_quiet: bool, parts: Parts) -> None:
+        """Use some layouts for calls of a module with a signature from now on."""
         self.by_signature[signature] = layouts
         (self.quiet.add if is_quiet else self.quiet.discard)(signature)
+        if len(self.by_signature) == WARNS_AT:
+            logger.warning(
+                "static mode has recorded %d different calls of %r; each costs forward and backward passes, so pad "
+                "batches to few lengths",
+                WARNS_AT,
+                parts.name or type(parts.module).__name__,
+            )
 
     # Note [layouts of a recomputation]: activation checkpointing calls a part again in backward, with the operands of
     # its first run. Torch offers no identity of that run: reentrant checkpointing passes detached copies of the

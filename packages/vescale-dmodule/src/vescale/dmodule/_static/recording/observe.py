@@ -21,7 +21,7 @@ from ... import _torch
 from ..._boundary.convert import as_dtensor, bring
 from ..._boundary.edges import averaged
 
-__all__ = ["BoundaryRecord", "BoundaryRecords", "Observer", "replicated"]
+__all__ = ["BoundaryRecord", "BoundaryRecords", "Observer", "Seen", "replicated"]
 
 Placements = tuple[Placement, ...]
 
@@ -55,7 +55,7 @@ class BoundaryRecord:
 
 
 @dataclass(eq=False)
-class _Seen:
+class Seen:
     """An incomplete record, with the local value and, after backward, its local gradient."""
 
     record: BoundaryRecord
@@ -90,7 +90,7 @@ class Observer:
     mesh: DeviceMesh
     running: Callable[[], str]
     changed: frozenset[str] = frozenset()
-    seen: list[_Seen] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
     _results: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
     def convert(self, tensor: Tensor, placements: Placements, where: str, *, is_result: bool) -> DTensor:
@@ -133,7 +133,7 @@ class Observer:
 
     @_torch.unseen
     def _note(self, record: BoundaryRecord, value: Tensor, tensor: Tensor) -> None:
-        seen = _Seen(record, value.detach().clone(), self.running())
+        seen = Seen(record, value.detach().clone(), self.running())
         if tensor.requires_grad:
             _torch.hook_first(tensor, seen.note_gradient)  # before the boundary redistributes it
         self.seen.append(seen)

@@ -44,9 +44,6 @@ logger = logging.getLogger("vescale.dmodule")
 UNINITIALIZED = "empty"
 """In the names of functions whose results have no defined values."""
 
-COARSE = 1e-4
-"""Relative rounding error, above which a dtype has less than 32 bits."""
-
 
 def search(run: Run, recorder: CallRecorder, parts: Parts, args: tuple, kwargs: dict) -> dict[Place, Island]:
     """Run a call forward on local tensors to find the operators that must run on DTensors. Collective over the mesh.
@@ -206,8 +203,7 @@ def _same(mine: object, theirs: Tensor) -> bool:
     """Return whether two results of one operator on the same operands are equal up to rounding errors."""
     if not isinstance(mine, Tensor) or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
-    eps = torch.finfo(theirs.dtype).eps if theirs.dtype.is_floating_point or theirs.dtype.is_complex else 0
-    return is_close(mine, theirs, bound=8 * eps if eps > COARSE else None)  # these dtypes are added up in float32
+    return is_close(mine, theirs)
 
 
 def _is_other(one: object, other: object) -> bool:
