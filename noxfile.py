@@ -273,6 +273,12 @@ def coverage(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
+def hunt(session: nox.Session) -> None:
+    """Compare random programs on DTensors with one device, and shrink what differs: `-- --minutes 60 --seed 1`."""
+    run_composed(session, "python", "packages/vescale-dtensor/coverage/hunt.py", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none", requires=["composed"])
 def bench(session: nox.Session) -> None:
     """Run the benchmarks (name some after --)."""
     run_composed(session, "python", "benchmarks/run.py", *session.posargs)

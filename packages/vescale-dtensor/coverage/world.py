@@ -33,7 +33,7 @@ from judge import Rank, Verdict
 from plan import Plan
 from torch.distributed.device_mesh import init_device_mesh
 
-__all__ = ["Found", "sweep"]
+__all__ = ["Found", "cpu_time", "enter_world", "last_lines", "sweep"]
 
 NUM_RANKS = 4
 STUCK_S = 1.5  # a rank that sleeps in an operator while another one waits for it
@@ -155,7 +155,7 @@ class World:
                 self._pids.remove(pid)
                 code = os.waitstatus_to_exitcode(status)
                 text = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-                return Verdict("died", f"rank {rank} ended with {text}: {_last_lines(self._folder, rank)}")
+                return Verdict("died", f"rank {rank} ended with {text}: {last_lines(self._folder, rank)}")
         return None
 
     def _stuck(self) -> Verdict | None:
@@ -167,7 +167,7 @@ class World:
         ticks = [self._board.where(rank) for rank in range(NUM_RANKS)]
         still = []
         for rank, pid in enumerate(self._pids):
-            seen = (ticks[rank], _cpu_time(pid))
+            seen = (ticks[rank], cpu_time(pid))
             if self._still.get(rank, (None,))[0] != seen:
                 self._still[rank] = (seen, now)
             still.append(now - self._still[rank][1])
@@ -198,7 +198,7 @@ class World:
         os.close(writing)
 
 
-def _cpu_time(pid: int) -> tuple:
+def cpu_time(pid: int) -> tuple:
     """Return a value that changes while a process works: its CPU time, and the clock if a thread is runnable."""
     try:
         threads = [_fields(path / "stat") for path in Path(f"/proc/{pid}/task").iterdir()]
@@ -216,7 +216,7 @@ def _fields(path: Path) -> tuple[str, str, str, str]:
     return number, fields[0], fields[11], fields[12]
 
 
-def _last_lines(folder: Path, rank: int) -> str:
+def last_lines(folder: Path, rank: int) -> str:
     path = folder / f"output.{rank}"
     return " / ".join(path.read_text(errors="replace").strip().splitlines()[-6:])[:600] if path.exists() else ""
 
@@ -227,11 +227,6 @@ def _last_lines(folder: Path, rank: int) -> str:
 def _rank_main(rank: int, board: Board, plans: list[Plan], folder: Path, pipe: int, stock: bool) -> None:
     status = 1
     try:
-        output = os.open(folder / f"output.{rank}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        faulthandler.enable(file=2)
-        warnings.simplefilter("ignore")
         _work(rank, board, plans, folder, pipe, stock)
         status = 0
     except BaseException:
@@ -240,11 +235,21 @@ def _rank_main(rank: int, board: Board, plans: list[Plan], folder: Path, pipe: i
         os._exit(status)
 
 
-def _work(rank: int, board: Board, plans: list[Plan], folder: Path, pipe: int, stock: bool) -> None:
+def enter_world(rank: int, num_ranks: int, folder: Path) -> None:
+    """Let a forked process write to a file of its own and join the process group of the world."""
+    output = os.open(folder / f"output.{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable(file=2)
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", next(n for _, n in socket.if_nameindex() if n.startswith("lo")))
-    store = dist.FileStore(str(folder / "store"), NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=300))
+    store = dist.FileStore(str(folder / "store"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=300))
+
+
+def _work(rank: int, board: Board, plans: list[Plan], folder: Path, pipe: int, stock: bool) -> None:
+    enter_world(rank, NUM_RANKS, folder)
     meshes = {1: init_device_mesh("cpu", (4,)), 2: init_device_mesh("cpu", (2, 2))}
     _torch.count_gathers()
     worker = Rank(rank, board, meshes, stock=stock)

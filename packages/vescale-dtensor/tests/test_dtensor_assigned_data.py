@@ -1,5 +1,6 @@
 """``x.data = y`` gives a DTensor the values of another one, as it does on one device."""
 
+import itertools
 import re
 
 import pytest
@@ -72,6 +73,16 @@ def check_the_tensors_share_memory():
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_tensors_share_memory(world_size):
     run_ranks(check_the_tensors_share_memory, world_size)
+
+
+@ranks(2)
+def test_placements_that_do_not_fit_are_those_of_the_value():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for placement, given in itertools.product((Partial(), Shard(1)), (Shard(0), Replicate())):
+        x = DTensor.from_local(values(6, 3), mesh, [placement])
+        x.data = distribute_tensor(values(5), mesh, [given])
+        assert x.placements == (given,)
+        assert torch.equal((2 * x).full_tensor(), 2 * values(5))
 
 
 @ranks(2)

@@ -24,6 +24,9 @@ INDICES = {
     "new dim": (None, [1, 2]),
     "slice and list": (slice(1, None, 2), [0, 2]),
     "empty list": [],
+    "true": True,
+    "false": False,
+    "true in a row": (1, True),
 }
 
 
@@ -40,6 +43,18 @@ def check_reads(assert_equals_one_device):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_reads(world_size, assert_equals_one_device):
     run_ranks(check_reads, world_size, assert_equals_one_device)
+
+
+@ranks(2)
+def test_one_truth_value(assert_equals_one_device):
+    mesh = init_device_mesh("cpu", (2,))
+
+    def read_and_write(x):
+        y, total = x * 1, x.sum()
+        y[total > 0] = 5
+        return x[total > 0], total[total > 0], total[total < 0], y
+
+    assert assert_equals_one_device(read_and_write, [operand()], mesh) == 4
 
 
 def check_writes(assert_equals_one_device):

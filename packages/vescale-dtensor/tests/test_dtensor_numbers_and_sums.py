@@ -1,4 +1,4 @@
-"""A number beside partial sums is added once, whatever was added before.
+"""A number beside partial sums is added once, whatever was added before, also in place.
 
 Stock DTensor's cache takes a number and a tensor without dims for the same call. After `partial + tensor` it lets every
 rank add the whole number of `partial + number`; the other way round it fails.
@@ -53,6 +53,28 @@ def test_in_every_order():
     for size, order in enumerate(itertools.permutations(forms(mesh)), start=3):
         for name, operator in OPERATORS.items():
             assert max(differences(mesh, operator, order, (size, 5))) < 1e-14, (name, order)
+
+
+IN_PLACE = {
+    "number": lambda x: x.add_(NUMBER),
+    "a mean": lambda x: x.sub_(x.mean()),
+    "a sum, twice": lambda x: x.add_(x.sum(), alpha=2).div_(x.sum()),
+    "an element": lambda x: x.mul_(x[0, 0] * 2).add_(x[-1, -1] + 1),
+    "rows": lambda x: x[1:].sub_(x.mean()),
+}
+
+
+@ranks(2)
+def test_in_place():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for name, write in IN_PLACE.items():
+        whole = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        x = partial_sum(whole, mesh)
+        write(x)
+        unwritten = whole.clone()
+        write(whole)
+        torch.testing.assert_close(x.full_tensor(), whole, rtol=1e-12, atol=1e-12, msg=name)
+        assert not torch.equal(unwritten, whole), name
 
 
 @ranks(2)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ._exit import wait_for_gloo_threads
-from ._operators import fallback, first_arguments, forget_copies, operator_handlers, review
+from ._operators import fallback, first_arguments, forget_copies, operator_handlers, review, without_elements
 from ._operators.attention import attention_handlers
 from ._operators.decompose import composite_handlers
 from ._operators.dims import seeing_counted_dims, with_counted_dims
@@ -127,7 +127,7 @@ ROWS: tuple[Row, ...] = (
         "review of sharding",
         "operators",
         "stock decisions that are wrong for the shapes at hand; operators for which stock raises run on full operands",
-        patches.RulePatch(patches.PropagationRule(on_error=fallback, after=review), order=2),
+        patches.RulePatch(patches.PropagationRule(before=without_elements, on_error=fallback, after=review), order=2),
     ),
     Row(
         "a bias added once",

@@ -13,6 +13,7 @@ their speed::
     gradients   operators in autograd's formulas
     copies      writes to views that are copies, and to tensors with such views
     metadata    in-place changes of shape
+    versions    writes that autograd does not count
     attention, loss, vocabulary, lookup, scalars, solvers   operators with algorithms of their own
     operands    the tensors among the arguments
     strict      refuse implicit redistributions
@@ -21,7 +22,7 @@ Source of the tables: the sweep over torch's own operator database in the folder
 """
 
 from .copies import forget_copies
-from .review import review
+from .review import review, without_elements
 from .tables import fallback, first_arguments, operator_handlers
 
-__all__ = ["fallback", "first_arguments", "forget_copies", "operator_handlers", "review"]
+__all__ = ["fallback", "first_arguments", "forget_copies", "operator_handlers", "review", "without_elements"]

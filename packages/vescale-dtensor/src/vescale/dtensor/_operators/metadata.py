@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
-from .operands import dtensors
+from .operands import dtensors, is_sharded
 
 __all__ = ["assignable_data", "change_metadata"]
 
@@ -57,6 +57,7 @@ def assignable_data(stock: GetSetDescriptorType) -> property:
     """Return the property ``data`` of DTensors: torch's own, to which a DTensor can be assigned.
 
     As on one device the tensors then share memory, unless the value has to be redistributed to the tensor's placements.
+    A tensor of partial sums, or sharded over a dim that the value does not have, takes the value's placements, too.
     """
 
     def assign(tensor: DTensor, value: Tensor) -> None:
@@ -71,8 +72,11 @@ def assignable_data(stock: GetSetDescriptorType) -> property:
                 f"expected a DTensor over the mesh {tensor.device_mesh} to assign to `.data`, got one over "
                 f"{value.device_mesh}; bring it to that mesh with full_tensor() and distribute_tensor()"
             )
-        local = dispatch.redistributed(value, tensor.placements, for_op="x.data = y")
+        given = dispatch.placements_of(tensor)
+        fits = all(not p.is_partial() and not (is_sharded(p) and p.dim >= value.ndim) for p in given)
+        placements = given if fits else dispatch.placements_of(value)
+        local = dispatch.redistributed(value, placements, for_op="x.data = y")
         stock.__set__(tensor, value)
-        dispatch.take_memory(tensor, local, value)
+        dispatch.take_memory(tensor, local, dispatch.spec_like(dispatch.spec(tensor), placements, value))
 
     return property(stock.__get__, assign, doc=stock.__doc__)

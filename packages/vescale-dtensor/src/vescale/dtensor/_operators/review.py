@@ -19,9 +19,11 @@ treats an empty list of      the result is marked as sharded over a reduced dim 
 dims as no dims to reduce
 converts a partial tensor    the partial values are rounded, not their sum              the tensor is reduced first
 to a coarser dtype
+gives partial truths (any)   several ranks with True count as several: any(0).sum()     the result is reduced at once
 fills a partial tensor       every rank's part is the value, so the sum is n times it   the first rank holds the value
-merges dims of uneven,       the result is not in interleaved shards                    those axes are gathered first
-interleaved shards
+merges or splits dims in     a rank's part of the view is no view of its part           those axes are gathered first
+shards of several axes, or
+in interleaved ones
 views uneven shards, or      bytes of an element lie on two ranks; the bits are those   those axes are gathered first
 sums, in another dtype       of parts of a sum
 indexes with an index of     index and source are sharded at different positions        full operands
@@ -45,11 +47,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .._containers import leaves, map_leaves
 from .._layout.shards import local_shape
@@ -62,7 +64,7 @@ from .lookup import look_up
 from .operands import dtensors, empty_axes, is_sharded, uneven_axes, written_arguments
 from .solvers import SOLVERS, align_batches
 
-__all__ = ["EMPTY_IS_FINE", "review", "whole_where_empty"]
+__all__ = ["EMPTY_IS_FINE", "review", "whole_where_empty", "without_elements"]
 
 Instead = Callable[[], object]
 
@@ -136,6 +138,18 @@ REDUCTIONS = frozenset({"amax", "amin", "mean", "nansum", "std", "sum", "var", "
 """Reductions for which an empty list of dims means all of them."""
 
 
+SHAPED = frozenset({"_reshape_alias", "_unsafe_view", "reshape", "view", "view_copy"})
+"""Operators that give a tensor another shape."""
+
+
+def without_elements(op: dispatch.Op, args: tuple, kwargs: dict, _schema: object) -> object:
+    """Give another shape to a tensor without elements, for which stock's rule would never end; else NotImplemented."""
+    if op.overloadpacket.__name__ not in SHAPED or not isinstance(args[0], DTensor) or args[0].numel():
+        return NotImplemented
+    keeps_shape = tuple(args[1]) == tuple(args[0].shape)  # so that the placements stay
+    return NotImplemented if keeps_shape else gather(op, args, kwargs)
+
+
 def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decision) -> Instead | None:
     """Return None to accept the stock decision, or a function that computes the result in another way."""
     name = op.overloadpacket.__name__
@@ -143,7 +157,7 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
     if _changes_wrongly(op, args, kwargs, decision) or any(map(_is_cut, kwargs.values())):
         return whole
     if torch.Tag.pointwise in op.tags and _adds_a_number(args, decision):
-        return functools.partial(_of_whole, op, args, kwargs)
+        return whole if dispatch.written_arguments(op) else functools.partial(_of_whole, op, args, kwargs)
     if dispatch.is_view(op) and _is_moved(args[0], decision):
         return functools.partial(_view_of_copy, op, args, kwargs, decision.needed[0].placements)
     if name in ("view", "_unsafe_view") and (axes := _misfitting_axes(args[0], decision.output)):
@@ -157,6 +171,8 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
     if decision.output is not None and any(map(dispatch.is_masked, decision.output.placements)):
         runs_on_shards = name == "gather" and args[0].dtype != torch.bool  # there is no sum of booleans
         return functools.partial(look_up, op, args, kwargs) if runs_on_shards else whole
+    if name in ("all", "any") and decision.output is not None and _has_partial(decision.output.placements):
+        return functools.partial(_whole_truth, op, args, kwargs, decision)
     if name in REDUCTIONS and args[0].ndim and len(args) > 1 and args[1] == []:
         return functools.partial(op, args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
     if name == "_to_copy" and _is_partial(args[0]) and _rounds(args[0].dtype, kwargs.get("dtype")):
@@ -180,8 +196,9 @@ def _is_moved(tensor: object, decision: dispatch.Decision) -> bool:
 def _misfitting_axes(tensor: DTensor, output: dispatch.Spec | None) -> tuple[int, ...]:
     """Return the axes along which some rank's part of a view is not a view of its part of the tensor.
 
-    Those are axes with interleaved shards, and for a view in another dtype the axes that shard the last dim, if a rank
-    holds another number of bytes of the view than of the tensor; and partial sums seen in another dtype.
+    Those are axes with interleaved shards, axes that shard one dim together, and for a view in another dtype the axes
+    that shard the last dim, if a rank holds another number of bytes of the view than of the tensor; and partial sums
+    seen in another dtype.
 
     Example: over 3 ranks, shape (4, 8) in two parts gives the ranks 1 + 1 + 0 rows of each part. Merged to (32,), a
     part has 16 elements. The ranks should hold 6 + 6 + 4 of them, but have 8 + 8 + 0.
@@ -192,7 +209,11 @@ def _misfitting_axes(tensor: DTensor, output: dispatch.Spec | None) -> tuple[int
     is_cast = new_dtype != tensor.dtype
     partial = tuple(axis for axis, p in enumerate(given) if is_cast and p.is_partial())
     last = tensor.ndim - 1
-    asked = [dispatch.is_strided_shard(p) or (is_cast and is_sharded(p) and p.dim == last) for p in given]
+    dims = [p.dim if is_sharded(p) else None for p in given]
+    asked = [
+        dim is not None and (dispatch.is_strided_shard(p) or dims.count(dim) > 1 or (is_cast and dim == last))
+        for p, dim in zip(given, dims, strict=True)
+    ]
     if not any(asked):
         return partial
     mesh = tuple(tensor.device_mesh.shape)
@@ -249,7 +270,11 @@ def _is_cut(value: object) -> bool:
 
 
 def _is_partial(value: object) -> bool:
-    return isinstance(value, DTensor) and any(p.is_partial() for p in dispatch.placements_of(value))
+    return isinstance(value, DTensor) and _has_partial(dispatch.placements_of(value))
+
+
+def _has_partial(placements: Iterable[Placement]) -> bool:
+    return any(p.is_partial() for p in placements)
 
 
 def _has_other_shape(args: tuple) -> bool:
@@ -288,6 +313,19 @@ def _of_whole(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
         return gather_axes(op, tensor, tuple(i for i, p in enumerate(dispatch.placements_of(tensor)) if p.is_partial()))
 
     return op(*map_leaves(bring, args, Tensor), **kwargs)
+
+
+def _whole_truth(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decision) -> DTensor:
+    """Run `any` or `all` on the shards and reduce the results of the ranks: there are no sums of truth values."""
+    tensor, output = args[0], decision.output
+    needed = tensor.placements if decision.needed is None else decision.needed[0].placements
+    local = op(dispatch.redistributed(tensor, needed, for_op=op), *args[1:], **kwargs)
+    extreme = Partial("max" if op.overloadpacket is torch.ops.aten.any else "min")
+    parts = [extreme if p.is_partial() else p for p in output.placements]
+    whole = [Replicate() if p.is_partial() else p for p in output.placements]
+    like = torch.empty_strided(output.tensor_meta.shape, output.tensor_meta.stride, device="meta")
+    bits = dispatch.wrap(local.to(torch.uint8), tensor.device_mesh, parts, like)
+    return dispatch.wrap(dispatch.redistributed(bits, whole, for_op=None).bool(), tensor.device_mesh, whole, like)
 
 
 def _like_whole(op: dispatch.Op, args: tuple, kwargs: dict) -> DTensor:

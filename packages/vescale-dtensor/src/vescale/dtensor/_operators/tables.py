@@ -16,6 +16,7 @@ from .decompose import compose
 from .gather import convolution, gather, gather_in_layout
 from .metadata import change_metadata
 from .review import whole_where_empty
+from .versions import count_writes, writes_lists
 
 __all__ = ["fallback", "first_arguments", "operator_handlers"]
 
@@ -126,6 +127,7 @@ def operator_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     rules += ((AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty))
     table = {op: change_metadata for op in dispatch.operators() if _changes_metadata(op)}
     table |= {op: gather for op in dispatch.operators() if _is_guess(op)}
+    table |= {op: count_writes for op in dispatch.operators() if writes_lists(op)}
     return table | {op: rule for names, rule in rules for name in names if (op := dispatch.overload(name)) is not None}
 
 

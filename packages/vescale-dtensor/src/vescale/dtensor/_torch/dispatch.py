@@ -238,14 +238,14 @@ def become(op: Op, args: tuple, kwargs: dict, result: DTensor) -> DTensor:
     return tensor
 
 
-def take_memory(tensor: DTensor, local: Tensor, like: Tensor) -> None:
-    """Give ``tensor`` the memory of ``local`` and the global shape, strides and dtype of ``like``; placements stay."""
+def take_memory(tensor: DTensor, local: Tensor, spec: Spec) -> None:
+    """Give ``tensor`` the memory of ``local``, which a spec describes."""
     local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
     if isinstance(tensor._local_tensor, AsyncCollectiveTensor):
         tensor._local_tensor = local
     else:
         tensor._local_tensor.data = local  # the same object: others may refer to it
-    tensor._spec = spec_like(tensor._spec, tensor._spec.placements, like)
+    tensor._spec = spec
 
 
 def wrap(

@@ -6,8 +6,9 @@ tensor is known in two places:
 
 - **In a backward pass**: between a formula of autograd and the engine there is no code of the program. A gradient hook,
   the program's ``autograd.Function`` and the repeated forward of a checkpoint have frames of their own.
-- **In a function of torch that got DTensors and no plain tensor**, such as ``torch.quantile(x, 0.5)``. Lists and arrays
-  by which a DTensor is indexed (``x[[0, 2]]``) are arguments as numbers are: torch makes tensors of them.
+- **In a function of torch that got DTensors and no plain tensor**, such as ``torch.quantile(x, 0.5)``. Lists,
+  arrays and single truth values by which a DTensor is indexed (``x[[0, 2]]``) are arguments as numbers are: torch makes
+  tensors of them.
 
 There, DTensor's own switch for this (``implicit_replication``) is on, and `counts_as_replicated` decides. Plain
 gradients that a hook or a Function returns reach formulas later: those of hooks are refused, those of Functions marked.
@@ -225,14 +226,20 @@ def _checked_hook(hook: Callable) -> Callable:
 _INDICES = (int, slice, type(None), type(...), Tensor)
 
 
+def _becomes_a_tensor(position: object) -> bool:
+    """Return whether torch makes a tensor of its own of an index: of lists and arrays, of one truth value."""
+    if isinstance(position, bool) or not isinstance(position, _INDICES):
+        return True
+    return isinstance(position, DTensor) and position.ndim == 0 and position.dtype == torch.bool
+
+
 def _indexed_by_lists(stock: Callable) -> Callable:
     among = _among_dtensors(stock)
 
     @functools.wraps(stock)
     def call(self: DTensor, index: object, *value: object) -> object:
         positions = index if isinstance(index, tuple) else (index,)
-        is_plain = all(isinstance(position, _INDICES) for position in positions)
-        return (stock if is_plain else among)(self, index, *value)
+        return (among if any(map(_becomes_a_tensor, positions)) else stock)(self, index, *value)
 
     return call
 

@@ -1,0 +1,190 @@
+"""A random program as a small data structure: inputs with placements, a mesh, and lines of Python.
+
+One function runs a program on plain tensors and on DTensors. Its results are every variable as it is at the end, the
+first or second gradients of the inputs, and the state of the generator::
+
+    inputs   x0, x1, ...       values follow from the number of the input alone
+    lines    v2 = x0.cumsum(-1)
+             v2[1].mul_(2.0)   any statement; `move` copies a tensor and redistributes the copy
+    order    0: without autograd, 1: gradients of the inputs, 2: gradients of those, too
+
+A program prints as a script that compares itself with one device (`script.py`), and as one line for
+`hunt.py --replay`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from pieces import Mismatch, close
+from torch.distributed.tensor import Replicate, Shard
+
+__all__ = ["Input", "LineFailed", "Program", "is_steady", "one_device", "run", "same_results", "variables_in", "weight"]
+
+RTOL = 1e-10
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An input of a program.
+
+    Attributes:
+        shape: Its shape.
+        kind: ``"float"``, ``"bool"``, or ``"int5"``: indices below 5.
+        placements: One letter for each mesh axis, and the dim of a shard: ``"S0R"``.
+        requires_grad: Whether the program computes its gradient.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    placements: str
+    requires_grad: bool = False
+
+    def value(self, number: int, noise: float = 0.0) -> torch.Tensor:
+        """Return the values of input ``number``, those of floats changed by a relative ``noise``."""
+        generator = torch.Generator().manual_seed(1000 + number)
+        if self.kind == "bool":
+            return torch.rand(self.shape, generator=generator) < 0.6
+        if self.kind != "float":
+            return torch.randint(int(self.kind.removeprefix("int")), self.shape, generator=generator)
+        value = torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        return value * (1 + noise * torch.randn(self.shape, generator=generator, dtype=torch.float64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program: the mesh's shape, inputs, lines, and the order of the gradients."""
+
+    mesh: tuple[int, ...]
+    inputs: tuple[Input, ...]
+    lines: tuple[str, ...]
+    order: int = 0
+
+    def replay_line(self) -> str:
+        """Return the program as one line of text, which `parse_line` reads."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def parse_line(cls, line: str) -> Program:
+        """Return the program of a replay line."""
+        tree = json.loads(line)
+        inputs = tuple(Input(**{**each, "shape": tuple(each["shape"])}) for each in tree["inputs"])
+        return cls(tuple(tree["mesh"]), inputs, tuple(tree["lines"]), tree["order"])
+
+
+class LineFailed(Exception):  # noqa: N818 - carries an error of the program
+    """The error of a line; `where` is the line, or ``gradient`` or ``second gradient``."""
+
+    def __init__(self, where: str):
+        super().__init__(where)
+        self.where = where
+
+
+def run(
+    program: Program, inputs: Sequence[torch.Tensor], move: Callable, weigh: Callable
+) -> dict[str, torch.Tensor | None]:
+    """Run a program; return its variables as they are at the end, its gradients and the generator's state, by name.
+
+    Args:
+        program: What to run.
+        inputs: Plain tensors or DTensors.
+        move: What the lines call ``move``.
+        weigh: Returns the gradient of result ``number`` where the backward pass starts, given ``(number, result)``.
+
+    Raises:
+        LineFailed: A line, or the backward pass, raised an error; it is the cause.
+    """
+    names = {f"x{n}": tensor for n, tensor in enumerate(inputs)}
+    scope = {"torch": torch, "F": F, "Shard": Shard, "Replicate": Replicate, "move": move, **names}
+    torch.manual_seed(7)
+    with torch.set_grad_enabled(program.order > 0):
+        for line in program.lines:
+            try:
+                exec(line, scope)
+            except Exception as error:
+                raise LineFailed(line) from error
+        found = {name: value for name, value in scope.items() if re.fullmatch(r"[xv]\d+", name)}
+        wanted = {name: tensor for name, tensor in names.items() if tensor.requires_grad}
+        outs = [v for v in found.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+        for turn in range(1, program.order + 1 if wanted and outs else 1):
+            try:
+                weights = [weigh(number, out) for number, out in enumerate(outs)]
+                again = turn < program.order
+                grads = torch.autograd.grad(outs, list(wanted.values()), weights, create_graph=again, allow_unused=True)
+            except Exception as error:
+                raise LineFailed("second gradient" if turn == 2 else "gradient") from error
+            found |= {f"grad{turn} of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
+            outs = [grad for grad in grads if grad is not None and grad.requires_grad]
+            if not outs:
+                break
+    found["generator"] = torch.get_rng_state()
+    return found
+
+
+def one_device(program: Program, noise: float = 0.0) -> dict[str, torch.Tensor | None]:
+    """Run a program on plain tensors."""
+    inputs = [
+        each.value(number, noise).requires_grad_(each.requires_grad and program.order > 0)
+        for number, each in enumerate(program.inputs)
+    ]
+    found = run(program, inputs, lambda tensor, _: tensor.clone(), weight)
+    return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
+
+
+def weight(number: int, out: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of result ``number``: random, because the gradients of a plain sum hide errors."""
+    generator = torch.Generator().manual_seed(99 + number)
+    return torch.randn(tuple(out.shape), generator=generator, dtype=torch.float64).to(out.dtype)
+
+
+def is_steady(program: Program) -> dict[str, torch.Tensor | None] | None:
+    """Return the results of one device, or None where the program has none that another order of additions keeps.
+
+    Such a program fails on plain tensors, has results that are not finite, or results that rounding errors change.
+    """
+    try:
+        expected = one_device(program)
+        if not all(torch.isfinite(v).all() for v in expected.values() if isinstance(v, torch.Tensor)):
+            return None
+        for _ in range(2):
+            same_results(one_device(program, noise=1e-15), expected, rtol=RTOL / 30)
+    except (LineFailed, Mismatch):
+        return None
+    return expected
+
+
+def same_results(actual: dict, expected: dict, rtol: float = RTOL) -> None:
+    """Compare the results of two runs.
+
+    Raises:
+        Mismatch: Naming the first result that differs.
+    """
+    for name, wanted in expected.items():
+        got = actual[name]
+        if isinstance(wanted, torch.Tensor) != isinstance(got, torch.Tensor):
+            if name.startswith("grad") and not any(v.any() for v in (wanted, got) if v is not None):
+                continue  # a gradient of zeros, or none
+            raise Mismatch(f"{name} is {got}, on one device {wanted}")
+        if not isinstance(wanted, torch.Tensor):
+            got, wanted = (torch.tensor(v) for v in (got, wanted)) if wanted is not None else (torch.ones(()),) * 2
+        if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
+            raise Mismatch(
+                f"{name} is {got.dtype} {tuple(got.shape)}, on one device {wanted.dtype} {tuple(wanted.shape)}"
+            )
+        if not close(got, wanted, rtol):
+            raise Mismatch(f"{name} is {_short(got)}, on one device {_short(wanted)}")
+
+
+def variables_in(line: str) -> list[str]:
+    """Return the names of the variables of a line, in order."""
+    return re.findall(r"\b[xv]\d+\b", line)
+
+
+def _short(tensor: torch.Tensor) -> str:
+    flat = [f"{v:.12g}" if isinstance(v, float) else str(v) for v in tensor.flatten()[:4].tolist()]
+    return f"[{', '.join(flat)}{', ...' if tensor.numel() > 4 else ''}]"

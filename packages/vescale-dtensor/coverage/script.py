@@ -1,0 +1,97 @@
+"""Write a program as a script for torchrun that runs it on DTensors and on one device and compares the results."""
+
+from __future__ import annotations
+
+import torch
+from combos import parse
+from program import Input, Program
+
+__all__ = ["script"]
+
+
+def script(program: Program) -> str:
+    """Return the text of the script; it needs torch and vescale.dtensor only."""
+    return _SCRIPT.format(
+        num_ranks=torch.Size(program.mesh).numel(),
+        mesh=program.mesh,
+        inputs="\n".join(f"    {_described(n, each)}," for n, each in enumerate(program.inputs)),
+        names=", ".join(f"x{n}" for n in range(len(program.inputs))),
+        lines="\n".join(f"    {line}" for line in program.lines),
+        grad=f"torch.set_grad_enabled({program.order > 0})",
+        order=program.order,
+    )
+
+
+def _described(number: int, each: Input) -> str:
+    value = f"(torch.randn({each.shape}, generator=generator({number}), dtype=torch.float64), "
+    if each.kind == "bool":
+        value = f"(torch.rand({each.shape}, generator=generator({number})) < 0.6, "
+    elif each.kind != "float":
+        value = f"(torch.randint({each.kind.removeprefix('int')}, {each.shape}, generator=generator({number})), "
+    return f"{value}{list(parse(each.placements))}, {each.requires_grad})"
+
+
+_SCRIPT = """\
+# torchrun --nproc-per-node {num_ranks} example.py
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import Partial, Replicate, Shard
+from vescale.dtensor import DTensor, distribute_tensor, init_device_mesh
+
+
+def generator(number):
+    return torch.Generator().manual_seed(1000 + number)
+
+
+INPUTS = [
+{inputs}
+]
+
+
+def program({names}):
+{lines}
+    return {{name: value for name, value in locals().items() if name != "move"}}
+
+
+def shard(value, placements, requires_grad):
+    whole = [Replicate() if p.is_partial() else p for p in placements]
+    value = distribute_tensor(value, mesh, whole, src_data_rank=None)
+    return value.redistribute(placements=placements).detach().requires_grad_(requires_grad)
+
+
+def weight(number, out):
+    made = torch.randn(out.shape, generator=torch.Generator().manual_seed(99 + number), dtype=torch.float64)
+    return distribute_tensor(made, mesh, [Replicate()] * mesh.ndim, src_data_rank=None) if sharded(out) else made
+
+
+def sharded(value):
+    return isinstance(value, DTensor)
+
+
+def results(inputs):
+    torch.manual_seed(7)
+    found = program(*inputs)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    outs = [value for value in found.values() if isinstance(value, torch.Tensor) and value.requires_grad]
+    for turn in range(1, {order} + 1 if wanted and outs else 1):
+        weights = [weight(number, out) for number, out in enumerate(outs)]
+        outs = torch.autograd.grad(outs, wanted, weights, create_graph=turn < {order}, allow_unused=True)
+        found |= {{f"grad{{turn}} of {{number}}": grad for number, grad in enumerate(outs)}}
+        outs = [grad for grad in outs if grad is not None and grad.requires_grad]
+    return {{name: value.full_tensor() if sharded(value) else value for name, value in found.items()}}
+
+
+def move(tensor, placements):
+    return tensor.redistribute(placements=placements).clone() if sharded(tensor) else tensor.clone()
+
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", {mesh})
+{grad}
+expected = results([value.clone().requires_grad_(grad and {order} > 0) for value, _, grad in INPUTS])
+actual = results([shard(value, placements, grad and {order} > 0) for value, placements, grad in INPUTS])
+for name, value in expected.items():
+    if isinstance(value, torch.Tensor):
+        torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-10, msg=lambda text: f"{{name}}: {{text}}")
+"""

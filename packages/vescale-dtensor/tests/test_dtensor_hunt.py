@@ -1,0 +1,95 @@
+"""Random programs of several operators give what one device gives, or are refused; the hunt finds those that do not."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vescale.dtensor  # noqa: F401 - the package under test
+from vescale.dtensor._operators import dims
+
+FOLDER = Path(__file__).resolve().parents[1] / "coverage"
+sys.path.insert(0, str(FOLDER))
+generate, hunt, program, script = map(importlib.import_module, ("generate", "hunt", "program", "script"))
+sys.path.pop(0)
+
+NUM = {(2,): 20, (2, 2): 10}
+
+
+def test_programs_are_right_or_refused():
+    made = [
+        (f"{n} on {mesh}", generate.make_program(f"test.{n}", mesh)) for mesh, num in NUM.items() for n in range(num)
+    ]
+    told = []
+    tally = hunt.hunt(((name, each) for name, each in made if each is not None), shrink_s=5, tell=told.append)
+    assert [line for line in told if not line.startswith("hunt: ")] == []  # it also tells how far it is
+    assert tally.counts.total() > 0.8 * len(made)
+    assert tally.counts["right"] > 0.8 * tally.counts.total()
+    assert tally.summary().endswith("0 obscure, 0 wrong, 0 hangs, 0 died")
+
+
+def test_a_seed_makes_one_program():
+    first, again, other = (generate.make_program(seed, (2,)) for seed in ("a", "a", "b"))
+    assert first == again != other
+    assert program.Program.parse_line(first.replay_line()) == first
+    assert 0 < len(first.lines) <= 15
+
+
+LONG = program.Program(
+    mesh=(2,),
+    inputs=(program.Input((4, 6), "float", "S1", True), program.Input((4, 6), "float", "R")),
+    lines=(
+        "v0 = x0 * 2",
+        "v1 = v0.t()",
+        "v2 = v0.cumsum(-1)",
+        "v3 = v2 + x1",
+        "v4 = v3.clone()",
+        "v4[0].mul_(2)",
+        "v5 = v4.sum(0)",
+    ),
+    order=1,
+)
+
+
+def test_a_broken_rule_is_found_and_shrunk(monkeypatch):
+    """Rules that see negative dims decide wrongly for `cumsum`; the program that is left says so."""
+    assert hunt.hunt([("whole", LONG)]).summary().startswith("hunt: 1 programs: 1 right")
+    monkeypatch.setattr(dims, "_has_negative", lambda _: False)
+    told = []
+    tally = hunt.hunt([("broken", LONG)], shrink_s=30, tell=told.append)
+    (finding,) = tally.findings.values()
+    assert tally.counts["wrong"] == 1
+    assert [line.partition(" = ")[2] for line in finding.program.lines] == ["x0.cumsum(-1)"]
+    assert len(finding.program.inputs) == 1
+    assert finding.program.order == 0
+    assert f"--replay '{finding.program.replay_line()}'" in told[0]
+
+
+ON_RANK_1 = "torch.distributed.is_initialized() and torch.distributed.get_rank() == 1"
+PLANTED = {
+    "right": ("v1 = x0 * 2",),
+    "refused": ("v1 = torch.empty(0)", "v1 = x0[v1.long()] if type(x0) is torch.Tensor else x0.resize_(3)"),
+    "obscure": ("v1 = x0 if type(x0) is torch.Tensor else x0.no_such_thing()",),
+    "wrong": ("v1 = x0 if type(x0) is torch.Tensor else x0 * (1 + 1e-9)",),
+    "hang": (f"v1 = x0.no_such_thing() if {ON_RANK_1} else x0 * 2",),
+    "hang in a collective": (f"v1 = x0 if {ON_RANK_1} else x0.sum().item() * x0",),
+    "died": (f"{ON_RANK_1} and __import__('os')._exit(3)",),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_program_gets_its_verdict(kind):
+    planted = program.Program((2,), (program.Input((4,), "float", "S0"),), PLANTED[kind])
+    assert hunt.replay(planted).kind == kind.split()[0]
+
+
+def test_a_finding_is_a_script_that_runs(tmp_path):
+    path = tmp_path / "example.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    for lines, status in ((LONG.lines, 0), ((*LONG.lines, "v6 = v5 * (1 + isinstance(x0, DTensor))"), 1)):
+        path.write_text(script.script(program.Program(LONG.mesh, LONG.inputs, lines, 1)))
+        done = subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
+        assert done.returncode == status, done.stderr
+        assert ("v6: " in done.stderr) == bool(status)
