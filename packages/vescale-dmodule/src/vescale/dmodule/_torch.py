@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._C import _distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale.dtensor.extension import Failures, group_of_ranks
@@ -28,6 +29,7 @@ __all__ = [
     "CHILDREN",
     "DIRECT_CALL",
     "Collectives",
+    "StorageWeakRef",
     "Waits",
     "alias",
     "axes_text",
@@ -48,6 +50,7 @@ __all__ = [
     "leaf_over",
     "leaf_states",
     "local_of",
+    "memory_of",
     "module_hook_tables",
     "no_function_modes",
     "on_backward_end",
@@ -111,6 +114,11 @@ def unseen(function: Callable[P, R]) -> Callable[P, R]:
 def tensor_tables(module: nn.Module) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None]]:
     """Return the tables of the parameters and the buffers of ``module``, without submodules; they may be changed."""
     return module._parameters, module._buffers
+
+
+def memory_of(tensor: Tensor) -> StorageWeakRef:
+    """Return a reference to the memory of a tensor that does not keep it; equal for tensors with the same memory."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def local_of(tensor: DTensor) -> Tensor:

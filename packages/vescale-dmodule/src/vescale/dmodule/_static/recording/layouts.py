@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from ... import _torch
 from ..._execution.patch import ModulePatch
 from ...errors import NotLocalFriendlyError
 from ..direct_calls import Steps
@@ -250,7 +251,7 @@ class Recordings:
         self.quiet: set[Hashable] = set()
         self.seen: set[Hashable] = set()
         self.recomputes = False
-        self._runs: dict[tuple[str, int | None], RecordedLayouts] = {}
+        self._runs: dict[tuple[str, int], tuple[RecordedLayouts, _torch.StorageWeakRef]] = {}
 
     def adopt(self, new: Recording, mesh: DeviceMesh, returns: str | None) -> RecordedLayouts:
         """Add a recording to the layouts that it agrees with, or to new ones, and return them.
@@ -287,15 +288,18 @@ class Recordings:
 
     # Note [layouts of a recomputation]: activation checkpointing calls a part again in backward, with the operands of
     # its first run. Torch offers no identity of that run: reentrant checkpointing passes detached copies of the
-    # operands, and neither kind restores context or attributes. So the layouts are looked up by the address of the
-    # first operand. Checkpointing keeps its memory until then, so no other run has that address. If something moved the
-    # saved tensors, the address is unknown, and the recomputation is refused.
+    # operands, and neither kind restores context or attributes. So the layouts are looked up by the memory of the first
+    # operand: its address, as long as that memory lives. Checkpointing keeps it until then, so no other run has it. If
+    # something moved the saved tensors, their memory is unknown, and the recomputation is refused.
 
     def note_run(self, name: str, args: tuple, kwargs: Mapping, layouts: RecordedLayouts) -> None:
         """Note the layouts with which a part runs, see Note [layouts of a recomputation]."""
-        key = name, _address(args, kwargs)
+        operand = _first(args, kwargs)
+        if operand is None:
+            return
+        key = name, operand.data_ptr()
         self._runs.pop(key, None)
-        self._runs[key] = layouts
+        self._runs[key] = layouts, _torch.memory_of(operand)
         if len(self._runs) > MANY:
             del self._runs[next(iter(self._runs))]
 
@@ -307,18 +311,18 @@ class Recordings:
         """
         if len(self.layouts) == 1:
             return self.layouts[0]
-        address = _address(args, kwargs)
-        if address is None or (name, address) not in self._runs:
+        operand = _first(args, kwargs)
+        known = None if operand is None else self._runs.get((name, operand.data_ptr()))
+        if operand is None or known is None or known[1] != _torch.memory_of(operand):
             raise NotLocalFriendlyError(
                 f"{describe(name)} is recomputed in backward: expected the operands of its first run in their memory, "
                 "to find which of several recorded layouts they have, but got operands elsewhere, as with "
                 "torch.autograd.graph.save_on_cpu; leave saved tensors in place, pass the tensors as direct arguments "
                 f"of the checkpointed module, pad batches so that shards are even, or {keep_on_dtensors(name)}"
             )
-        return self._runs[name, address]
+        return known[0]
 
 
-def _address(args: tuple, kwargs: Mapping) -> int | None:
-    """Return the address of the first operand; None if no argument is a tensor."""
-    first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    return None if first is None else first.data_ptr()
+def _first(args: tuple, kwargs: Mapping) -> Tensor | None:
+    """Return the first operand; None if no argument is a tensor."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
