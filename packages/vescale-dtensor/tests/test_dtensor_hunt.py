@@ -18,6 +18,7 @@ sys.path.pop(0)
 NUM = {(2,): 20, (2, 2): 10}
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, about what random programs do
 def test_programs_are_right_or_refused():
     made = [
         (f"{n} on {mesh}", generate.make_program(f"test.{n}", mesh)) for mesh, num in NUM.items() for n in range(num)

@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from vescale.dtensor import DTensor, Partial, Replicate, disabled, distribute_tensor, init_device_mesh
+from vescale.dtensor import DTensor, Partial, Replicate, Shard, disabled, distribute_tensor, init_device_mesh
 from vescale_testing import ranks
 
 NUMBER = 1.3
@@ -75,6 +75,29 @@ def test_in_place():
         write(whole)
         torch.testing.assert_close(x.full_tensor(), whole, rtol=1e-12, atol=1e-12, msg=name)
         assert not torch.equal(unwritten, whole), name
+
+
+REDUCTIONS = {
+    "sum": lambda x: x.sum(0),
+    "mean": lambda x: x.mean(0),
+    "product": lambda x: x.prod(0),
+    "largest": lambda x: x.amax(0),
+    "norm": lambda x: x.norm(dim=0),
+}
+
+
+@ranks(4)
+def test_in_place_of_a_view_of_what_was_reduced():
+    whole = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.5
+    for mesh in (init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))):
+        for name, reduce in REDUCTIONS.items():
+            reduced = reduce(distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim))
+            expected = reduce(whole)
+            for x in (reduced, expected):
+                x[1:].mul_(-2)
+                x[0].add_(1)
+                x.view(3, 1)[2].sub_(0.5)
+            torch.testing.assert_close(reduced.full_tensor(), expected, rtol=1e-12, atol=0, msg=f"{name} {mesh}")
 
 
 @ranks(2)

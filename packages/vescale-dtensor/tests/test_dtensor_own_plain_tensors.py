@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils.checkpoint import checkpoint
 
-from vescale.dtensor import Replicate, Shard, disabled, distribute_tensor, init_device_mesh
+from vescale.dtensor import DTensor, Replicate, Shard, disabled, distribute_tensor, init_device_mesh
 from vescale_testing import ranks
 
 
@@ -53,6 +53,18 @@ def test_equal_one_device(assert_equals_one_device):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for name, function in FUNCTIONS.items():
         assert assert_equals_one_device(function, operand(), mesh) == 4, name
+
+
+@ranks(2)
+def test_gradients_of_a_redistributed_tensor(assert_equals_one_device):
+    """The formula of copysign has plain zeros for the gradient of the sign."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+    def copy_sign(x):
+        sign = x.redistribute(placements=[Shard(0)]).clone() if isinstance(x, DTensor) else x.clone()
+        return x.copysign(sign)
+
+    assert assert_equals_one_device(twice(copy_sign), operand(), mesh) == 4
 
 
 @ranks(2)

@@ -219,6 +219,21 @@ def test_random_fills_of_a_view():
 
 
 @ranks(2)
+def test_the_last_view_is_freed_inside_an_operator():
+    """`x[mask] = 0` runs as another operator that writes, which finds that no view is left."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    table = dict(DTensor._op_dispatcher._custom_op_handlers)
+    sharded = distribute_tensor(torch.arange(20.0).view(5, 4), mesh, [Shard(0)])
+    for number in range(3):
+        row = sharded[3]
+        mask = sharded == number
+        del row
+        sharded[mask] = 9
+        assert dict(DTensor._op_dispatcher._custom_op_handlers) == table
+    assert sharded.full_tensor().flatten()[:4].tolist() == [9, 9, 9, 3]
+
+
+@ranks(2)
 def test_operators_are_watched_only_while_a_copy_is_alive():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     table = DTensor._op_dispatcher._custom_op_handlers

@@ -145,21 +145,17 @@ def remember_copy(base: DTensor, placements: Sequence[Placement], local: Tensor)
 
 def forget_copies() -> None:
     """Forget all copies, and restore the previous handlers of operators that write."""
-    table = dispatch.handler_table()
     for op, before in _BEFORE.items():
-        if before is None:
-            table.pop(op, None)
-        else:
-            table[op] = before
+        dispatch.set_handler(op, before)
     for registry in (_BEFORE, _COPIES, _BASES):
         registry.clear()
 
 
 def _watch() -> None:
     if not _BEFORE:
-        table = dispatch.handler_table()
-        _BEFORE.update({op: table.get(op) for op in _writing_operators()})
-        table.update(dict.fromkeys(_BEFORE, _write))
+        _BEFORE.update({op: dispatch.handler_of(op) for op in _writing_operators()})
+        for op in _BEFORE:
+            dispatch.set_handler(op, _write)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ the same. Its rules for all other cases (channels, space, partial operands) fail
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from .._placements.rules import refuse_ragged
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .copies import remember_copy
-from .operands import check_operands, dtensors, empty_axes, mesh_of, written_arguments
+from .operands import are_norms, check_operands, dtensors, empty_axes, mesh_of, written_arguments
 
 __all__ = ["convolution", "gather", "gather_axes", "gather_in_layout", "whole_placements"]
 
@@ -39,15 +40,15 @@ def gather(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run ``op`` on full operands; results are replicated, and operands it writes to keep their placements.
 
     Raises:
-        UnsupportedOperator: operands on several meshes, an operator that changes a tensor's shape in place, a result
-            that is not a dense tensor.
+        UnsupportedOperator: operands on several meshes, an operator that changes a tensor's shape in place or writes to
+            norms of parts, a result that is not a dense tensor.
     """
     refuse_ragged(op, args, kwargs)
     mesh = mesh_of(op, args, kwargs)
     check_operands(op, args, kwargs)
     if mesh.get_coordinate() is None:
         return _outside(op, mesh, args, kwargs)
-    written = {id(tensor) for tensor in written_arguments(op, args, kwargs)}
+    written = {id(tensor) for tensor in _writable_arguments(op, args, kwargs)}
     whole: dict[int, Tensor] = {}
 
     def bring(tensor: Tensor) -> Tensor:
@@ -102,7 +103,19 @@ def _outside(op: dispatch.Op, mesh: DeviceMesh, args: tuple, kwargs: dict) -> ob
 
 
 def gather_in_layout(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
-    """Run ``op``, which depends on strides, on full operands with the strides of one device."""
+    """Run ``op``, which depends on strides, on full operands with the strides of one device.
+
+    Raises:
+        UnsupportedOperator: it reads memory beyond the elements of its operand, those of a tensor that this one is a
+            view of.
+    """
+    sizes, strides, *offset = (each or 0 for each in args[2 if op.overloadpacket is _SCATTER else 1 :])
+    extents = (_extent(sizes or (), strides or ()) + sum(offset), _extent(args[0].shape, args[0].stride()))
+    if 0 not in tuple(sizes or ()) and extents[0] > extents[1]:
+        way_out = (
+            f"it reads {extents[0]} elements of memory, of which the tensor has {extents[1]}: call it on that tensor"
+        )
+        raise UnsupportedOperator.for_operands(op, (args[0],), way_out)
 
     def lay_out(tensor: DTensor) -> DTensor:
         everywhere = [Replicate()] * tensor.device_mesh.ndim
@@ -119,6 +132,14 @@ def gather_in_layout(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     return result
 
 
+_SCATTER = torch.ops.aten.as_strided_scatter
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements of memory lie between the first and the last element, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
 def gather_axes(op: dispatch.Op, tensor: DTensor, axes: tuple[int, ...]) -> DTensor:
     """Return ``tensor`` replicated along ``axes``, as an operand of ``op``; outside autograd."""
     placements = whole_placements(tensor, axes)
@@ -128,6 +149,19 @@ def gather_axes(op: dispatch.Op, tensor: DTensor, axes: tuple[int, ...]) -> DTen
 def whole_placements(tensor: DTensor, axes: tuple[int, ...]) -> tuple[Placement, ...]:
     """Return the placements of ``tensor`` with Replicate along ``axes``."""
     return tuple(Replicate() if axis in axes else p for axis, p in enumerate(dispatch.placements_of(tensor)))
+
+
+def _writable_arguments(op: dispatch.Op, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the tensors that ``op`` writes to.
+
+    Raises:
+        UnsupportedOperator: one has norms of parts, which no rank can hold a written value in.
+    """
+    written = list(written_arguments(op, args, kwargs))
+    if any(isinstance(tensor, DTensor) and are_norms(tensor) for tensor in written):
+        way_out = "it writes to norms of parts, which have no sign: use the form that returns a result"
+        raise UnsupportedOperator.for_operands(op, written, way_out)
+    return written
 
 
 def _write_back(op: dispatch.Op, tensor: DTensor, whole: Tensor) -> None:

@@ -18,7 +18,7 @@ from .._torch import dispatch
 from .._torch.plain import counts_as_replicated
 from ..errors import UnsupportedOperator
 
-__all__ = ["check_operands", "dtensors", "empty_axes", "mesh_of", "uneven_axes", "written_arguments"]
+__all__ = ["are_norms", "check_operands", "dtensors", "empty_axes", "mesh_of", "uneven_axes", "written_arguments"]
 
 
 def dtensors(args: tuple, kwargs: dict) -> Iterator[DTensor]:
@@ -57,6 +57,11 @@ def written_arguments(op: dispatch.Op, args: tuple, kwargs: dict) -> Iterator[Te
     for position, name in dispatch.written_arguments(op):
         argument = args[position] if position < len(args) else kwargs.get(name)
         yield from tensors_in(argument)
+
+
+def are_norms(tensor: DTensor) -> bool:
+    """Return whether the values of the ranks are norms of parts."""
+    return any(map(dispatch.is_norm, dispatch.placements_of(tensor)))
 
 
 def empty_axes(tensor: DTensor) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ dims as no dims to reduce
 converts a partial tensor    the partial values are rounded, not their sum              the tensor is reduced first
 to a coarser dtype
 gives partial truths (any)   several ranks with True count as several: any(0).sum()     the result is reduced at once
+gives norms of parts, which  norm(dim=0).sum() has another value, norm.neg_() no sign   the result is reduced at once
+count as partial sums
 fills a partial tensor       every rank's part is the value, so the sum is n times it   the first rank holds the value
 merges or splits dims in     a rank's part of the view is no view of its part           those axes are gathered first
 shards of several axes, or
@@ -61,7 +63,7 @@ from .copies import remember_copy
 from .gather import gather, gather_axes, whole_placements
 from .gradients import zeros_around
 from .lookup import look_up
-from .operands import dtensors, empty_axes, is_sharded, uneven_axes, written_arguments
+from .operands import are_norms, dtensors, empty_axes, is_sharded, uneven_axes, written_arguments
 from .solvers import SOLVERS, align_batches
 
 __all__ = ["EMPTY_IS_FINE", "review", "whole_where_empty", "without_elements"]
@@ -138,6 +140,9 @@ REDUCTIONS = frozenset({"amax", "amin", "mean", "nansum", "std", "sum", "var", "
 """Reductions for which an empty list of dims means all of them."""
 
 
+OF_NORMS = frozenset({"_to_copy", "cat", "clone", "linalg_vector_norm", "stack"})
+"""Operators that leave norms of parts, which only lists of norms have, as they are, or take their norm."""
+
 SHAPED = frozenset({"_reshape_alias", "_unsafe_view", "reshape", "view", "view_copy"})
 """Operators that give a tensor another shape."""
 
@@ -154,6 +159,8 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
     """Return None to accept the stock decision, or a function that computes the result in another way."""
     name = op.overloadpacket.__name__
     whole = functools.partial(gather, op, args, kwargs)
+    if not (dispatch.is_view(op) or name in OF_NORMS) and any(map(are_norms, dtensors(args, kwargs))):
+        return whole if dispatch.written_arguments(op) else functools.partial(_of_whole, op, args, kwargs)
     if _changes_wrongly(op, args, kwargs, decision) or any(map(_is_cut, kwargs.values())):
         return whole
     if torch.Tag.pointwise in op.tags and _adds_a_number(args, decision):
@@ -172,7 +179,8 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         runs_on_shards = name == "gather" and args[0].dtype != torch.bool  # there is no sum of booleans
         return functools.partial(look_up, op, args, kwargs) if runs_on_shards else whole
     if name in ("all", "any") and decision.output is not None and _has_partial(decision.output.placements):
-        return functools.partial(_whole_truth, op, args, kwargs, decision)
+        extreme = Partial("max" if name == "any" else "min")
+        return functools.partial(_reduced, op, args, kwargs, decision, extreme)
     if name in REDUCTIONS and args[0].ndim and len(args) > 1 and args[1] == []:
         return functools.partial(op, args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
     if name == "_to_copy" and _is_partial(args[0]) and _rounds(args[0].dtype, kwargs.get("dtype")):
@@ -183,6 +191,8 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         return functools.partial(zeros_around, op, args, kwargs)
     if not _is_fine_where_empty(op, name) and any(map(empty_axes, dtensors(args, kwargs))):
         return functools.partial(whole_where_empty, op, args, kwargs)
+    if name == "linalg_vector_norm" and any(map(dispatch.is_norm, decision.output.placements)):
+        return functools.partial(_reduced, op, args, kwargs, decision, None)
     return None
 
 
@@ -315,17 +325,25 @@ def _of_whole(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     return op(*map_leaves(bring, args, Tensor), **kwargs)
 
 
-def _whole_truth(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decision) -> DTensor:
-    """Run `any` or `all` on the shards and reduce the results of the ranks: there are no sums of truth values."""
+def _reduced(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decision, way: Partial | None) -> DTensor:
+    """Run a reduction on the shards and reduce the results of the ranks at once.
+
+    Args:
+        op: the reduction of ``args`` and ``kwargs``.
+        args: its operand and dims.
+        kwargs: the other arguments.
+        decision: stock's decision.
+        way: how to reduce truth values, of which there are no sums; None: as stock does when the result is used.
+    """
     tensor, output = args[0], decision.output
     needed = tensor.placements if decision.needed is None else decision.needed[0].placements
     local = op(dispatch.redistributed(tensor, needed, for_op=op), *args[1:], **kwargs)
-    extreme = Partial("max" if op.overloadpacket is torch.ops.aten.any else "min")
-    parts = [extreme if p.is_partial() else p for p in output.placements]
+    parts = [way if way is not None and p.is_partial() else p for p in output.placements]
     whole = [Replicate() if p.is_partial() else p for p in output.placements]
     like = torch.empty_strided(output.tensor_meta.shape, output.tensor_meta.stride, device="meta")
-    bits = dispatch.wrap(local.to(torch.uint8), tensor.device_mesh, parts, like)
-    return dispatch.wrap(dispatch.redistributed(bits, whole, for_op=None).bool(), tensor.device_mesh, whole, like)
+    values = local if way is None else local.to(torch.uint8)
+    moved = dispatch.redistributed(dispatch.wrap(values, tensor.device_mesh, parts, like), whole, for_op=None)
+    return dispatch.wrap(moved.to(local.dtype), tensor.device_mesh, whole, like)
 
 
 def _like_whole(op: dispatch.Op, args: tuple, kwargs: dict) -> DTensor:

@@ -89,11 +89,13 @@ def redistribute_method(stock: Callable) -> Callable:
 def redistribute_shards(stock: Callable) -> Callable:
     """Return the redistribution of local tensors for all placements, meshes and numbers of Partial axes.
 
-    Torch calls it for gradients and operands, too. Ours differs from torch's in three cases:
+    Torch calls it for gradients and operands, too. Ours differs from torch's in four cases:
 
     * a placement is ragged or interleaved;
     * the ranks of the mesh do not ascend: torch gathers their shards in the wrong order;
-    * several Partial axes become Replicate: one collective here, one per axis in torch.
+    * several Partial axes become Replicate: one collective here, one per axis in torch;
+    * the tensor's dims have another order in memory, as those of ``x.t()``: torch gives a contiguous shard, so that a
+      view that the tensor has by its strides fails on the shard.
     """
 
     @functools.wraps(stock)
@@ -104,12 +106,30 @@ def redistribute_shards(stock: Callable) -> Callable:
         mesh = current.mesh
         own = is_own(source, mesh) or is_own(new, mesh) or not in_group_order(mesh)
         if own and mesh == target.mesh and not is_tracing():
-            return redistribute_shard(local, current.shape, mesh, source, new)
+            return _in_memory_order(redistribute_shard(local, current.shape, mesh, source, new), local, current)
+        given = local
         if len(source) > 1 and sum(type(placement) is Partial for placement in source) > 1:
             local, current = _reduced_together(local, current, target)
-        return stock(local, current, target, **options)
+        return _in_memory_order(stock(local, current, target, **options), given, current)
 
     return redistribute_local_tensor
+
+
+def _in_memory_order(moved, given, spec):
+    """Return a shard that was moved in the memory order of the global tensor: that of its strides."""
+    meta = spec.tensor_meta
+    if moved is given or meta is None or is_tracing():
+        return moved
+    order = sorted(range(len(meta.shape)), key=lambda dim: -meta.stride[dim])
+    if order == sorted(order) or 0 in meta.stride:
+        return moved
+    strides, numel = [0] * len(order), 1
+    for dim in reversed(order):
+        strides[dim] = numel
+        numel *= max(1, moved.shape[dim])
+    if moved.stride() == tuple(strides):
+        return moved
+    return torch.empty_strided(moved.shape, strides, dtype=moved.dtype, device=moved.device).copy_(moved)
 
 
 def _reduced_together(local, current, target):

@@ -17,6 +17,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor._utils import ExplicitRedistributionContext, compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -42,12 +43,14 @@ __all__ = [
     "decomposition",
     "dispatch_modes",
     "from_spec",
+    "handler_of",
     "handler_table",
     "has_default_order",
     "in_backward",
     "is_composite",
     "is_guessed",
     "is_masked",
+    "is_norm",
     "is_random",
     "is_strided_shard",
     "is_view",
@@ -62,6 +65,7 @@ __all__ = [
     "redistributed",
     "same_place",
     "schema",
+    "set_handler",
     "shifted",
     "spec",
     "spec_like",
@@ -153,17 +157,35 @@ def is_guessed(op: Op) -> bool:
     return op in decomposition_table or op._can_decompose()
 
 
+_SUSPENDED: dict[Op, Handler | None] = {}  # handlers of operators that are running without them
+
+
 def stock_dispatch(op: Op, args: tuple, kwargs: dict) -> object:
     """Run ``op`` as if this package had no handler for it."""
     if (stock := stock_handlers().get(op)) is not None:
         return stock(op, args, kwargs)
-    table = handler_table()
-    handler = table.pop(op, None)
+    if op not in handler_table():
+        return op(*args, **kwargs)
+    _SUSPENDED[op] = handler_table().pop(op)
     try:
         return op(*args, **kwargs)
     finally:
-        if handler is not None:
-            table[op] = handler
+        set_handler(op, _SUSPENDED.pop(op))
+
+
+def handler_of(op: Op) -> Handler | None:
+    """Return the handler of ``op``, also while it runs without."""
+    return _SUSPENDED[op] if op in _SUSPENDED else handler_table().get(op)
+
+
+def set_handler(op: Op, handler: Handler | None) -> None:
+    """Give ``op`` a handler, or none; if it is running without, from its end on."""
+    if op in _SUSPENDED:
+        _SUSPENDED[op] = handler
+    elif handler is None:
+        handler_table().pop(op, None)
+    else:
+        handler_table()[op] = handler
 
 
 def plain_operands_allowed() -> bool:
@@ -217,6 +239,11 @@ def is_strided_shard(placement: Placement) -> bool:
 def is_masked(placement: Placement) -> bool:
     """Return whether values in a placement can be reduced only with the mask of the call that made them, and once."""
     return isinstance(placement, _MaskPartial)
+
+
+def is_norm(placement: Placement) -> bool:
+    """Return whether the values of the ranks are norms of parts, whose sum is not the norm of the whole."""
+    return isinstance(placement, _NormPartial)
 
 
 def spec_like(spec: Spec, placements: Sequence[Placement], meta: Tensor) -> Spec:
@@ -308,17 +335,18 @@ def redistributed(tensor: DTensor, placements: Sequence[Placement], *, for_op: O
 def part_of(whole: Tensor, like: DTensor) -> Tensor:
     """Return this rank's part, in the placements of ``like``, of a full tensor that every rank has.
 
-    On a Partial axis the first rank gets the full values and the others zeros.
+    On an axis of partial sums or products the first rank gets the full values and the others zeros or ones.
     """
     target = like._spec
     meta = TensorMeta(whole.shape, tuple(whole.stride()), whole.dtype)
     source = DTensorSpec(target.mesh, (Replicate(),) * target.mesh.ndim, tensor_meta=meta)
     cut = tuple(Replicate() if p.is_partial() else p for p in target.placements)
     part = _redistribute.redistribute_local_tensor(whole, source, DTensorSpec(target.mesh, cut, tensor_meta=meta))
-    coord = target.mesh.get_coordinate()
-    summed = [axis for axis, p in enumerate(target.placements) if p.is_partial("sum")]
-    is_first = coord is None or not any(coord[axis] for axis in summed)
-    return part if is_first else torch.zeros_like(part)
+    coord = target.mesh.get_coordinate() or (0,) * target.mesh.ndim
+    later = [p for at, p in zip(coord, target.placements, strict=True) if at]  # of axes along which this rank is later
+    if any(p.is_partial("sum") for p in later):
+        return torch.zeros_like(part)
+    return torch.ones_like(part) if any(p.is_partial("product") for p in later) else part
 
 
 def in_backward() -> bool:

@@ -172,6 +172,8 @@ def _marking(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def apply(self: object, *args: object) -> object:
         gets_dtensors = any(isinstance(arg, DTensor) for arg in tensors_in(args))  # the Function may empty a list
+        if (spec := getattr(self, "current_spec", None)) is not None and isinstance(spec, DTensorSpec):
+            args = tuple(_replicated(arg, spec.mesh) for arg in args)
         results = stock(self, *args)
         if not gets_dtensors:
             return results
@@ -182,6 +184,13 @@ def _marking(stock: Callable) -> Callable:
         return results
 
     return apply
+
+
+def _replicated(gradient: object, mesh: DeviceMesh) -> object:
+    """Return a plain gradient that a formula of torch gives for a redistributed tensor as a DTensor."""
+    if not isinstance(gradient, Tensor) or isinstance(gradient, DTensor) or hasattr(gradient, _MARK):
+        return gradient
+    return DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _with_checked_hooks(stock: Callable) -> Callable:

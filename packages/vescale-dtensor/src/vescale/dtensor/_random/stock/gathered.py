@@ -119,7 +119,7 @@ def _rrelu(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     for target in (noise, out):
         if target is not None:
             check_out(op, target, x.shape, x)
-    result, drawn = _rrelu_draw(op, x, rest, {"generator": kwargs.get("generator")})
+    result, drawn = _rrelu_draw(op, x, noise, rest, {"generator": kwargs.get("generator")})
     if drawn is not None:
         copy_to_out(drawn, noise)
     return result if out is None else copy_to_out(result, out)
@@ -128,17 +128,17 @@ def _rrelu(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
 def _rrelu_functional(op: dispatch.Op, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
     x, noise, *rest = args
     check_out(op, noise, x.shape, x)
-    result, drawn = _rrelu_draw(op, x, rest, kwargs)
+    result, drawn = _rrelu_draw(op, x, noise, rest, kwargs)
     return result, noise.clone() if drawn is None else drawn
 
 
-def _rrelu_draw(op: dispatch.Op, x: Tensor, rest: list, kwargs: dict) -> tuple[Tensor, Tensor | None]:
-    """Return the activation, and the noise where there is one."""
+def _rrelu_draw(op: dispatch.Op, x: Tensor, like: Tensor, rest: list, kwargs: dict) -> tuple[Tensor, Tensor | None]:
+    """Return the activation, and the noise where there is one, in the memory order of ``like``: torch draws into it."""
     lower, upper, training = (*rest, *(1 / 8, 1 / 3, False)[len(rest) :])
     if not training:
         return aten.leaky_relu.default(x.contiguous(), (lower + upper) / 2), None
     full = _full(op, x)
-    noise = torch.empty_like(full)
+    noise = torch.empty_strided(like.shape, like.stride(), dtype=full.dtype, device=full.device)
     result = aten.rrelu_with_noise.default(full, noise, lower, upper, True, **kwargs)
     return _kept(op, result, x), _kept(op, noise, x)
 
