@@ -15,7 +15,7 @@ sys.path.insert(0, str(FOLDER))
 generate, hunt, program, script = map(importlib.import_module, ("generate", "hunt", "program", "script"))
 sys.path.pop(0)
 
-NUM = {(2,): 20, (2, 2): 10}
+NUM = {(2,): 12, (2, 2): 6}
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about what random programs do

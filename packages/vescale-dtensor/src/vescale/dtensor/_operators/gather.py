@@ -107,9 +107,13 @@ def gather_in_layout(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
 
     Raises:
         UnsupportedOperator: it reads memory beyond the elements of its operand, those of a tensor that this one is a
-            view of.
+            view of; or from an offset in the memory of that tensor.
     """
-    sizes, strides, *offset = (each or 0 for each in args[2 if op.overloadpacket is _SCATTER else 1 :])
+    given = args[2 if op.overloadpacket is _SCATTER else 1 :]
+    if args[0]._is_view() and given[2:] not in ((), (None,)):
+        way_out = "an offset counts from the begin of the memory that this view is a part of: call it on that tensor"
+        raise UnsupportedOperator.for_operands(op, (args[0],), way_out)
+    sizes, strides, *offset = (each or 0 for each in given)
     extents = (_extent(sizes or (), strides or ()) + sum(offset), _extent(args[0].shape, args[0].stride()))
     if 0 not in tuple(sizes or ()) and extents[0] > extents[1]:
         way_out = (

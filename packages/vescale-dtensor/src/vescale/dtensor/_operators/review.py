@@ -59,6 +59,7 @@ from .._containers import leaves, map_leaves
 from .._layout.shards import local_shape
 from .._placements.rules import refuse_ragged
 from .._torch import dispatch
+from ..errors import UnsupportedOperator
 from .copies import remember_copy
 from .gather import gather, gather_axes, whole_placements
 from .gradients import zeros_around
@@ -159,6 +160,7 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
     """Return None to accept the stock decision, or a function that computes the result in another way."""
     name = op.overloadpacket.__name__
     whole = functools.partial(gather, op, args, kwargs)
+    _check_out(op, args, kwargs, decision)
     if not (dispatch.is_view(op) or name in OF_NORMS) and any(map(are_norms, dtensors(args, kwargs))):
         return whole if dispatch.written_arguments(op) else functools.partial(_of_whole, op, args, kwargs)
     if _changes_wrongly(op, args, kwargs, decision) or any(map(_is_cut, kwargs.values())):
@@ -194,6 +196,22 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
     if name == "linalg_vector_norm" and any(map(dispatch.is_norm, decision.output.placements)):
         return functools.partial(_reduced, op, args, kwargs, decision, None)
     return None
+
+
+def _check_out(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decision) -> None:
+    """Refuse an ``out`` of another shape, which torch would resize, with all memory that its views share.
+
+    Raises:
+        UnsupportedOperator: an ``out`` has not the shape of the result.
+    """
+    if "out" not in op._overloadname:
+        return
+    results = decision.output if isinstance(decision.output, list | tuple) else (decision.output,)
+    for tensor, result in zip(written_arguments(op, args, kwargs), results, strict=False):
+        if isinstance(tensor, DTensor) and result is not None and result.tensor_meta.shape != tensor.shape:
+            shape = tuple(result.tensor_meta.shape)
+            way_out = f"expected `out` of the result's shape {shape}, got {tuple(tensor.shape)}: give it that shape"
+            raise UnsupportedOperator.for_operands(op, (tensor,), way_out)
 
 
 def _is_moved(tensor: object, decision: dispatch.Decision) -> bool:
