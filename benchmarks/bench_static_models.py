@@ -1,9 +1,11 @@
 """What a whole tiny LLaMA or Mixtral of Hugging Face costs on one rank: static mode against hand-written parallelism.
 
 As `static_overhead`, with unmodified models: one rank of four on a fake process group, processor time, tensor and
-sequence parallelism; forward and backward, and the same with fused AdamW. Hand-written: local shards in place of the
-parameters and a hook per boundary, see `huggingface`. Mixtral's tokens are dealt to the experts in turn. By hand it is
-written twice: as cheap as possible, and with the collectives of the package's plan, which adds at the experts.
+sequence parallelism; forward and backward, and the same with fused AdamW. Our parameters are DTensors: torch's dispatch
+handles each of them in a step of AdamW. `DistributedOptimizer` updates their local tensors, so it has a row of its own.
+Hand-written: local shards in place of the parameters and a hook per boundary, see `huggingface`. Mixtral's tokens are
+dealt to the experts in turn. By hand it is written twice: as cheap as possible, and with the collectives of the
+package's plan, which adds at the experts.
 
 Before anything is timed, every case is compared with one device on four gloo ranks in float64, with the router's
 routes.
@@ -32,6 +34,7 @@ from turns import Made, processor_time_in_turns
 
 from vescale.dmodule import parallelize_module, plans
 from vescale.dtensor import init_device_mesh
+from vescale.optim import DistributedOptimizer
 from vescale_testing import keep_float64, run_ranks
 
 WORLD, BATCH, SEQ, VOCABULARY = 4, 2, 32, 256
@@ -48,6 +51,7 @@ HAND, HAND_EARLY = "hand-written", "hand-written, summed at the experts"
 STOCK, STOCK_HAND = "stock", "stock, hand-written experts"
 COMPILED = {"vescale compile": "vescale static"}  # case -> what it compiles
 OPTIMIZER = "with AdamW, "
+DISTRIBUTED = "with DistributedOptimizer, "
 TURN = 0.1  # seconds of a step in a round
 
 
@@ -62,7 +66,7 @@ def run(num_rounds: int) -> Result:
         makers = {name: functools.partial(_make, family, name) for name in _names(family)}
         times, traffic_of = processor_time_in_turns(makers, num_rounds=num_rounds, turn=TURN)
         seconds |= times
-        reference |= {name: f"{family}, {OPTIMIZER if OPTIMIZER in name else ''}{HAND}" for name in times}
+        reference |= {name: f"{family}, {OPTIMIZER if ' with ' in name else ''}{HAND}" for name in times}
         collectives |= {f"{family}, {name}": str(traffic_of[name]) for name in makers}
     shape = f"{SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, {BATCH} x {SEQ} tokens"
     title = f"Forward and backward of tiny models on one rank, {shape}, tp {WORLD}, sequence parallel, processor time"
@@ -85,11 +89,11 @@ def run(num_rounds: int) -> Result:
 
 def _targets(family: str) -> list[Target]:
     targets = []
-    for prefix in (f"{family}, ", f"{family}, {OPTIMIZER}"):
-        static = f"{prefix}vescale static"
+    for of_stock, of_ours in (("", ""), (OPTIMIZER, OPTIMIZER), (OPTIMIZER, DISTRIBUTED)):
+        static = f"{family}, {of_ours}vescale static"
         hands = [HAND, HAND_EARLY] if family == "Mixtral" else [HAND]
-        targets += [Target(static, prefix + hand, at_most=1.2) for hand in hands]
-        targets.append(Target(prefix + STOCK, static, at_least=3.5))
+        targets += [Target(static, f"{family}, {of_stock}{hand}", at_most=1.2) for hand in hands]
+        targets.append(Target(f"{family}, {of_stock}{STOCK}", static, at_least=3.5))
     return targets
 
 
@@ -107,20 +111,23 @@ def _make(family: str, name: str) -> Made:
     case.step()
     if name in COMPILED:
         check_repeats(name, case, cases[COMPILED[name]]())
-    with_optimizer = _with_optimizer(case, fused=name not in (STOCK, STOCK_HAND))
-    steps = {f"{family}, {name}": case.step, f"{family}, {OPTIMIZER}{name}": with_optimizer}
+    steps = {f"{family}, {name}": case.step}
+    steps[f"{family}, {OPTIMIZER}{name}"] = _with_optimizer(case, _adamw(case, fused=name not in (STOCK, STOCK_HAND)))
+    if name.startswith("vescale"):
+        optimizer = DistributedOptimizer(torch.optim.AdamW, model=case.model, lr=1e-4, fused=True)
+        steps[f"{family}, {DISTRIBUTED}{name}"] = _with_optimizer(case, optimizer)
     return Made(steps, communicated(case, compiled=name in COMPILED))
 
 
-def _with_optimizer(case: Case, *, fused: bool) -> Callable[[], None]:
+def _adamw(case: Case, *, fused: bool) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in case.model.parameters() if isinstance(p, DTensor) is distributed]}
         for distributed in (False, True)  # one fused kernel does not take both
     ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=1e-4, fused=fused, foreach=not fused
-    )
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-4, fused=fused, foreach=not fused)
 
+
+def _with_optimizer(case: Case, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     def step() -> None:
         case.step()
         optimizer.step()

@@ -165,7 +165,7 @@ def assert_same(actual, expected, what):
 
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
-@ranks(4)
+@ranks(4, timeout=180)
 def test_a_program_over_the_batch_axis(shape):
     if dist.get_rank() >= math.prod(shape):
         return

@@ -100,6 +100,18 @@ def test_in_place_of_a_view_of_what_was_reduced():
             torch.testing.assert_close(reduced.full_tensor(), expected, rtol=1e-12, atol=0, msg=f"{name} {mesh}")
 
 
+@ranks(3)
+def test_in_place_of_a_view_of_factors():
+    """What is written becomes a factor of one rank; those of the others are 1."""
+    mesh = init_device_mesh("cpu", (3,))
+    for factor in (torch.tensor([[2.0, -1.5], [0.5, 3.0]]), torch.tensor([[2, -1], [5, 3]])):
+        x, whole = DTensor.from_local(factor, mesh, [Partial("product")]), factor**3
+        for each in (x, whole):
+            each[1:].add_(4)
+        assert x.placements == (Partial("product"),)
+        assert torch.equal(x.full_tensor(), whole)
+
+
 @ranks(2)
 def test_stock_torch_adds_it_on_every_rank():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

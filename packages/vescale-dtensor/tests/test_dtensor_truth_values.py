@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vescale.dtensor import Replicate, Shard, disabled, distribute_tensor, init_device_mesh
-from vescale_testing import ranks
+from vescale_testing import ranks, torch_is_before
 
 USES = {
     "as a number": lambda mask: mask.double(),
@@ -58,4 +58,4 @@ def test_two_axes():
 def test_stock_torch_counts_ranks():
     x = distribute_tensor(torch.ones(3, 4), init_device_mesh("cpu", (2,)), [Shard(1)])
     with disabled("operators"):
-        assert (x > 0).any(1).sum().full_tensor() == 6
+        assert (x > 0).any(1).sum().full_tensor() == (6 if torch_is_before("2.14") else 3)

@@ -43,7 +43,10 @@ def checked(*names: str) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError:
+                return function(*args, **kwargs)  # Python's own error says which function and what it takes
             hints = _hints(function)
             for name in names:
                 if name in given and not _fits(given[name], hints[name]):

@@ -146,21 +146,21 @@ def _reduced_together(local, current, target):
 def add_whole_once(stock: Callable) -> Callable:
     """Return a conversion from replicated to partial in which one rank keeps the full tensor.
 
-    It applies to ``Partial("sum")`` only, not to placements derived from it.
+    The others hold what changes no sum, or no product. It does not apply to placements derived from ``Partial``.
     """
 
     @functools.wraps(stock)
     def partition(self: Partial, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
-        if type(self) is Partial and self.reduce_op == "sum":
-            return _whole_on_first(tensor, mesh, mesh_dim)
+        if type(self) is Partial and self.reduce_op in ("sum", "product"):
+            return _whole_on_first(tensor, mesh, mesh_dim, neutral=1 if self.reduce_op == "product" else 0)
         return stock(self, tensor, mesh, mesh_dim)
 
     return partition
 
 
-def _whole_on_first(tensor: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+def _whole_on_first(tensor: Tensor, mesh: DeviceMesh, axis: int, *, neutral: int) -> Tensor:
     if mesh.get_local_rank(axis) == 0:
         return tensor.clone()  # a partial tensor may be written to in place, its source must not change
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+    if neutral == 0 and (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         return torch.full_like(tensor, -0.0)  # x + (-0.0) is x for every x, -0.0 included
-    return torch.zeros_like(tensor)
+    return torch.full_like(tensor, neutral)
