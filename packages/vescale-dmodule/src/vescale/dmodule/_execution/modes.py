@@ -21,6 +21,7 @@ from .._static.recording.observe import BoundaryRecord
 from ..errors import PlanError
 from .eager import EagerScope, hook_scope
 from .module_hooks import hook_calls
+from .rank_checks import RankChecks
 
 __all__ = ["MODES", "Execution", "execution_of"]
 
@@ -37,6 +38,7 @@ class Execution:
         phase: the current conversion of all boundaries.
         scope: the running modules in eager mode.
         sync: reduces partial gradients.
+        checks: compare what the ranks of the mesh call the module with.
         local_attributes: module name -> attribute -> its value on local tensors.
         modes: mode by module name; the nearest owner with an entry decides. The root always has one.
         any_rank: a collective that returns whether a flag is set on any rank that must make the same calls. None means
@@ -53,7 +55,7 @@ class Execution:
         local_attributes: Mapping[str, Mapping[str, object]] | None = None,
         mode: str = "eager",
     ):
-        self.mesh, self.phase, self.sync = mesh, Phase(), GradientSync()
+        self.mesh, self.phase, self.sync, self.checks = mesh, Phase(), GradientSync(), RankChecks(mesh)
         self.scope = EagerScope(allow_implicit, self.sync)
         self.local_attributes = dict(local_attributes or {})
         self.modes: dict[str, str] = {"": mode} | dict.fromkeys(eager, "eager")
@@ -146,7 +148,10 @@ class Execution:
             self.install(module)
             if self.program is None:
                 self.scope.enter(module, "")  # a hook that is registered during a call misses it
-        return None if self.program is None else self.program.enter(module, args, kwargs)
+        if self.program is not None:
+            return self.program.enter(module, args, kwargs)
+        self.checks.enter(module, args, kwargs)
+        return None
 
     def leave(self, module: nn.Module, args: tuple, output: object) -> object:
         """End a call of the root: replicated results become plain tensors, partial results are reduced first."""
@@ -155,6 +160,8 @@ class Execution:
             if left is not None and self.program.call.state is not State.RECORDING:
                 return left  # the program has converted replicated results
             output = output if left is None else left
+        else:
+            self.checks.leave(output)
         return None if output is None else map_tensors(to_plain, output)
 
 

@@ -49,6 +49,7 @@ from .._compile.blocks import CompiledProgram
 from .._execution.eager import EagerScope, hook_scope
 from .._execution.module_hooks import hook_calls
 from .._execution.patch import ModulePatch
+from .._execution.rank_checks import RankChecks
 from .._gradients.sync import GradientSync
 from .._report.ranges import is_watched
 from ..errors import NotLocalFriendlyError
@@ -80,6 +81,7 @@ class Model(Protocol):
     phase: Phase
     scope: EagerScope
     sync: GradientSync
+    checks: RankChecks
     any_rank: Callable[[bool], bool] | None
     local_attributes: dict[str, dict[str, object]]
 
@@ -274,13 +276,20 @@ class StaticProgram:
         self._refresh()
         recordings, signature = self.recordings, self._signature(args, kwargs)
         layouts = self._find(signature)
+        checks = self.model.checks if self.call.is_root else None
         if layouts is None:
+            if checks is not None:
+                checks.first_call(args, kwargs)
             if not torch.is_grad_enabled() and signature not in recordings.seen:
                 recordings.seen.add(signature)
                 return False
             self._record(signature, args, kwargs)
+            if checks is not None:
+                checks.generator(draws=signature not in recordings.quiet)
         else:
             self.call.layouts = layouts
+            if checks is not None:
+                checks.later_call(args, kwargs, draws=signature not in recordings.quiet)
             if signature in recordings.quiet:
                 self._quiet_call.begin()
         return True
