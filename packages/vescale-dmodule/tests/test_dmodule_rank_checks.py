@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale.dmodule import PlanError, parallelize_module
+from vescale.dmodule import parallelize_module
 from vescale.dtensor import Replicate, Shard, check_ranks, deferred_init
 from vescale.dtensor.extension import Failures
 from vescale_testing import ranks
@@ -165,10 +165,10 @@ def mesh_of_two():
 @ranks(2)
 def test_parameters_that_differ():
     rank, mesh = dist.get_rank(), mesh_of_two()
-    expected = r"up.weight must be equal on all ranks: expected torch.float32 of shape \(8, 4\), .* shape \(10, 4\)"
+    expected = r"up.weight must be equal on all ranks: expected float32 of shape \(8, 4\), .* shape \(10, 4\)"
     with pytest.raises(ValueError, match=expected):
         parallelize_module(Block(hidden=8 + 2 * rank), mesh, PLAN)
-    with pytest.raises(ValueError, match=r"up.weight must be equal .* got torch.float64 of shape \(8, 4\)"):
+    with pytest.raises(ValueError, match=r"up.weight must be equal .* got float64 of shape \(8, 4\)"):
         parallelize_module(Block().to(torch.float64 if rank else torch.float32), mesh, PLAN)
 
 
@@ -182,10 +182,12 @@ def test_deferred_modules_of_different_seeds():
     parallelize_module(deferred_init(Block), mesh_of_two(), PLAN)
 
 
+@pytest.mark.parametrize("what", ["parameter", "buffer"])
 @ranks(2)
-def test_a_plan_that_fits_on_one_rank_only():
-    plan = PLAN if dist.get_rank() == 0 else {"parameter": {r"missing\.weight": {"tp": Shard(0)}}}
-    with pytest.raises(
-        PlanError, match=r"the plan differs between ranks: .*rank 1 has .no plan that fits: parameter key"
-    ):
-        parallelize_module(Block(), mesh_of_two(), plan)
+def test_values_that_differ(what):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    (module[0].weight if what == "parameter" else module[1].running_mean).data.add_(dist.get_rank())
+    name = "0.weight" if what == "parameter" else "1.running_mean"
+    with pytest.raises(ValueError, match=rf"the values of {name} must be equal on all ranks: .* build the same module"):
+        parallelize_module(module, mesh_of_two(), {})

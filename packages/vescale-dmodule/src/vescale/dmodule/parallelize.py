@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import is_deferred, materialize
 from vescale.dtensor.extension import (
-    Fact,
     check_facts,
     checked,
     describe_difference,
     differing_texts,
-    first_line,
     generator_fact,
+    module_facts,
 )
 
 from ._boundary.hooks import install_inputs, install_outputs
@@ -25,7 +24,7 @@ from ._execution.modes import ATTRIBUTE, MODES, Execution
 from ._execution.patch import set_attributes
 from ._experts import install_experts
 from ._plan.parameters import distribute
-from ._plan.resolve import ResolvedPlan, resolve
+from ._plan.resolve import resolve
 from .errors import PlanError
 
 __all__ = ["parallelize_module"]
@@ -68,8 +67,8 @@ def parallelize_module(
 
     Raises:
         PlanError: a key that matches nothing (with the nearest names), contradicting keys, a dim out of range, an
-            unknown axis, experts that do not divide, tied parameters placed in two ways. A plan that differs between
-            ranks is found by a comparison of its text.
+            unknown axis, experts that do not divide, tied parameters placed in two ways. These are raised before
+            any communication. A plan that differs between ranks is found by a comparison of its text.
         ValueError: unknown mode, or the module is parallelized already; on every rank, if parameters, buffers or (of a
             deferred module) the random state differ between ranks.
 
@@ -90,9 +89,8 @@ def parallelize_module(
         raise ValueError(f"this {type(module).__name__} is parallelized already; build a new one to change the plan")
     if not mesh.mesh_dim_names:
         raise PlanError("the mesh has no axis names; give init_device_mesh(..., mesh_dim_names=('tp',))")
-    resolved = _resolve_together(
-        module, mesh, plan, allow_empty=allow_empty, settings=[f"mode: {mode}", f"allow_implicit: {allow_implicit}"]
-    )
+    resolved = resolve(module, mesh, plan, allow_empty=allow_empty)
+    _compare(module, mesh, "\n".join([*resolved.lines(), f"mode: {mode}", f"allow_implicit: {allow_implicit}"]))
     vars(module)[ATTRIBUTE] = None
     if mesh.size() == 1:
         if is_deferred(module):
@@ -125,38 +123,13 @@ def parallelize_module(
     return module
 
 
-def _resolve_together(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    plan: Mapping[str, Mapping[str, object]],
-    *,
-    allow_empty: bool,
-    settings: Sequence[str],
-) -> ResolvedPlan:
-    """Return the resolved plan, after all ranks have compared it and the module.
+def _compare(module: nn.Module, mesh: DeviceMesh, text: str) -> None:
+    """Compare the plan and the module over the ranks of the mesh.
 
     Raises:
-        PlanError: the plan does not fit, or differs between ranks.
-        ValueError: parameters, buffers or the random state differ between ranks.
+        PlanError: the plan differs.
+        ValueError: parameters, buffers, or the random state that a deferred module is made from, differ.
     """
-    same = "build the same module on all ranks of the mesh"
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    facts = [
-        Fact(name, f"{t.dtype} of shape {tuple(t.shape)}, requires_grad={t.requires_grad}", same) for name, t in tensors
-    ]
-    if is_deferred(module):
-        facts.append(generator_fact(mesh.device_type))
-    if mesh.size() > 1:
-        check_facts(facts, mesh)
-    resolved, error = None, None
-    try:
-        resolved = resolve(module, mesh, plan, allow_empty=allow_empty)
-        text = "\n".join([*resolved.lines(), *settings])
-    except PlanError as found:
-        error, text = found, f"no plan that fits: {first_line(found)}"
-    texts = differing_texts(text, mesh)
-    if texts:
-        raise PlanError(describe_difference("the plan", texts)) from error
-    if resolved is None:
-        raise error
-    return resolved
+    if texts := differing_texts(text, mesh):
+        raise PlanError(describe_difference("the plan", texts))
+    check_facts([*module_facts(module), *([generator_fact(mesh.device_type)] if is_deferred(module) else [])], mesh)

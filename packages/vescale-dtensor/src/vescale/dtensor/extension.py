@@ -20,7 +20,7 @@ guarantees; ``vescale_testing.gradient_receivers`` checks that a receiver keeps 
 every rank if any two differ. `describe_difference` returns one sentence about it, the same on every rank. A `Fact` is
 something that must be equal; `check_facts` compares facts by one all-reduce and raises the same error on every rank.
 `pair_of` and `is_equal` do it within a maximum that is reduced anyway, `raise_difference` raises the error. `Turns`
-says when. `generator_fact`, `input_facts` and `checksum` make facts.
+says when. `generator_fact`, `input_facts`, `module_facts` and `checksum` make facts.
 
 **Lost ranks.** `Failures` waits for a collective. If it fails, the error names the collective and the lost ranks.
 
@@ -74,6 +74,7 @@ from ._rank_checks import (
     generator_fact,
     input_facts,
     is_equal,
+    module_facts,
     pair_of,
     raise_difference,
 )
@@ -114,6 +115,7 @@ __all__ = [
     "local_shape",
     "local_views",
     "map_leaves",
+    "module_facts",
     "on_implicit_redistribution",
     "pair_of",
     "pieces",

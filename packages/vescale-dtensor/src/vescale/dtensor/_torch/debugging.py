@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .. import _containers
 
@@ -29,7 +29,11 @@ __all__ = [
     "mesh_in",
     "sequence_number",
     "tensors_in",
+    "without_modes",
 ]
+
+#: Context manager: dispatch modes, such as logs and counters, do not see the operators inside.
+without_modes = _disable_current_modes
 
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "c10d", "_dtensor")
 NO_COMMUNICATION = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
