@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from ._exit import wait_for_gloo_threads
 from ._operators import fallback, first_arguments, forget_copies, operator_handlers, review, without_elements
 from ._operators.attention import attention_handlers
+from ._operators.batch_norm import batch_norm_handlers
 from ._operators.decompose import composite_handlers
 from ._operators.dims import seeing_counted_dims, with_counted_dims
 from ._operators.loss import loss_handlers
@@ -78,7 +79,7 @@ class Row:
 def handler_families() -> dict[str, Table]:
     """Return the handlers of operators by family; no operator is in two of them."""
     others = operator_handlers() | composite_handlers() | scalar_handlers()
-    for special in (attention_handlers(), loss_handlers(), vocab_handlers()):
+    for special in (attention_handlers(), batch_norm_handlers(), loss_handlers(), vocab_handlers()):
         others |= special
     random = {op: handler for op, handler in handlers().items() if op not in attention_handlers()}
     families = {"random": random, "operators": {op: handler for op, handler in others.items() if op not in random}}

@@ -47,7 +47,7 @@ __all__ = [
 
 _EVERY = [100]
 _SAME_INPUTS = "give all ranks of these axes the same inputs: the same rows, in the same order"
-_SAME_MODULE = "build the same module on all ranks of these axes, from the same seed or file"
+_SAME_MODULE = "build the same module on all ranks of these axes"
 _SAME_SEED = "call torch.manual_seed with one seed on all ranks; for what must differ by rank, use a torch.Generator"
 
 
@@ -240,28 +240,17 @@ def input_facts(args: Sequence[Any], kwargs: Mapping[str, Any], *, checksums: bo
     if checksums and plain:
         sums = torch.stack([checksum(leaf).to(plain[0][1].device) for _, leaf in plain]).tolist()
         for (name, _), number in zip(plain, sums, strict=True):
-            facts.append(Fact(f"the values of {name}", f"values with checksum {_hex(number)}", _SAME_INPUTS))
+            facts.append(Fact(f"the values of {name}", f"values with checksum {number & 2**64 - 1:016x}", _SAME_INPUTS))
     return facts
 
 
 def module_facts(module: nn.Module) -> list[Fact]:
     """Return what must be equal of the parameters and buffers of a module on ranks that build the same one.
 
-    Of values it reads `_NUM_PROBES` elements of each plain tensor: enough to tell modules of other seeds or files.
+    Their values do not count: what distributes them takes those of one rank.
     """
-    facts, probes = [], {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        facts.append(Fact(name, f"{_describe(tensor)}, requires_grad={tensor.requires_grad}", _SAME_MODULE))
-        if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.layout == torch.strided:
-            flat = tensor.detach().reshape(-1)
-            probes[name] = checksum(flat[:: max(1, len(flat) // _NUM_PROBES)]).cpu()
-    for name, number in probes.items():
-        facts.append(Fact(f"the values of {name}", f"values with checksum {_hex(number)}", _SAME_MODULE))
-    return facts
-
-
-def _hex(number: Tensor | int) -> str:
-    return f"{int(number) & 2**64 - 1:016x}"
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [Fact(name, f"{_describe(t)}, requires_grad={t.requires_grad}", _SAME_MODULE) for name, t in tensors]
 
 
 def _describe(leaf: Any) -> str:
@@ -291,7 +280,6 @@ def checksum(tensor: Tensor) -> Tensor:
     return (along * _weights(along)).sum() + (across * _weights(across)).sum() * 31
 
 
-_NUM_PROBES = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

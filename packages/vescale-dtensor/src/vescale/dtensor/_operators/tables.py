@@ -31,8 +31,6 @@ GATHER: tuple[str, ...] = (
     "_native_batch_norm_legit.no_stats",
     "_native_batch_norm_legit_functional",
     "batch_norm_backward",
-    "native_batch_norm",
-    "native_batch_norm_backward",
 )
 
 # Operators without a rule, for which stock DTensor guesses placements from their definition. They are pointwise, so the
