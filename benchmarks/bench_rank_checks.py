@@ -23,7 +23,7 @@ from vescale_testing import run_ranks
 HIDDEN, NUM_BLOCKS, ROWS = 512, 4, 256
 PLAN = {
     "parameter": {r"\d+\.up\.weight": {"tp": Shard(0)}, r"\d+\.down\.weight": {"tp": Shard(1)}},
-    "forward": {"input": [[Replicate()]], r"\d+\.output": [[Replicate()]]},
+    "forward": {r"\d+\.up\.input": [[Replicate()]], r"\d+\.down\.output": [[Replicate()]]},
 }
 STEP = "step of data parallelism", "step of tensor parallelism"
 COMPARE = "100 times what it compares", "one comparison, of 100 steps"
