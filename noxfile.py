@@ -279,6 +279,12 @@ def hunt(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
+def families(session: nox.Session) -> None:
+    """Train tiny models of many Hugging Face families on ranks and compare with one process: `-- --families bert`."""
+    run_composed(session, "python", "tests/families/zoo.py", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none", requires=["composed"])
 def bench(session: nox.Session) -> None:
     """Run the benchmarks (name some after --)."""
     run_composed(session, "python", "benchmarks/run.py", *session.posargs)

@@ -109,6 +109,28 @@ class MaskedTargets(nn.Module):
         return functional.cross_entropy(h.flatten(0, 1), target.flatten())
 
 
+class UsedTwice(nn.Module):
+    """A weight that an island uses, where rows are uneven, and local code, too: each gives a part of the gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8, bias=False)
+
+    def forward(self, h):
+        return self.proj(h) + h * self.proj.weight.t()[1]
+
+
+class ChosenTokens(nn.Module):
+    """Tokens that one expert takes, as many in each step as it happens."""
+
+    def forward(self, h):
+        tokens = h.flatten(0, 1)
+        chosen = (tokens[:, 0] > 0).nonzero().squeeze(-1)
+        taken = torch.zeros_like(tokens)
+        taken.index_add_(0, chosen, tokens[chosen].tanh())
+        return (taken + tokens).view_as(h)
+
+
 BODIES = [
     BatchStatistics,
     Contrast,
@@ -118,6 +140,8 @@ BODIES = [
     PositionDropout,
     LocalSizes,
     MaskedTargets,
+    UsedTwice,
+    ChosenTokens,
 ]
 R = {"dp": Shard(0), "tp": Replicate()}
 PLANS = {
@@ -175,10 +199,44 @@ def test_a_program_over_the_batch_axis(shape):
             assert_same(actual, train(build(make), sizes), make.__name__)
 
 
+class DropoutOfChosen(nn.Module):
+    """Dropout of the tokens of one expert and of all tokens, by the same function."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, 4, dtype=torch.float64))
+
+    def forward(self, tokens):
+        chosen = (tokens[:, 0] > 0).nonzero().squeeze(-1)
+        taken = functional.dropout(tokens[chosen], 0.5)
+        every = functional.dropout(tokens * self.weight, 0.5)
+        return every.index_add(0, chosen, taken).square().mean()
+
+
+@ranks(2)
+def test_as_many_chosen_tokens_as_a_rank_has():
+    """A tensor of 12 of 24 rows may be all chosen tokens, or this rank's half of all tokens."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = parallelize_module(DropoutOfChosen(), mesh, PLANS["dp",], mode="static", allow_implicit=True)
+    alone = DropoutOfChosen()
+    torch.manual_seed(3)
+    for num_chosen in (24, 12, 7, 24, 12):
+        tokens = rows(4, num_chosen).reshape(-1)[: 24 * 4].view(24, 4).abs()
+        tokens[num_chosen:, 0] *= -1
+        found = []
+        for each in (model, alone):
+            with torch.random.fork_rng():
+                loss = each(tokens)
+                loss.backward()
+            found.append((gather_full(loss.detach()), gather_full(each.weight.grad)))
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, msg=lambda t, n=num_chosen: f"{n}: {t}")
+
+
 @ranks(2)
 def test_each_rank_alone_is_another_program():
     for make in BODIES:
-        if make is PositionDropout:  # draws the same on each rank alone
+        if make in (PositionDropout, UsedTwice, ChosenTokens):  # the same on each rank alone
             continue
         model, mine = build(make), rows(6).chunk(2)[dist.get_rank()]
         torch.manual_seed(1)

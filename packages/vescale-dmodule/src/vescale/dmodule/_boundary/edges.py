@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch
 
@@ -72,9 +72,7 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if isinstance(grad, DTensor):
-            if ctx.gradient is not None and grad.placements != ctx.gradient:
-                grad = grad.redistribute(placements=ctx.gradient)
-            grad = _torch.local_of(grad)
+            grad = _torch.local_of(grad) if ctx.gradient is None else _summand(grad, ctx.gradient)
         return grad if ctx.num_averaged == 1 else grad / ctx.num_averaged, None, None, None
 
 
@@ -96,6 +94,17 @@ class _Unwrap(torch.autograd.Function):
         if grad.requires_grad:
             return _from_local(grad, ctx.mesh, ctx.gradient, ctx.shape), None
         return _wrapper(ctx.mesh, ctx.gradient, ctx.shape, grad.shape, grad.stride(), grad.dtype)(grad), None
+
+
+def _summand(grad: DTensor, placements: Placements) -> Tensor:
+    """Return the shard of a gradient in ``placements``; of a whole one that becomes partial, the first rank has all."""
+    axes = [
+        a for a, (p, old) in enumerate(zip(placements, grad.placements, strict=True)) if p.is_partial() and p != old
+    ]
+    whole = tuple(Replicate() if axis in axes else p for axis, p in enumerate(placements))
+    local = _torch.local_of(grad if grad.placements == whole else grad.redistribute(placements=whole))
+    is_first = all(grad.device_mesh.get_local_rank(axis) == 0 for axis in axes)
+    return local if is_first else torch.full_like(local, -0.0)  # x + -0.0 is x
 
 
 _wrap, _unwrap = _torch.direct_apply(_Wrap), _torch.direct_apply(_Unwrap)

@@ -10,13 +10,13 @@ its position in the call of its module (see ``operators``), gets its operands as
 
 Modules without them have no overhead. A random operator on tensors that are equal on all ranks runs unchanged, because
 all ranks draw the same numbers. The gradient of an operand of an island is brought to the layout of the operand, in the
-recording too. An operator that writes an operand writes a copy, which is then copied into the local tensor.
+recording too; it is partial where other operators give partial gradients of the same tensor, as of a tied weight. An
+operator that writes an operand writes a copy, which is then copied into the local tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -30,11 +30,10 @@ from torch.utils.hooks import RemovableHandle
 from vescale.dtensor import extension
 
 from .. import _torch
-from .._boundary.edges import aligned, unwrapped, wrapped
+from .._boundary.edges import unwrapped, wrapped
 from .._execution.module_hooks import OwnHook
 from ..errors import NotLocalFriendlyError
 from .call import Call
-from .movement.steps import without_partials
 from .operators import ModuleOperators, RecordedOperator
 from .parts import describe, ways_out
 
@@ -114,7 +113,7 @@ class OperatorMode(TorchFunctionMode):
     def __init__(self, name: str, operators: ModuleOperators, number: int, call: Call):
         super().__init__()
         self.name, self.operators, self.number = name, operators, number
-        self.mesh, self.silent = call.mesh, call.silent
+        self.call, self.mesh, self.silent = call, call.mesh, call.silent
         self.position = 0
         self.uses_order = False
 
@@ -124,10 +123,17 @@ class OperatorMode(TorchFunctionMode):
             return func(*args, **kwargs)
         leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         shapes = tuple(leaf.shape for leaf in leaves)
+        at = self.number, self.position, func
         operator = self.operators.by_shape(func, shapes)
-        if operator is None:
+        if operator is None or self.operators.has_other_shapes(*at, shapes):
             self.uses_order = True
-            operator = self.operators.by_order(self.number, self.position, func, shapes, self.mesh)
+            operator = self.operators.by_order(*at, shapes, self.mesh, checks=self.call.observer is not None)
+        if operator is None and self.operators.is_island_at(*at):
+            raise NotLocalFriendlyError(
+                f"in {describe(self.name)}: {resolve_name(func)} on local shapes {[tuple(shape) for shape in shapes]} "
+                "communicates, and static mode did not record it on such shapes, so their layouts are unknown; "
+                f"{ways_out(self.name)}"
+            )
         self.position += 1
         if operator is None or not (operator.draws or operator.is_island):
             return self._run_quietly(func, args, kwargs, shapes)
@@ -144,15 +150,12 @@ class OperatorMode(TorchFunctionMode):
     def _wrapped(self, leaf: Tensor, place: int, operator: RecordedOperator) -> DTensor:
         """Return an operand as a DTensor; a copy of one that the operator writes, see `_local`."""
         operand = operator.operands[place]
-        pins = operator.is_island and leaf.requires_grad and not leaf.is_leaf and place not in operator.written
-        gradient = without_partials(operand.placements) if pins else None
+        reads = operator.is_island and leaf.requires_grad and place not in operator.written
         value = leaf.clone() if place in operator.written else leaf
         if operator.is_island and id(leaf) in self.silent:
             value = leaf + _torch.local_of(self.silent[id(leaf)]).detach()  # x + -0.0 is x
-        dtensor = wrapped(value, self.mesh, operand.placements, shape=operand.shape, gradient=gradient)
-        if operator.is_island and leaf.is_leaf and dtensor.requires_grad:
-            dtensor.register_hook(functools.partial(aligned, placements=operand.placements))
-        return dtensor
+        gradient = operator.gradient_of(place) if reads else None
+        return wrapped(value, self.mesh, operand.placements, shape=operand.shape, gradient=gradient)
 
     def _recorded_constants(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return the arguments of an island with the global sizes of the recorded call in place of local ones.

@@ -4,8 +4,9 @@ Two kinds of calls need DTensors. Random operators draw this rank's part of glob
 give another result on local tensors, because they communicate or depend on global sizes.
 
 A function and the local shapes of its operands identify a call within a module, as long as they always imply the same
-layouts. Where they do not, or where local code has other local shapes than the recording, the order of calls within a
-call of the module decides. A module makes the same calls of torch functions on local tensors as on DTensors::
+layouts. Where they do not, where local code has other local shapes than the recording, or where shapes depend on data,
+the order of calls within a call of the module decides. A module makes the same calls of torch functions on local
+tensors as on DTensors::
 
     recorded call of a module      dropout(scores)     rand_like(x)    dropout(out)
     the same on local tensors      position 0          position 1      position 2
@@ -29,6 +30,7 @@ from torch.overrides import resolve_name
 
 from vescale.dtensor.extension import chunk
 
+from .movement.steps import without_partials
 from .recording.observe import replicated
 
 __all__ = ["ModuleOperators", "Operand", "Part", "RecordedOperator"]
@@ -45,11 +47,11 @@ class Operand(NamedTuple):
     shape: torch.Size
     placements: Placements
 
-    def with_local_shape(self, local_shape: torch.Size, mesh: DeviceMesh) -> Operand | None:
-        """Return the operand as local code has it; None if its placements are unknown.
+    def as_seen(self, local_shape: torch.Size, mesh: DeviceMesh) -> Operand | None:
+        """Return the operand as local code has it in the check of the recording; None if its placements are unknown.
 
         Local code may make a tensor for this rank that eager mode makes whole, or keep a whole one that eager mode
-        shards. The check of the recording compares the results.
+        shards. The check compares the results.
         """
         if local_shape == self.local_shape:
             return self
@@ -68,6 +70,20 @@ class Operand(NamedTuple):
         ((axis, dim),) = found
         placements = (*self.placements[:axis], Shard(dim), *self.placements[axis + 1 :])
         return Operand(local_shape, self.shape, placements)
+
+    def with_sizes(self, local_shape: torch.Size) -> Operand | None:
+        """Return the operand with other sizes of dims that no axis shards, as data decides them; None for others.
+
+        An example are the tokens that an expert takes.
+        """
+        sharded = {p.dim for p in self.placements if type(p) is Shard}
+        known = all(type(p) is Shard or p.is_replicate() or p.is_partial() for p in self.placements)
+        if len(local_shape) != len(self.shape) or not known:
+            return None
+        if any(local_shape[dim] != self.local_shape[dim] for dim in sharded):
+            return None
+        shape = (self.shape[dim] if dim in sharded else size for dim, size in enumerate(local_shape))
+        return Operand(local_shape, torch.Size(shape), self.placements)
 
     def whole(self, mesh: DeviceMesh) -> Operand:
         """Return the operand on a rank that has all of it."""
@@ -88,6 +104,8 @@ class RecordedOperator:
             recorded call has, by their place among all arguments that are no tensors.
         written: places of the operands that an island writes.
         part: the part of the result that local code has, of an island whose result is whole on all ranks.
+        totals: layouts of the gradients of an island's operands, with what other operators add to them; by place.
+        is_seen: whether the operands are as local code had them when the recording was checked, not as recorded.
     """
 
     function: Callable
@@ -98,6 +116,17 @@ class RecordedOperator:
     constants: dict[int, tuple[object, object]] = field(default_factory=dict)
     written: tuple[int, ...] = ()
     part: Part | None = None
+    totals: dict[int, Placements] = field(default_factory=dict)
+    is_seen: bool = False
+
+    def gradient_of(self, place: int) -> Placements:
+        """Return the layout in which an island gives the gradient of an operand: one that local code can add to.
+
+        Where all ranks have the operand, and other operators give partial gradients of it, so does the island.
+        """
+        own = without_partials(self.operands[place].placements)
+        total = self.totals.get(place, own)
+        return tuple(t if o.is_replicate() and t.is_partial() else o for o, t in zip(own, total, strict=True))
 
     @property
     def local_shapes(self) -> tuple[torch.Size, ...]:
@@ -114,11 +143,13 @@ class RecordedOperator:
         """Whether the call on local tensors must run on DTensors."""
         return self.is_island or self.is_sharded
 
-    def on(self, local_shapes: tuple[torch.Size, ...], mesh: DeviceMesh) -> RecordedOperator | None:
-        """Return the same operator on operands of other local shapes; None if their placements are unknown."""
+    def on(
+        self, local_shapes: tuple[torch.Size, ...], fit: Callable[[Operand, torch.Size], Operand | None]
+    ) -> RecordedOperator | None:
+        """Return the same operator on operands of other local shapes; None if one of them does not ``fit``."""
         if len(local_shapes) != len(self.operands):
             return None
-        operands = [o.with_local_shape(shape, mesh) for o, shape in zip(self.operands, local_shapes, strict=True)]
+        operands = list(map(fit, self.operands, local_shapes))
         return None if None in operands else replace(self, operands=operands)
 
     def joined(self, other: RecordedOperator) -> RecordedOperator | None:
@@ -127,9 +158,10 @@ class RecordedOperator:
         if self.operands != other.operands or known[1:] not in ([], known[:1]):
             return None
         as_island = [(op.is_island, op.constants, op.written, op.part) for op in (self, other)]
-        if as_island[0] != as_island[1]:
+        if as_island[0] != as_island[1] or any(self.totals.get(p, t) != t for p, t in other.totals.items()):
             return None
-        return replace(self, draws=self.draws or other.draws, gradients=known[0] if known else [])
+        totals = self.totals | other.totals
+        return replace(self, draws=self.draws or other.draws, gradients=known[0] if known else [], totals=totals)
 
     def __str__(self) -> str:
         operands = ", ".join(f"{tuple(o.shape)} {o.placements}" for o in self.operands)
@@ -228,16 +260,50 @@ class ModuleOperators:
         return self.calls[call] if call < len(self.calls) else []
 
     def by_order(
-        self, call: int, position: int, function: Callable, shapes: tuple[torch.Size, ...], mesh: DeviceMesh
+        self,
+        call: int,
+        position: int,
+        function: Callable,
+        shapes: tuple[torch.Size, ...],
+        mesh: DeviceMesh,
+        *,
+        checks: bool,
     ) -> RecordedOperator | None:
-        """Return the operator at a position of a call, on operands of some local shapes; None if none is recorded."""
+        """Return the operator at a position of a call, on operands of some local shapes; None if none is recorded.
+
+        Args:
+            call: number of the call of the module.
+            position: in that call.
+            function: the torch function.
+            shapes: of its tensor operands.
+            mesh: of the layouts.
+            checks: whether the recording is being checked. What local code has then is the rule for later calls.
+        """
+        found = self._at(call, position, function)
+        if shapes in found:
+            return found[shapes]
+        seen = [operator for operator in found.values() if operator.is_seen]
+        if checks:
+            fit = [on for op in found.values() if (on := op.on(shapes, functools.partial(Operand.as_seen, mesh=mesh)))]
+            if len(fit) == 1:
+                found[shapes] = replace(fit[0], is_seen=True)
+                return found[shapes]
+        fit = [on for operator in seen or found.values() if (on := operator.on(shapes, Operand.with_sizes))]
+        return fit[0] if fit and all(fit[0].joined(other) for other in fit) else None
+
+    def is_island_at(self, call: int, position: int, function: Callable) -> bool:
+        """Return whether the recorded call of a function at a position of a call is an island."""
+        return any(operator.is_island for operator in self._at(call, position, function).values())
+
+    def has_other_shapes(self, call: int, position: int, function: Callable, shapes: tuple[torch.Size, ...]) -> bool:
+        """Return whether a function is recorded at a position of a call, but not on operands of these shapes."""
+        found = self._at(call, position, function)
+        return bool(found) and shapes not in found
+
+    def _at(self, call: int, position: int, function: Callable) -> Position:
         sequence = self.sequence(call)
         found = sequence[position] if position < len(sequence) else {}
-        fitting = [op for op in found.values() if op.function == function]
-        if shapes in found:
-            return found[shapes] if fitting else None
-        fitting = [fit for operator in fitting if (fit := operator.on(shapes, mesh)) is not None]
-        return fitting[0] if len(fitting) == 1 else None
+        return found if found and _function(found) == function else {}
 
     def __iter__(self) -> Iterator[RecordedOperator]:
         return (operator for call in self.calls for position in call for operator in position.values())

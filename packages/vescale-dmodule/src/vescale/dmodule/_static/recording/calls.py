@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -143,6 +144,7 @@ class CallRecorder(TorchFunctionMode):
         operator = RecordedOperator(func, [_describe(tensor, self._mesh) for tensor in operands], draws=False)
         if island is not None:
             operator.is_island, operator.constants, operator.part = True, island.constants, island.part
+            _watch_operands(operands, operator, written=island.written)
             kept = {id(operands[i]) for i in island.written}
             args, kwargs = _torch.tree_map(lambda leaf: leaf if id(leaf) in kept else _pinned(leaf), (args, kwargs))
         before, versions = extension.random_position(self._mesh.device_type), [_version(t) for t in operands]
@@ -279,6 +281,18 @@ def _pinned(leaf: object) -> object:
     if not isinstance(leaf, DTensor) or leaf.is_leaf or not leaf.requires_grad:
         return leaf
     return bring(leaf, tuple(leaf.placements), leaf.device_mesh)
+
+
+def _watch_operands(operands: Sequence[Tensor], operator: RecordedOperator, *, written: Sequence[int]) -> None:
+    """Note the layouts of the gradients of operands, of which the island gives one summand each."""
+    for place, operand in enumerate(operands):
+        if isinstance(operand, DTensor) and operand.requires_grad and place not in written:
+            operand.register_hook(functools.partial(_note_total, operator, place))
+
+
+def _note_total(operator: RecordedOperator, place: int, grad: Tensor) -> None:
+    if isinstance(grad, DTensor):
+        operator.totals[place] = tuple(grad.placements)
 
 
 def _watch(result: DTensor, operator: RecordedOperator) -> None:

@@ -1,0 +1,32 @@
+"""Tiny models of families that no plan knows train as on one device; `zoo` has all families and all cases."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+zoo = importlib.import_module("zoo")
+sys.path.pop(0)
+
+# one of each kind: scans, experts with a router's loss, ALiBi, an encoder, an encoder with a decoder
+FAMILIES = ("mamba", "mixtral", "bloom", "bert", "mt5")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_both_modes(family):
+    found = zoo.run_family(family, ["dp 2 eager", "dp 2 static", "tp 2 eager", "tp 2 static"])
+    assert found == dict.fromkeys(found, ("right", ""))
+
+
+def test_rows_that_the_ranks_do_not_share_evenly():
+    assert zoo.run_family("mamba", ["dp 3 static"]) == {"dp 3 static": ("right", "")}
+
+
+def test_rows_of_each_rank_alone():
+    """A loss that is no mean over rows is not what data parallelism computes from each rank's rows."""
+    told = []
+    assert zoo.main(["--families", "bert", "mixtral", "--cases", "ddp 2"], told.append) == 1
+    assert told[-1] == "ddp 2: 1 right, 0 refused, 0 obscure, 1 wrong, 0 hang, 0 died"
+    assert told[1].startswith("mixtral, ddp 2: wrong: loss 0 differs by ")

@@ -1,0 +1,208 @@
+"""Train tiny models of many families on several ranks, and compare each with one process.
+
+    python tests/families/zoo.py                                               # every family in every case
+    python tests/families/zoo.py --families mamba bloom --cases "dp 3 static"
+
+    dp 2, dp 3    the batch is a mesh axis of the program; on three ranks rows are uneven
+    tp 2          every linear layer holds a part of its outputs, every embedding a part of its columns
+    dp x tp       both
+    ddp 2         `vescale.optim.DDP`, which runs each rank's rows alone: a loss must be a mean over rows
+
+Dropout is on. After two steps losses, gradients and the random state are those of one process. A case is right, is
+refused (one of our errors), obscure (another error) or wrong; ranks may hang or die.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import json
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+import torch.distributed as dist
+from families import FAMILIES, arguments, batch, build
+from torch import Tensor, nn
+
+from vescale.dmodule import parallelize_module
+from vescale.dtensor import Replicate, Shard, init_device_mesh
+from vescale.optim import DDP
+from vescale_testing import RankFailure, gather_full, keep_float64, run_ranks
+
+__all__ = ["CASES", "KINDS", "main", "run_family"]
+
+SHAPES = {
+    "dp 2": {"dp": 2},
+    "dp 3": {"dp": 3},
+    "tp 2": {"tp": 2},
+    "dp x tp": {"dp": 2, "tp": 2},
+}
+CASES = {f"{name} {mode}": (axes, mode) for name, axes in SHAPES.items() for mode in ("eager", "static")}
+CASES["ddp 2"] = {"dp": 2}, "ddp"
+KINDS = ("right", "refused", "obscure", "wrong", "hang", "died")
+BAD = ("wrong", "hang", "died")
+STEPS = 2
+ROWS = 4
+UNEVEN_ROWS = 5
+TOLERANCE = 1e-9
+TIMEOUT = 240.0
+
+
+# ------------------------------------------------------------------------------------------------- one training
+
+
+def train(model: nn.Module, num_rows: int, *, rows: slice = slice(None), even: bool) -> dict[str, Tensor]:
+    """Return the losses of the steps, the sums of gradients and the random state."""
+    torch.manual_seed(1)
+    found = {}
+    for step in range(STEPS):
+        inputs = {name: value[rows] for name, value in batch(num_rows, seed=step, even=even).items()}
+        with keep_float64():
+            loss = model(**inputs, **arguments(getattr(model, "module", model))).loss
+            loss.backward()
+        found[f"loss {step}"] = gather_full(loss.detach())
+    gradients = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+    found |= {f"gradient of {name}": gather_full(grad) for name, grad in gradients.items() if grad is not None}
+    found["random state"] = torch.get_rng_state().double()
+    return found
+
+
+def train_on_ranks(family: str, case: str) -> dict[str, Tensor]:
+    """Return the same of a model on this rank of a mesh."""
+    axes, mode = CASES[case]
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    model, num_rows = build(family), num_rows_of(case)
+    if mode != "ddp":
+        parallel = parallelize_module(model, mesh, plan_of(model, axes), mode=mode, allow_implicit=True)
+        return train(parallel, num_rows, even=False)
+    first = mesh.get_local_rank() * num_rows // mesh.size()
+    mine = slice(first, first + num_rows // mesh.size())
+    found = train(DDP(model, mesh), num_rows, rows=mine, even=True)
+    for step in range(STEPS):
+        dist.all_reduce(found[f"loss {step}"])
+        found[f"loss {step}"] /= mesh.size()
+    return found
+
+
+def num_rows_of(case: str) -> int:
+    """Return the number of rows of a global batch."""
+    return UNEVEN_ROWS if case.startswith("dp 3") else ROWS
+
+
+def plan_of(model: nn.Module, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return a plan that fits on every model, whatever its code does between the layers."""
+    parameters: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    if "dp" in axes:
+        values["input"] = {name: {"dp": Shard(0)} for name in batch(1, 0)}
+    if "tp" in axes:
+        num_uses = collections.Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        for name, module in model.named_modules():
+            if type(module) not in (nn.Linear, nn.Embedding) or num_uses[id(module.weight)] > 1:
+                continue
+            dim = 0 if type(module) is nn.Linear else 1
+            if module.weight.shape[dim] % axes["tp"]:
+                continue
+            # a boundary replicates over the axes that it does not name
+            layout: dict[str, Any] = {"tp": Replicate()}
+            if "dp" in axes and "position" not in name:
+                layout["dp"] = Shard(0)
+            path = re.escape(name)
+            parameters[rf"{path}\.(weight|bias)"] = {"tp": Shard(dim)}
+            values[rf"{path}\.output"] = [layout]
+            if type(module) is nn.Linear:
+                values[rf"{path}\.input"] = [layout]
+    return {"parameter": parameters, "forward": values}
+
+
+# ------------------------------------------------------------------------------------------------- verdicts
+
+
+def run_family(family: str, cases: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return, by case, its kind and what an error says; ranks of several cases on one mesh live through all of them."""
+    found = {}
+    for axes in SHAPES.values():
+        names = [case for case in cases if CASES[case][0] == axes]
+        if not names:
+            continue
+        try:
+            of_ranks = run_ranks(_on_a_rank, torch.Size(axes.values()).numel(), family, names, timeout=TIMEOUT)
+        except RankFailure as failure:
+            text = str(failure).partition("\n")[0]
+            found |= dict.fromkeys(names, ("hang" if "did not end" in text else "died", text))
+        else:
+            found |= {name: max((each[name] for each in of_ranks), key=_badness) for name in names}
+    return {case: found[case] for case in cases}
+
+
+def _badness(verdict: tuple[str, str]) -> tuple[int, bool]:
+    kind, text = verdict
+    return KINDS.index(kind), "another rank" not in text  # which says nothing of the cause
+
+
+def _on_a_rank(family: str, cases: Sequence[str]) -> dict[str, tuple[str, str]]:
+    warnings.filterwarnings("ignore")
+    alone = functools.cache(lambda num_rows, even: train(build(family), num_rows, even=even))
+    return {case: _verdict(family, case, alone(num_rows_of(case), CASES[case][1] == "ddp")) for case in cases}
+
+
+def _verdict(family: str, case: str, expected: Mapping[str, Tensor]) -> tuple[str, str]:
+    try:
+        actual = train_on_ranks(family, case)
+    except Exception as error:  # whatever it is, it is the finding
+        return ("refused" if _is_ours(error) else "obscure"), f"{type(error).__name__}: {error}"
+    if missing := expected.keys() ^ actual.keys():
+        return "wrong", f"only one of both has {sorted(missing)[:3]}"
+    for name, value in expected.items():
+        difference = (actual[name] - value).abs().max().item() if value.numel() else 0.0
+        if not difference <= TOLERANCE:
+            return "wrong", f"{name} differs by {difference:.3g}"
+    return "right", ""
+
+
+def _is_ours(error: Exception) -> bool:
+    """Return whether the error is of a type of ours, or our code raised it."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    return type(error).__module__.startswith("vescale") or "/vescale/" in raised_in
+
+
+# ------------------------------------------------------------------------------------------------- all families
+
+
+def main(given: Sequence[str] | None = None, tell: Callable[[str], None] = print) -> int:
+    """Run the chosen families and cases and tell about each; return 1 if anything is wrong, hangs or dies."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="*", default=FAMILIES, help="by default all of them")
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="by default all of them")
+    parser.add_argument("--json", help="a file for all results")
+    chosen = parser.parse_args(given)
+    counts: dict[str, collections.Counter[str]] = {case: collections.Counter() for case in chosen.cases}
+    results = {}
+    for family in chosen.families:
+        began = time.monotonic()
+        results[family] = run_family(family, chosen.cases)
+        for case, (kind, text) in results[family].items():
+            counts[case][kind] += 1
+            if kind != "right":
+                first_line = text.partition("\n")[0]
+                tell(f"{family}, {case}: {kind}: {first_line[:300]}")
+        tell(f"{family}: {time.monotonic() - began:.0f} s")
+        if chosen.json:
+            Path(chosen.json).write_text(json.dumps(results, indent=1))
+    for case, count in counts.items():
+        tell(f"{case}: " + ", ".join(f"{count[kind]} {kind}" for kind in KINDS))
+    return int(any(count[kind] for count in counts.values() for kind in BAD))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
