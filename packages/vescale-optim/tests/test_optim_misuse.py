@@ -163,3 +163,30 @@ def test_an_optimizer_for_the_module_inside_of_a_ddp():
     with pytest.raises(RuntimeError, match="gradient of 'weight' is sharded by a DDP; pass that DDP as model="):
         optimizer.step()
     assert model.zero == 1
+
+
+class Grows(nn.Module):
+    """Replaces a part of itself in its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.is_ready = nn.Linear(4, 4), False
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.body, self.is_ready = nn.Linear(4, 4), True
+        return self.body(x)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@ranks(2)
+def test_parameters_that_the_forward_makes(zero):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    grown, model = Grows(), DDP(Grows(), mesh, zero=zero)
+    with pytest.raises(
+        RuntimeError, match=r"when DDP wrapped it, got 2 new ones, such as 'body.weight', .* call the module once"
+    ):
+        model(torch.ones(2, 4))
+    grown(torch.ones(2, 4))
+    DDP(grown, mesh, zero=zero)(torch.ones(2, 4)).sum().backward()

@@ -63,12 +63,15 @@ class LocalCalls:
         self._rows: list[int] = []
         self._generator: Fact | None = None  # before the last call that drew
         self._running: list[tuple[Position, Fact] | None] = []  # calls, the outermost first
+        self._parameters: set[int] = set()  # identities of those that DDP reduces
+        self._looks = Turns()
 
     def __reduce__(self) -> Any:
         return _of_copy, ()
 
     def attach(self, module: nn.Module) -> None:
         """Hook the module given to DDP. Its other hooks run inside, so no batch window is in force here."""
+        self._parameters = set(map(id, module.parameters()))
         module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(self.leave, always_call=True)
 
@@ -96,13 +99,28 @@ class LocalCalls:
             )
             self._most_pending = self._num_pending
 
-    def leave(self, _module: nn.Module, _args: tuple, _output: object) -> None:
-        """Note whether the call drew."""
+    def leave(self, module: nn.Module, _args: tuple, _output: object) -> None:
+        """Note whether the call drew.
+
+        Raises:
+            RuntimeError: If the module has made parameters, which DDP does not know.
+        """
         if torch.compiler.is_compiling() or not self._running:
             return
         begun = self._running.pop()
+        if begun is not None and self._looks.is_due():
+            self._check_parameters(module)
         if begun is not None and random_position(self._device_type) != begun[0]:
             self._generator = begun[1]
+
+    def _check_parameters(self, module: nn.Module) -> None:
+        new = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in self._parameters]
+        if new:
+            raise RuntimeError(
+                f"expected the parameters that the module had when DDP wrapped it, got {len(new)} new ones, such as "
+                f"{new[0]!r}, whose gradients would not be reduced; call the module once before DDP wraps it, so that "
+                "it makes them then"
+            )
 
     # `vescale.dmodule` leaves these hooks out of compiled code: the hooks of the compiled module itself count
     enter._vescale_in_graph = leave._vescale_in_graph = "absent"
