@@ -2,7 +2,8 @@
 
 Two gloo ranks, one thread each. Data parallelism compares in every step, on an all-reduce that runs anyway, so what is
 measured is the host's work alone: a case does it 100 times, and 0.5 of a step means 0.5%. Tensor parallelism compares
-inputs and generator by a collective in every 100th call, so one comparison that takes half a step means 0.5%, too.
+inputs and generator by a collective in every 100th call, so one comparison that takes half a step means 0.5%, too. In
+eager mode on the CPU it also compares shapes in every call, by a collective of its own: 100 of them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ PLAN = {
     "parameter": {r"\d+\.up\.weight": {"tp": Shard(0)}, r"\d+\.down\.weight": {"tp": Shard(1)}},
     "forward": {r"\d+\.up\.input": [[Replicate()]], r"\d+\.down\.output": [[Replicate()]]},
 }
-STEP = "step of data parallelism", "step of tensor parallelism"
-COMPARE = "100 times what it compares", "one comparison, of 100 steps"
+STEP = "step of data parallelism", "step of tensor parallelism", "the same, eager"
+COMPARE = "100 times what it compares", "one comparison, of 100 steps", "100 comparisons of shapes"
 
 
 class Block(nn.Module):
@@ -44,7 +45,7 @@ class Block(nn.Module):
 def run(num_rounds: int) -> Result:
     """Measure on two ranks; the times are those of rank 0."""
     seconds = run_ranks(_on_a_rank, 2, num_rounds, timeout=1500)[0]
-    reference = dict(zip([*STEP, *COMPARE], [*STEP, *STEP], strict=True))
+    reference = dict(zip([*STEP, *COMPARE], [*STEP] * 2, strict=True))
     targets = tuple(Target(name, of, at_most=0.5) for name, of in zip(COMPARE, STEP, strict=True))
     return Targets("What comparisons of ranks cost", "the step", seconds, reference, targets)
 
@@ -72,7 +73,18 @@ def _on_a_rank(num_rounds: int) -> dict[str, list[float]]:
         checks.turns._num_calls = 0  # due
         checks.later_call((x,), {}, draws=True)
 
-    cases = dict(zip([*STEP, *COMPARE], [data_step, tensor_step, compare_data, compare_tensor], strict=True))
+    eager = parallelize_module(_model(), mesh["tp"], PLAN, mode="eager")
+    eager_step, eager_checks = _step(eager, x), vars(eager)["_vescale_execution"].checks
+
+    def compare_eager() -> None:
+        for _ in range(100):
+            eager_checks.enter(eager, (x,), {})
+            eager_checks.leave(None)
+
+    eager_checks.enter(eager, (x,), {})  # the first call with these shapes reads values, too
+    eager_checks.leave(None)
+    steps, comparisons = (data_step, tensor_step, eager_step), (compare_data, compare_tensor, compare_eager)
+    cases = dict(zip([*STEP, *COMPARE], [*steps, *comparisons], strict=True))
     return time_in_turns(cases, num_rounds=num_rounds)
 
 

@@ -74,7 +74,8 @@ def parallelize_module(
 
     The module's forward raises :class:`ImplicitRedistributionError` where an operator would communicate on its own, and
     ``ValueError`` where its inputs, or the random state that it draws from, differ between ranks. The ranks compare
-    them in the first call with new shapes and then every 100 calls, see :func:`vescale.dtensor.check_ranks`.
+    them in the first call with new shapes and then every 100 calls, see :func:`vescale.dtensor.check_ranks`; in eager
+    mode on the CPU they compare shapes in every call.
 
     Example:
         >>> plan = {

@@ -55,9 +55,9 @@ def check_ranks(*, every: int = 100) -> None:
     """Set how often the ranks compare what must be equal on all of them. All ranks call it alike.
 
     They compare at construction, in the first call, and in every ``every``-th call after that: hyperparameters, norms
-    of clipping, rows per rank, and the state of the random generator where random numbers are drawn. A difference is a
-    ``ValueError`` on every rank; it names values and ranks. What can be added to a collective that runs anyway is
-    compared in every step.
+    of clipping, rows per rank, inputs that ranks share, and the state of the random generator where random numbers are
+    drawn. A difference is a ``ValueError`` on every rank; it names values and ranks. What can be added to a collective
+    that runs anyway is compared in every step.
 
     Args:
         every: Number of calls from one comparison to the next; 0 switches the comparisons off, except those of plans
