@@ -167,6 +167,7 @@ def packages() -> str:
     two, half = columns[2], 2 * wide + 22
     parts += [layer(two, 226, half, "vescale.dtensor", ("placements, operators, randomness, deferred init",), base)]
     parts += [arrow(at, 172, at, 224, base) for at in middle[2:]]
+    parts += [arrow(columns[3], 146, columns[3] - 20, 146, base)]
     parts += [
         layer(24, 226, half, "vescale.ckpt", ("asks any value for its boxes; safetensors on disk",), TINTS["ckpt"])
     ]

@@ -77,11 +77,11 @@ def build(family: str) -> nn.Module:
     return make.from_config(config).double().train()
 
 
-def batch(num_rows: int, seed: int, *, even: bool = False) -> dict[str, Tensor]:
-    """Return inputs of a step: tokens and targets, some of which are ignored, the same in each row if ``even``."""
+def batch(num_rows: int, seed: int) -> dict[str, Tensor]:
+    """Return inputs of a step: tokens and targets, some of which are ignored."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(3, VOCABULARY, (num_rows, TOKENS), generator=generator)
-    ignored = torch.rand(1 if even else num_rows, TOKENS, generator=generator) < 0.2
+    ignored = torch.rand(num_rows, TOKENS, generator=generator) < 0.2
     return {"input_ids": tokens, "labels": tokens.masked_fill(ignored, -100)}
 
 

@@ -15,7 +15,7 @@ ALLOWED_SIBLINGS = {
     "vescale-ckpt": set(),
     "vescale-dmodule": {"vescale-dtensor"},
     "vescale-dtensor": set(),
-    "vescale-optim": {"vescale-dtensor"},
+    "vescale-optim": {"vescale-dmodule", "vescale-dtensor"},
     "vescale-pipe": set(),
     "vescale-plan": set(),
     "vescale": {

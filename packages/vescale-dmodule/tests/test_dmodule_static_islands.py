@@ -187,7 +187,7 @@ def test_a_size_that_changes_between_calls_is_refused():
     model = parallelize_module(net, mesh, PLAN, mode="static", allow_implicit=True)
     model(X)
     net.factor = 2
-    text = r"div expected 6, which stands for 12 of the full tensor, as when static mode recorded this call, got 12"
+    text = r"div expected 6, which stands for 12 of the full tensor, as when this call was recorded, got 12"
     with pytest.raises(NotLocalFriendlyError, match=text):
         model(X)
 

@@ -134,16 +134,6 @@ def test_loading_by_assignment():
         model.load_state_dict(model.state_dict(), assign=True)
 
 
-@ranks(2)
-def test_batch_statistics_of_a_local_batch():
-    model = wrapped(0, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    with pytest.raises(
-        RuntimeError, match=r"'1' \(BatchNorm1d\) normalizes by statistics of the local batch.*SyncBatch"
-    ):
-        model(torch.ones(4, 3))
-    model.eval()(torch.ones(4, 3))
-
-
 @ranks(1)
 def test_sparse_gradients():
     model = wrapped(0, nn.Embedding(4, 2, sparse=True), size=1)

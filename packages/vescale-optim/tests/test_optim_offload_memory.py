@@ -46,7 +46,7 @@ def num_bytes(module, *, trained=False):
 def wrapped(size, **settings):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-    model = DDP(Net(), mesh["dp"], zero=3, **settings)
+    model = DDP(Net(), mesh["dp"], zero=3, per_rank=True, **settings)
     return model, DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.1)
 
 

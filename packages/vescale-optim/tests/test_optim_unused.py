@@ -47,7 +47,14 @@ def one_process(steps):
 
 
 def on_two_ranks(zero, steps, **kwargs):
-    model = DDP(build(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), zero=zero, bucket_bytes=100, **kwargs)
+    model = DDP(
+        build(),
+        init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
+        zero=zero,
+        bucket_bytes=100,
+        per_rank=True,
+        **kwargs,
+    )
     optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.1, weight_decay=0.5)
     for _ in range(steps):
         model(halves()[dist.get_rank()], dist.get_rank() == 1).square().mean().backward()
@@ -80,7 +87,8 @@ def test_a_gradient_of_zeros_would_not_be_the_same_as_none(zero):
 
 @ranks(2)
 def test_without_the_search_a_missing_gradient_is_an_error_and_nothing_hangs():
-    model = DDP(build(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), find_unused_parameters=False)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = DDP(build(), mesh, find_unused_parameters=False, per_rank=True)
     names = r"\['never.bias', 'never.weight'(, 'odd.bias', 'odd.weight')?\]"
     with pytest.raises(RuntimeError, match=rf"got no gradient on rank \d \(axis dp\(\d of 2\)\): {names}.*freeze them"):
         model(halves()[dist.get_rank()], dist.get_rank() == 1).square().mean().backward()

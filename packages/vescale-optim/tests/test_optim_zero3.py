@@ -200,7 +200,7 @@ class Branching(nn.Module):
 def branching(find_unused):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model = DDP(Branching().double(), mesh["dp"], zero=3, find_unused_parameters=find_unused)
+    model = DDP(Branching().double(), mesh["dp"], zero=3, find_unused_parameters=find_unused, per_rank=True)
     optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.1, weight_decay=0.5)
     for _ in range(3):
         model(torch.ones(2, 3, dtype=torch.float64), dist.get_rank() == 1).square().mean().backward()

@@ -48,7 +48,7 @@ def measure(zero, **settings):
     gc.collect()
     before = held_bytes()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    model = DDP(Net(), mesh["dp"], zero=zero, **settings)
+    model = DDP(Net(), mesh["dp"], zero=zero, per_rank=True, **settings)
     optimizer = DistributedOptimizer(torch.optim.SGD, model=model, lr=0.1)
     peaks = {"forward": 0, "backward": 0}
 

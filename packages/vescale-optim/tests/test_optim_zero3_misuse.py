@@ -177,7 +177,7 @@ def test_after_an_exception_training_goes_on():
 
 @ranks(2)
 def test_ranks_that_run_different_units():
-    model = wrapped(prefetch=False)
+    model = wrapped(prefetch=False, per_rank=True)
     with pytest.raises(RuntimeError, match=r"coord 1 of axis 'dp' ran other units, .* than coord 0.*larger unit"):
         model(torch.ones(2, 3), dist.get_rank()).sum().backward()
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"coord 1 of axis 'dp' ran other units"):
@@ -321,7 +321,7 @@ def test_writing_into_what_a_unit_returned():
         torch.manual_seed(0)
         return Net()
 
-    reference, model = build(), wrapped(build())
+    reference, model = build(), wrapped(build(), per_rank=True)
     for each in (reference, model):
         each(torch.ones(3, 4)).square().sum().backward()
     DistributedOptimizer(torch.optim.SGD, model=model, lr=0.1).step()

@@ -43,7 +43,7 @@ def test_a_rank_that_uses_fewer_parameters_of_the_root_unit(reduction):
     rank, reference = dist.get_rank(), build()
     expected = torch.optim.SGD(reference.parameters(), lr=0.1)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model = DDP(build(), mesh, zero=3, bucket_bytes=1, reduction=reduction)
+    model = DDP(build(), mesh, zero=3, bucket_bytes=1, reduction=reduction, per_rank=True)
     optimizer = DistributedOptimizer(torch.optim.SGD, model=model, lr=0.1)
     for _ in range(2):
         model(rows(rank), rank).square().mean().backward()

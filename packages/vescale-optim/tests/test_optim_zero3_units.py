@@ -110,6 +110,7 @@ def run(monkeypatch, *, checkpointing=None, micros=1, reshard=False, train=True,
         Net(checkpointing),
         init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)),
         zero=3,
+        per_rank=True,
         **settings,
     )
     with events(monkeypatch) as seen, contextlib.nullcontext() if train else torch.no_grad():

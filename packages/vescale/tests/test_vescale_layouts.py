@@ -153,6 +153,19 @@ def test_dropout_with_micro_batches_is_refused():
     assert model(**batch).loss.dim() == 0
 
 
+@ranks(1)
+def test_statistics_of_micro_batches_are_refused():
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    plan = vescale.Plan(num_microbatches=2)
+    model, _ = vescale.parallelize(plan, module, torch.optim.SGD, loss_fn=nn.functional.mse_loss)
+    batch = {"input": torch.ones(4, 8), "target": torch.ones(4, 8)}
+    text = r"expected no statistics of a batch with num_microbatches = 2, got '1' \(BatchNorm1d\) in training"
+    with pytest.raises(RuntimeError, match=text):
+        model(**batch)
+    model.eval()
+    assert model(**batch).loss.dim() == 0
+
+
 @ranks(2)
 def test_batch_that_does_not_divide_is_refused_on_every_rank():
     model, _ = vescale.parallelize(vescale.Plan(dp=2), build(), torch.optim.SGD)

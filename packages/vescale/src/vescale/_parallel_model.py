@@ -7,6 +7,7 @@
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from vescale.plan import Plan
 from ._batch import slice_batch
 
 LossFn = Callable[..., Tensor]
+
+STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class ParallelModel(nn.Module):
         self.mesh = mesh
         self.engine = engine
         self.loss_fn = loss_fn
+        for name, part in self.module.named_modules():
+            if plan.num_microbatches > 1 and isinstance(part, STATISTICS):
+                part.register_forward_pre_hook(functools.partial(refuse_statistics, plan, name))
 
     @property
     def module(self) -> nn.Module:
@@ -73,7 +79,7 @@ class ParallelModel(nn.Module):
             The module's output. With a pipeline, micro-batches or a ``loss_fn``: a `StepOutput` with the loss.
 
         Raises:
-            RuntimeError: a random operator ran with ``num_microbatches > 1`` on one stage.
+            RuntimeError: with ``num_microbatches > 1``, a random operator ran on one stage, or BatchNorm in training.
         """
         if self.engine is not None and self.plan.pp > 1:
             return StepOutput(loss=self.engine(*args, **kwargs))
@@ -161,6 +167,16 @@ class ParallelModel(nn.Module):
         raise RuntimeError(
             "expected device and dtype to be final, got a conversion of a parallel model, whose parameters lie in flat "
             "buffers; convert the model before parallelize"
+        )
+
+
+def refuse_statistics(plan: Plan, name: str, part: nn.Module, args: Any) -> None:  # noqa: ARG001 - a forward pre-hook
+    """Raise `RuntimeError` if a module normalizes by statistics of a micro-batch."""
+    if part.training:
+        raise RuntimeError(
+            f"expected no statistics of a batch with num_microbatches = {plan.num_microbatches}, got {name!r} "
+            f"({type(part).__name__}) in training, whose statistics would be those of a micro-batch and not of the "
+            "batch of one process; use num_microbatches=1, a GroupNorm or LayerNorm, or .eval() it"
         )
 
 

@@ -18,6 +18,7 @@ from torch._C import _distributed_c10d as _c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale.dtensor.extension import Failures, group_of_ranks
@@ -47,6 +48,7 @@ __all__ = [
     "is_full_cache",
     "is_in_own_forward",
     "is_profiling",
+    "is_traced",
     "leaf_over",
     "leaf_states",
     "local_of",
@@ -421,3 +423,11 @@ def is_compiler_error(error: Exception) -> bool:
 def has_dispatch_mode() -> bool:
     """Return whether a ``TorchDispatchMode`` is active; a compiler refuses to run then."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_traced() -> bool:
+    """Return whether values may stand for others: a function mode says so, as in a pipeline, or a transform runs."""
+    modes = _get_current_function_mode_stack()
+    return any(getattr(mode, "_vescale_traces", False) for mode in modes) or (
+        torch._C._functorch.peek_interpreter_stack() is not None
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from vescale.dmodule.rows import RowsProgram
 
 from . import _torch
 from ._gradients.rules import ReduceRules
@@ -18,6 +21,7 @@ __all__ = [
     "check_module",
     "check_shared_memory",
     "executions_of",
+    "is_plain",
     "mark_wrapped",
     "refuse_local_statistics",
     "set_grad_dtype",
@@ -111,19 +115,25 @@ def executions_of(module: nn.Module) -> list[Any]:
     return [execution for execution in found if execution is not None]
 
 
-def refuse_local_statistics(module: nn.Module, axis: Axis) -> None:
-    """Make BatchNorm raise in training: its statistics would be those of the local batch."""
-    if axis.size == 1:
-        return
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a module is neither parallelized over other axes, nor compiled."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    is_parallel = bool(executions_of(module)) or any(isinstance(tensor, DTensor) for tensor in tensors)
+    return not is_parallel and not _torch.is_compiled(module)
+
+
+def refuse_local_statistics(module: nn.Module, rows: RowsProgram | None) -> None:
+    """Make BatchNorm raise in training where its statistics would be those of the local batch."""
     for fqn, part in module.named_modules():
         if isinstance(part, _LOCAL_STATISTICS):
 
             def refuse(part: nn.Module, _args: tuple, fqn: str = fqn) -> None:
-                if part.training:
+                if part.training and not (rows is not None and rows.covers_rows):
                     raise RuntimeError(
                         f"{fqn!r} ({type(part).__name__}) normalizes by statistics of the local batch, which is not "
-                        "what one device computes; use torch.nn.SyncBatchNorm.convert_sync_batchnorm before DDP, or "
-                        ".eval() it"
+                        "what one device computes: the call is not recorded on the rows of all ranks, as in a "
+                        "pipeline, with a plan of vescale.dmodule, or if it is compiled; .eval() it, or pass "
+                        "per_rank=True to DDP"
                     )
 
             part.register_forward_pre_hook(refuse)

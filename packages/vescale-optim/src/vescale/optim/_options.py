@@ -7,7 +7,7 @@ parameters in `check_param_dtype`, everything else about parameters in `check_mo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from ._buckets.granularity import check_granularity
 from ._gradients.rules import ReduceRules
 
-__all__ = ["Options"]
+__all__ = ["Options", "as_tuple"]
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,14 @@ class Options:
     granularity: Mapping[str | re.Pattern, Any] | None
     offload: bool
     watch_draws: bool
+    per_rank: bool
+    row_wise: tuple[str | re.Pattern, ...]
 
     def __post_init__(self):
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
         self._check_units()
+        _check_patterns("row_wise", self.row_wise)
         check_granularity(self.zero, self.granularity)
         _ = self.rules
 
@@ -57,10 +60,7 @@ class Options:
             raise ValueError(
                 f"units= says which parameters are gathered together, which needs zero=3, got zero={self.zero}"
             )
-        listed = isinstance(self.units, tuple)
-        if not listed or not all(isinstance(unit, (str, re.Pattern)) for unit in self.units):
-            came = list(self.units) if listed else self.units
-            raise ValueError(f"units must be a list of module names or regular expressions, got {came!r}")
+        _check_patterns("units", self.units)
 
     @property
     def rules(self) -> ReduceRules:
@@ -70,6 +70,19 @@ class Options:
     def __str__(self) -> str:
         """Return the settings that must be the same on all ranks, as lines."""
         lines = [f"zero={self.zero} find_unused_parameters={self.find_unused_parameters}", str(self.rules)]
+        lines.append(f"per_rank={self.per_rank} row_wise={self.row_wise}")
         if self.zero == 3:
             lines.append(f"{self.reshard_after_forward} {self.prefetch} offload={self.offload}")
         return "\n".join(lines)
+
+
+def as_tuple(patterns: Any) -> Any:
+    """Return a collection as a tuple; anything else, a string included, as it is, to be refused."""
+    return tuple(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else patterns
+
+
+def _check_patterns(setting: str, patterns: Any) -> None:
+    listed = isinstance(patterns, tuple)
+    if not listed or not all(isinstance(pattern, (str, re.Pattern)) for pattern in patterns):
+        came = list(patterns) if listed else patterns
+        raise ValueError(f"{setting} must be a list of module names or regular expressions, got {came!r}")

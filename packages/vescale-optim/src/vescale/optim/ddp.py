@@ -15,9 +15,14 @@ costs is in `_gradients/reduction.py`, the dtypes of gradients and of sums in `_
 
 With ZeRO 1 and 2 ``DistributedOptimizer`` updates this rank's part of the parameters, with 1/N of the optimizer state,
 and gathers them while the next forward runs (`_parameters/gathers.py`). With ZeRO 3 it updates the shard, and the next
-forward gathers (`_parameters/zero3.py`). The mean over ranks of the gradients of local means is the gradient of the
-mean over the global batch: the convention of torch's DistributedDataParallel. It needs local batches of equal size, so
-ranks compare their rows, and the random state where they draw, at the end of each backward (`_forward/local_calls.py`).
+forward gathers (`_parameters/zero3.py`).
+
+The rows of the ranks are those of one device. The first training call with new shapes is recorded on the rows of all
+ranks (`vescale.dmodule.rows`): operators that mix rows, such as BatchNorm, the loss of a router or a mean over targets
+that are not ignored, then communicate, and random operators draw this rank's part wherever the rows are. All other code
+runs as it is. The mean over ranks of the losses is the loss of one device, and so are its gradients. It needs local
+batches of equal size, so ranks compare their rows, and the random state where they draw, at the end of each backward
+(`_forward/local_calls.py`).
 
 On a mesh of two axes (hybrid sharding) N is the size of the second: shards lie along it, replicas of them along the
 first, and the sums of shards are all-reduced over that one (`_ranks/data_axes.py`).
@@ -37,17 +42,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale.dmodule.rows import RowsProgram
 from vescale.dtensor.extension import Fact, checked
 
 from . import _torch
-from ._checks import refuse_local_statistics
+from ._checks import is_plain, refuse_local_statistics
 from ._forward.global_mean import global_mean_scale
 from ._forward.local_batch import attach_local_batch
 from ._forward.local_calls import LocalCalls
 from ._gradients.bucket import FlatSlot
 from ._gradients.reducer import Reducer
-from ._options import Options
+from ._options import Options, as_tuple
 from ._parameters.gathers import ParameterGathers
+from ._parameters.unit_plan import matching_names
 from ._state.module_state import full_values, load_pieces, sharded_parameters, state_of_pieces
 from ._wrap import WrappedModule
 
@@ -55,14 +62,14 @@ __all__ = ["DDP"]
 
 
 class DDP(_torch.UnmovableModule):
-    """Wrap a module for data parallelism over a mesh axis, or over two: shards over one, replicas over the other.
+    r"""Wrap a module for data parallelism over a mesh axis, or over two: shards over one, replicas over the other.
 
     Parameters are plain tensors, or DTensors over other axes (tensor parallelism); they stay the same objects. At
     construction a deferred module is materialized, and parameters and buffers of coord 0 overwrite those of the other
     coords. Tied parameters are reduced once, frozen ones not at all. Gradients are reduced in any ``backward()`` that
     reaches the parameters, including one that a pipeline engine runs without calling this wrapper. Partial gradients
-    are summed over the other axes once per step (`_gradients/partials.py`). On each rank, dropout produces its slice of
-    the mask that one device would produce for the global batch.
+    are summed over the other axes once per step (`_gradients/partials.py`). Each rank's forward computes its part of
+    what one device computes for the rows of all ranks; see ``per_rank`` and `islands`.
 
     Attributes the wrapper does not have are looked up in the module; ``state_dict``, ``load_state_dict`` and
     ``named_parameters`` use the module's names. Copies of the module (``copy.deepcopy(model.module)``) are plain
@@ -125,6 +132,14 @@ class DDP(_torch.UnmovableModule):
             operator. By default only in those modules whose own code draws in their first call (in training, and in
             evaluation), in torch's dropout modules, and in modules that hold a `torch.Generator`. A draw of another
             module is an error when its call ends. A draw from a generator that is held elsewhere is not detected.
+        per_rank: Let every rank be a world of its own, as in torch's ``DistributedDataParallel``: statistics, losses of
+            routers, means over targets and random numbers are those of its rows alone. By default the first training
+            call with new shapes runs a few more times, forward and without side effects, to find the operators that mix
+            rows, and a call that cannot run on the rows of all ranks is refused.
+        row_wise: Names of modules, or regular expressions for full names, that treat every row alone although their
+            code sorts or selects rows, as a mixture's experts do: ``[r".*\.experts"]``. By default such operators run
+            on the rows of all ranks, on every rank. What these modules return is compared with that on the rows of all
+            ranks, in the first call with new shapes; they must draw no random numbers.
 
     Attributes:
         module: The module.
@@ -140,8 +155,9 @@ class DDP(_torch.UnmovableModule):
             ``reduction`` is unknown, a dtype is not a floating-point one, nothing is trainable, a parameter has no
             storage, is not a floating-point number, is on another device, is a DTensor over these axes, shares memory
             with another (ZeRO 1 to 3), has a gradient of another dtype or has been wrapped before; if ``granularity``
-            names no parameter, or does not fit its shape; if ``offload`` is given with another stage than 3, or
-            the module is not on the devices of the mesh then; or if modules or settings differ between ranks.
+            names no parameter, or does not fit its shape; if ``units`` or ``row_wise`` name no module; if ``offload``
+            is given with another stage than 3, or the module is not on the devices of the mesh then; or if modules or
+            settings differ between ranks.
 
     Note:
         ``param.grad`` is a view of a flat buffer that the next backward overwrites: clone a gradient to keep it.
@@ -179,6 +195,8 @@ class DDP(_torch.UnmovableModule):
         granularity: Mapping[str | re.Pattern, str | int | tuple[str, int]] | None = None,
         offload: bool = False,
         watch_draws: bool = False,
+        per_rank: bool = False,
+        row_wise: Iterable[str | re.Pattern] = (),
     ):
         super().__init__()
         options = Options(
@@ -190,12 +208,14 @@ class DDP(_torch.UnmovableModule):
             reduce_dtype=reduce_dtype,
             param_dtype=param_dtype,
             find_unused_parameters=find_unused_parameters,
-            units=tuple(units) if isinstance(units, Iterable) and not isinstance(units, str) else units,
+            units=as_tuple(units),
             reshard_after_forward=reshard_after_forward,
             prefetch=prefetch,
             granularity=granularity,
             offload=offload,
             watch_draws=watch_draws,
+            per_rank=per_rank,
+            row_wise=as_tuple(row_wise),
         )
         wrapped = WrappedModule.of(module, mesh_axis, options)
         self.module = module
@@ -210,16 +230,29 @@ class DDP(_torch.UnmovableModule):
         settings = {"overlap": overlap, "find_unused": find_unused_parameters}
         self._reducer = Reducer(wrapped.buckets, wrapped.frozen, axes.all, **settings)
         self._gathers = ParameterGathers(module, wrapped.buckets if sharded is None else (), overlap=overlap)
-        refuse_local_statistics(module, axes.all)
-        attach_local_batch(module, axes.meshes, watch_draws=watch_draws)
-        self._calls = LocalCalls(axes.all.device_type, backward_ran=self._reducer.take_received, meet=self._meet)
+        self._rows = None
+        row_wise = matching_names(module, options.row_wise, setting="row_wise")
         if axes.all.size > 1:
             axes.all.failures.can_meet()
-            self._calls.attach(module)
-            self.compare_in_backward(self._calls.facts)
+            self._attach_forward(module, options, row_wise)
         if sharded is not None:
             settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
             sharded.attach(synchronizes=lambda: self._reducer.synchronizes, **settings)
+
+    def _attach_forward(self, module: nn.Module, options: Options, row_wise: list[str]) -> None:
+        """Make the forward of the module, on this rank's rows, that of one device on the rows of all ranks."""
+        axes = self.data_axes
+        self._calls = LocalCalls(axes.all.device_type, backward_ran=self._reducer.take_received, meet=self._meet)
+        if options.per_rank:
+            return
+        if is_plain(module):
+            self._rows = RowsProgram(module, axes.one_mesh, meet=self._meet, row_wise=row_wise)
+        refuse_local_statistics(module, self._rows)
+        attach_local_batch(module, axes.meshes, watch_draws=options.watch_draws, rows=self._rows)
+        self._calls.attach(module)
+        self.compare_in_backward(self._calls.facts)
+        if self._rows is not None:
+            self._rows.attach()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on this rank's part of the batch."""
@@ -270,13 +303,29 @@ class DDP(_torch.UnmovableModule):
         before, self._reducer.synchronizes = self._reducer.synchronizes, synchronizes
         return before
 
+    def islands(self) -> dict[str, str]:
+        """Return the operators that run on the rows of all ranks, and what each communicates in a forward.
+
+        It is empty before the first call in training, and where nothing mixes rows. `vescale.dtensor.debug.comm_log`
+        shows every collective of a step.
+
+        Example:
+            >>> model(x)                                                              # doctest: +SKIP
+            >>> model.islands()                                                       # doctest: +SKIP
+            {"torch.nn.functional.batch_norm on (8, 6) (Shard(dim=0),), ... in module '1'": '2 collectives, 96 B'}
+        """
+        return {} if self._rows is None else self._rows.islands()
+
     def global_mean_scale(self, count: int | float | torch.Tensor) -> float:
         """Return the factor by which to multiply a local *sum* of losses, for the loss to be the mean over the batch.
 
-        Ranks may hold different numbers of terms, for example of tokens that are not masked. The mean over ranks of
-        local means would then weigh terms differently. The mean over ranks of ``local sum * scale`` is the sum of all
-        losses over the sum of all counts. Every rank, even one without terms, calls it once per optimizer step, and the
-        host waits.
+        Ranks may hold different numbers of terms, for example of tokens that are not masked in a loss outside of the
+        module. The mean over ranks of local means would then weigh terms differently. The mean over ranks of ``local
+        sum * scale`` is the sum of all losses over the sum of all counts. Every rank, even one without terms, calls it
+        once per optimizer step, before the first forward, and the host waits.
+
+        Ranks may have different numbers of rows from then on, and compare them in every call of the module. A call with
+        different numbers runs on this rank's rows alone; if the module mixes rows, it is an error.
 
         Args:
             count: Number of terms (or sum of weights) in all of this rank's micro-batches of the step.
@@ -291,6 +340,8 @@ class DDP(_torch.UnmovableModule):
             ...     (losses * scale).backward()  # the last one outside of no_sync()
         """
         self._calls.is_scaled = True
+        if self._rows is not None:
+            self._rows.is_uneven = True
         return global_mean_scale(count, self.data_axes.all)
 
     @contextlib.contextmanager

@@ -35,8 +35,9 @@ Invariants:
 - All ranks of the mesh record the same calls in the same order. An error on one rank is raised on all.
 - The hooks of parts depend on ``Call``, not on the program.
 
-Where later work goes: a data-parallel axis is one more mesh axis in
-``dry_run.record``. A pipeline stage owns a ``StaticProgram`` as ``Execution`` does, and calls ``enter`` and ``leave``.
+Rows of data-parallel ranks are one more mesh axis of a plan. ``_rows`` records modules without a plan, and shares the
+search and the modes. Where later work goes: a pipeline stage owns a ``StaticProgram`` as ``Execution`` does, and calls
+``enter`` and ``leave``.
 """
 
 from .program import StaticProgram

@@ -17,6 +17,7 @@ from .._boundary.convert import to_plain
 from .._boundary.edges import unwrapped, wrapped
 from ..errors import NotLocalFriendlyError
 from .movement.conversions import Conversion, compile_conversion
+from .operators import ModuleOperators
 from .parts import Parts
 from .recording.layouts import RecordedLayouts
 from .recording.observe import BoundaryRecord, Observer
@@ -63,6 +64,15 @@ class Call:
     def is_open(self) -> bool:
         """Whether the module runs on local tensors."""
         return self.state is State.OPEN
+
+    @property
+    def checks(self) -> bool:
+        """Whether this is a dry run."""
+        return self.observer is not None
+
+    def operators_of(self, name: str) -> ModuleOperators | None:
+        """Return the recorded operators of a module; None if it does not run on local tensors, or has none."""
+        return self.layouts.operators.get(name) if self.is_open else None
 
     def convert(self, tensor: Tensor, _placements: object, where: str, *, is_result: bool) -> Tensor:
         """Run the recorded conversion of one value at a planned boundary.

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
@@ -33,11 +35,31 @@ from .. import _torch
 from .._boundary.edges import unwrapped, wrapped
 from .._execution.module_hooks import OwnHook
 from ..errors import NotLocalFriendlyError
-from .call import Call
 from .operators import ModuleOperators, RecordedOperator
 from .parts import describe, ways_out
 
-__all__ = ["OperatorHooks", "QuietCall", "inactive"]
+__all__ = ["OperatorHooks", "OperatorMode", "ProgramCall", "QuietCall", "inactive"]
+
+
+class ProgramCall(Protocol):
+    """The attributes of a call of a program that recorded operators use.
+
+    Attributes:
+        mesh: of the layouts.
+        number: counts the calls of the program.
+        silent: parameters that are shown as negative zeros, by the identity of the local tensor.
+        checks: whether the call checks a recording.
+    """
+
+    mesh: DeviceMesh
+    number: int
+    silent: Mapping[int, DTensor]
+
+    @property
+    def checks(self) -> bool: ...
+
+    def operators_of(self, name: str) -> ModuleOperators | None:
+        """Return the recorded operators of a module; None if it runs unchanged now, or has none."""
 
 
 class QuietCall:
@@ -110,7 +132,7 @@ class OperatorMode(TorchFunctionMode):
         call: of the program.
     """
 
-    def __init__(self, name: str, operators: ModuleOperators, number: int, call: Call):
+    def __init__(self, name: str, operators: ModuleOperators, number: int, call: ProgramCall):
         super().__init__()
         self.name, self.operators, self.number = name, operators, number
         self.call, self.mesh, self.silent = call, call.mesh, call.silent
@@ -119,7 +141,7 @@ class OperatorMode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or func not in self.operators.functions or self is not _running[-1]:
+        if torch.compiler.is_compiling() or not self.sees(func):
             return func(*args, **kwargs)
         leaves = [leaf for leaf in _torch.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         shapes = tuple(leaf.shape for leaf in leaves)
@@ -127,12 +149,11 @@ class OperatorMode(TorchFunctionMode):
         operator = self.operators.by_shape(func, shapes)
         if operator is None or self.operators.has_other_shapes(*at, shapes):
             self.uses_order = True
-            operator = self.operators.by_order(*at, shapes, self.mesh, checks=self.call.observer is not None)
+            operator = self.operators.by_order(*at, shapes, self.mesh, checks=self.call.checks)
         if operator is None and self.operators.is_island_at(*at):
             raise NotLocalFriendlyError(
                 f"in {describe(self.name)}: {resolve_name(func)} on local shapes {[tuple(shape) for shape in shapes]} "
-                "communicates, and static mode did not record it on such shapes, so their layouts are unknown; "
-                f"{ways_out(self.name)}"
+                f"communicates, and was not recorded on such shapes, so their layouts are unknown; {self._ways_out()}"
             )
         self.position += 1
         if operator is None or not (operator.draws or operator.is_island):
@@ -143,9 +164,20 @@ class OperatorMode(TorchFunctionMode):
             args, kwargs = self._recorded_constants(operator, args, kwargs)
         dtensors = {id(leaf): self._wrapped(leaf, i, operator) for i, leaf in enumerate(leaves)}
         args, kwargs = _torch.tree_map(lambda leaf: dtensors.get(id(leaf), leaf), (args, kwargs))
-        with _torch.plain_operands_replicated():  # composite operators create plain tensors
-            result = func(*args, **kwargs)
+        result = self._run(operator, args, kwargs)
         return self._local(result, leaves, dtensors, operator)
+
+    def sees(self, function: Callable) -> bool:
+        """Return whether some calls of a function are recorded in the module that is running."""
+        return function in self.operators.functions and self is _running[-1]
+
+    def _run(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> object:
+        with _torch.plain_operands_replicated():  # composite operators create plain tensors
+            return operator.function(*args, **kwargs)
+
+    def _ways_out(self, *, is_random: bool = False) -> str:
+        """Return the fixes, for error messages."""
+        return ways_out(self.name, is_random=is_random)
 
     def _wrapped(self, leaf: Tensor, place: int, operator: RecordedOperator) -> DTensor:
         """Return an operand as a DTensor; a copy of one that the operator writes, see `_local`."""
@@ -156,6 +188,10 @@ class OperatorMode(TorchFunctionMode):
             value = leaf + _torch.local_of(self.silent[id(leaf)]).detach()  # x + -0.0 is x
         gradient = operator.gradient_of(place) if reads else None
         return wrapped(value, self.mesh, operand.placements, shape=operand.shape, gradient=gradient)
+
+    def _unwrapped(self, leaf: DTensor, gradient: tuple[Placement, ...] | None) -> Tensor:
+        """Return a result as a local tensor; local code gives its gradient in a layout."""
+        return unwrapped(leaf, gradient)
 
     def _recorded_constants(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return the arguments of an island with the global sizes of the recorded call in place of local ones.
@@ -173,8 +209,8 @@ class OperatorMode(TorchFunctionMode):
             if type(leaf) is not type(mine) or leaf != mine:
                 raise NotLocalFriendlyError(
                     f"in {describe(self.name)}: {resolve_name(operator.function)} expected {mine!r}, which stands for "
-                    f"{recorded!r} of the full tensor, as when static mode recorded this call, got {leaf!r}; an "
-                    f"argument that depends on a local size must not change between calls, so {ways_out(self.name)}"
+                    f"{recorded!r} of the full tensor, as when this call was recorded, got {leaf!r}; an "
+                    f"argument that depends on a local size must not change between calls, so {self._ways_out()}"
                 )
             return recorded
 
@@ -190,9 +226,9 @@ class OperatorMode(TorchFunctionMode):
         if self.uses_order and self.position != expected:
             names = ", ".join(sorted(resolve_name(function) or str(function) for function in self.operators.functions))
             raise NotLocalFriendlyError(
-                f"in {describe(self.name)}: expected {expected} calls of {names}, as when static mode recorded this "
-                f"call, got {self.position}; only their order tells apart random operators of equal local shapes, so "
-                f"{ways_out(self.name, is_random=True)}"
+                f"in {describe(self.name)}: expected {expected} calls of {names}, as when this call was recorded, got "
+                f"{self.position}; only their order tells apart operators of equal local shapes, so "
+                f"{self._ways_out(is_random=True)}"
             )
 
     def _run_quietly(self, func: Callable, args: tuple, kwargs: dict, shapes: tuple[torch.Size, ...]) -> object:
@@ -207,7 +243,7 @@ class OperatorMode(TorchFunctionMode):
             raise NotLocalFriendlyError(
                 f"in {describe(self.name)}: {resolve_name(func)} on local shapes {[tuple(shape) for shape in shapes]} "
                 "draws random numbers, but the recorded call did not, so their global positions are unknown; "
-                f"{ways_out(self.name, is_random=True)}"
+                f"{self._ways_out(is_random=True)}"
             )
         return result
 
@@ -219,7 +255,7 @@ class OperatorMode(TorchFunctionMode):
 
         def local(leaf: DTensor) -> Tensor:
             gradient = next(gradients, None)
-            return unwrapped(leaf, gradient) if leaf.requires_grad else _torch.local_of(leaf)
+            return self._unwrapped(leaf, gradient) if leaf.requires_grad else _torch.local_of(leaf)
 
         def convert(leaf: object) -> object:
             if id(leaf) in written:
@@ -238,9 +274,14 @@ class OperatorHooks:
     Args:
         call: of the program.
         name: of the module.
+
+    Attributes:
+        mode: the class of the modes that run the operators.
     """
 
-    def __init__(self, call: Call, name: str):
+    mode = OperatorMode
+
+    def __init__(self, call: ProgramCall, name: str):
         self.call, self.name = call, name
         self.entered: list[OperatorMode | None] = []
         self._number, self._of = 0, -1  # calls of the module, in which call of the program
@@ -255,12 +296,12 @@ class OperatorHooks:
     def enter(self, _module: nn.Module, _args: tuple) -> None:
         """Enter an `OperatorMode` if the module runs on local tensors."""
         call = self.call
-        operators = call.layouts.operators.get(self.name) if call.is_open else None
+        operators = call.operators_of(self.name)
         if operators is None:
             self.entered.append(None)
             return
         self._number, self._of = 0 if self._of != call.number else self._number + 1, call.number
-        mode = OperatorMode(self.name, operators, self._number, call)
+        mode = self.mode(self.name, operators, self._number, call)
         mode.__enter__()
         _running.append(mode)
         self.entered.append(mode)

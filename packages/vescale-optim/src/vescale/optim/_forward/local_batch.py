@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.dmodule.rows import RowsProgram
 from vescale.dtensor import extension, random
 
 from .. import _torch
@@ -114,9 +115,17 @@ class _LocalBatch(threading.local):
     A copy of a module that has its hooks is not part of the DDP: the copied state has no effect.
     """
 
-    def __init__(self, meshes: Sequence[DeviceMesh], draws: _Draws | None, *, compiles: bool = False):
+    def __init__(
+        self,
+        meshes: Sequence[DeviceMesh],
+        draws: _Draws | None,
+        rows: RowsProgram | None = None,
+        *,
+        compiles: bool = False,
+    ):
         self.meshes = meshes
         self.draws = draws
+        self.rows = rows
         self.compiles = compiles  # keep the compiler away: it would give up on watched code for good
         self.running: list[nn.Module] = []
         self.context = contextlib.ExitStack()
@@ -128,7 +137,7 @@ class _LocalBatch(threading.local):
         return type(self), ((), None)
 
     def enter(self, module: nn.Module, _args: tuple) -> None:
-        if not self.meshes:
+        if not self.meshes or (self.rows is not None and self.rows.covers_rows):
             return
         self.running.append(module)
         if self.watched_from:
@@ -208,19 +217,26 @@ class _LocalBatch(threading.local):
     enter._vescale_in_graph = leave._vescale_in_graph = "absent"
 
 
-def attach_local_batch(module: nn.Module, meshes: Sequence[DeviceMesh], *, watch_draws: bool = False) -> None:
+def attach_local_batch(
+    module: nn.Module,
+    meshes: Sequence[DeviceMesh],
+    *,
+    watch_draws: bool = False,
+    rows: RowsProgram | None = None,
+) -> None:
     """Make every call of ``module``, or of a part of it, run as this rank's part of the batch.
 
     Args:
         module: The module.
         meshes: 1-D meshes over which the batch is divided: over the first, then each part over the second, and so on.
         watch_draws: Whether to watch every call of every module for random operators.
+        rows: What may take care of random operators in some calls.
     """
     if not meshes:
         return
     always = watch_draws or bool(executions_of(module)) or _torch.has_compiled_calls(module)
     draws = _Draws(module, always=always)
-    state = _LocalBatch(meshes, draws, compiles=not always and bool(draws.wrappers))
+    state = _LocalBatch(meshes, draws, rows, compiles=not always and bool(draws.wrappers))
     for part in module.modules():
         if part is module or not isinstance(part, _QUIET):
             compiled = part in draws.wrappers

@@ -24,7 +24,7 @@ from torch import nn
 from .. import _torch
 from .._buckets.plan import Bucket, BucketPlan, ParamInfo, plan_buckets
 
-__all__ = ["ROOT", "UnitSpec", "choose_units", "plan_units"]
+__all__ = ["ROOT", "UnitSpec", "choose_units", "matching_names", "plan_units"]
 
 #: Name of the root unit: that of the module which is wrapped.
 ROOT = ""
@@ -69,7 +69,7 @@ def choose_units(module: nn.Module, units: Iterable[str | re.Pattern] | None = N
         unit 2: 2.weight, 2.bias
         unit (root): 0.weight, 0.bias
     """
-    names = _default_names(module) if units is None else _matching_names(module, list(units))
+    names = _default_names(module) if units is None else matching_names(module, units, setting="units")
     owners = _owners(module, names)
     params: dict[str, list[str]] = {name: [] for name in [*names, ROOT]}
     for fqn, param in module.named_parameters():
@@ -115,30 +115,35 @@ def _is_in_list(module: nn.Module, name: str) -> bool:
     return name != ROOT and isinstance(module.get_submodule(name.rpartition(".")[0]), _LISTS)
 
 
-def _matching_names(module: nn.Module, units: list[str | re.Pattern]) -> list[str]:
+def matching_names(module: nn.Module, patterns: Iterable[str | re.Pattern], *, setting: str) -> list[str]:
+    """Return the names of submodules that a setting lists.
+
+    Raises:
+        ValueError: A pattern matches none, one that is never called, or is no regular expression.
+    """
     modules = {name: part for name, part in module.named_modules(remove_duplicate=False) if name != ROOT}
     chosen: set[str] = set()
-    for unit in units:
-        found = [unit] if unit in modules else _fullmatches(unit, modules)
+    for pattern in patterns:
+        found = [pattern] if pattern in modules else _fullmatches(pattern, modules, setting)
         if not found:
-            near = difflib.get_close_matches(str(getattr(unit, "pattern", unit)), modules, n=3, cutoff=0.3)
-            raise ValueError(f"units: {unit!r} matches no module of {type(module).__name__}; near names: {near}")
+            near = difflib.get_close_matches(str(getattr(pattern, "pattern", pattern)), modules, n=3, cutoff=0.3)
+            raise ValueError(f"{setting}: {pattern!r} matches no module of {type(module).__name__}; near names: {near}")
         for name in found:
             if isinstance(modules[name], _NEVER_CALLED):
                 elements = re.escape(name) + r"\.[^.]+"
                 raise ValueError(
-                    f"units: {name!r} is a {type(modules[name]).__name__}, which is never called; name its elements, "
-                    f"for example {elements!r}"
+                    f"{setting}: {name!r} is a {type(modules[name]).__name__}, which is never called; name its "
+                    f"elements, for example {elements!r}"
                 )
         chosen.update(found)
     return [name for name in modules if name in chosen]
 
 
-def _fullmatches(pattern: str | re.Pattern, names: Iterable[str]) -> list[str]:
+def _fullmatches(pattern: str | re.Pattern, names: Iterable[str], setting: str) -> list[str]:
     try:
         return [name for name in names if re.fullmatch(pattern, name)]
     except re.error as error:
-        raise ValueError(f"units: {pattern!r} is neither a module nor a regular expression: {error}") from None
+        raise ValueError(f"{setting}: {pattern!r} is neither a module nor a regular expression: {error}") from None
 
 
 def plan_units(

@@ -81,6 +81,11 @@ class DataAxes:
         return cls(both, inner, outer, pieces, meshes)
 
     @property
+    def one_mesh(self) -> DeviceMesh:
+        """A 1-D mesh of all ranks that have a part of the batch, in the order of these parts."""
+        return self.meshes[0] if len(self.meshes) == 1 else _mesh_of(self.all)
+
+    @property
     def batch_order(self) -> list[int]:
         """The coords along ``pieces`` in the order of ``all``."""
         num_shards, num_replicas = self.shard.size, self.replicate.size

@@ -55,6 +55,8 @@ class RunState:
 class TraceMode(TorchFunctionMode):
     """Report operators on values to the frame. Not active inside units."""
 
+    _vescale_traces = True  # values may stand for those of other stages
+
     def __init__(self, frame: Frame) -> None:
         super().__init__()
         self.frame = frame

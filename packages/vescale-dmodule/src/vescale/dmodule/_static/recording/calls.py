@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
 import torch
@@ -84,7 +85,7 @@ class KeptCall:
         result: the result, with local values in place of tensors.
         operands: local values, after the call, of the operands that it wrote; by their place.
         returned: the place of the operand that each tensor of the result is; None if it is another tensor.
-        communicates: whether an operand was redistributed implicitly.
+        communicates: whether an operand was redistributed implicitly, or the log shows a collective.
         averages: whether an operand or the result is a mean over ranks; its local gradients are no layout of DTensors.
         whole: mesh axes whose ranks all have the whole result; empty if it is not one tensor, or has a gradient.
     """
@@ -113,6 +114,7 @@ class CallRecorder(TorchFunctionMode):
         drawn: all random operators, by module, and all calls with a generator argument.
         kept: the values of the calls, if they are kept.
         communicating: calls whose backward redistributed an operand implicitly.
+        log: of collectives, if operators that communicate in their own rules count as communicating.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class CallRecorder(TorchFunctionMode):
         self.drawn: dict[str, list[RecordedOperator]] = {}
         self.kept: dict[Place, KeptCall] = {}
         self.communicating: set[Place] = set()
+        self.log: Sized = ()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -148,8 +151,9 @@ class CallRecorder(TorchFunctionMode):
             kept = {id(operands[i]) for i in island.written}
             args, kwargs = _torch.tree_map(lambda leaf: leaf if id(leaf) in kept else _pinned(leaf), (args, kwargs))
         before, versions = extension.random_position(self._mesh.device_type), [_version(t) for t in operands]
-        self._communicates = False
+        self._communicates, num_collectives = False, len(self.log)
         result = func(*args, **kwargs)
+        self._communicates |= len(self.log) > num_collectives
         operator.draws = extension.random_position(self._mesh.device_type) != before
         operator.written = tuple(i for i, t in enumerate(operands) if _version(t) != versions[i])
         if place is not None:
@@ -177,6 +181,17 @@ class CallRecorder(TorchFunctionMode):
                 stack.enter_context(extension.on_implicit_redistribution(self._note_communication))
             stack.enter_context(self)
             yield
+
+    def fact(self) -> extension.Fact:
+        """Return what must be equal on all ranks: which functions were called, in which order."""
+        names = [f"{call.name}: {' '.join(map(_name, found))}" for call, found in self._calls.items()]
+        text = "; ".join(names)
+        number = zlib.crc32(text.encode())
+        return extension.Fact(
+            "the sequence of torch functions in a call",
+            f"{sum(map(len, self._calls.values()))} calls with checksum {number:08x}",
+            "let all ranks run the same code, whatever their rows are",
+        )
 
     def _place(self) -> Place | None:
         """Return the place of the next call; in a recomputation that of the call which it repeats."""
@@ -223,21 +238,37 @@ class CallRecorder(TorchFunctionMode):
             numbers, places = self._begun
             self.communicating.add(places[max(0, bisect.bisect_right(numbers, sequence_number) - 1)])
 
-    def of_local_parts(self, parts: Parts) -> dict[str, ModuleOperators]:
+    @property
+    def has_quiet_islands(self) -> bool:
+        """Whether operators that draw nothing must run on DTensors."""
+        drawn = {id(operator) for found in self.drawn.values() for operator in found}
+        each = (operator for found in self._calls.values() for operator in found)
+        return any(operator.is_island and id(operator) not in drawn for operator in each)
+
+    def of_local_parts(self, parts: Parts, *, all_draws: bool = False) -> dict[str, ModuleOperators]:
         """Return the operators of the local modules with calls that need DTensors, and of their parts.
+
+        Args:
+            parts: of the program.
+            all_draws: whether to return those of all modules with random operators, too.
 
         Raises:
             NotLocalFriendlyError: a recomputed module has calls with different operators.
         """
         each = [(call.name, operator) for call, found in self._calls.items() for operator in found]
         functions = {operator.function for _, operator in each if operator.draws or operator.is_island}
-        owners = {name for name, operator in each if operator.needs_dtensors and not parts.is_eager(name)}
+        owners = {name for name, op in each if op.needs_dtensors or (all_draws and op.draws)}
+        owners = {name for name in owners if not parts.is_eager(name)}
         calls: dict[str, tuple[list, list]] = {}
         for call in self._names.calls:
             if any(is_inside(call.name, owner) for owner in owners) and not parts.is_eager(call.name):
                 noted = [operator for operator in self._calls.get(call, ()) if operator.function in functions]
                 calls.setdefault(call.name, ([], []))[call.is_repeat].append(noted)
         return {name: _joined(name, *both) for name, both in calls.items() if any(map(any, both))}
+
+
+def _name(operator: RecordedOperator) -> str:
+    return getattr(operator.function, "__name__", "")
 
 
 def is_metadata(function: Callable) -> bool:

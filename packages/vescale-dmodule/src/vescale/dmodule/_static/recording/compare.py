@@ -25,7 +25,7 @@ from .dry_run import Run
 from .observe import Seen
 from .rounding import allowed, bound_of
 
-__all__ = ["difference", "highest", "is_close", "raise_together"]
+__all__ = ["difference", "highest", "is_close", "maxima", "raise_together"]
 
 
 def difference(eager: Run, local: Run, parts: Parts, nudged: Run | None = None) -> NotLocalFriendlyError | None:
@@ -138,8 +138,13 @@ def _owner(where: str) -> str:
 
 def highest(level: float, mesh: DeviceMesh) -> float:
     """Return the maximum of a number over the ranks of a mesh. Collective over the mesh."""
-    found = torch.tensor([level], device=mesh.device_type)
-    return DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor().item()
+    return maxima([level], mesh)[0]
+
+
+def maxima(numbers: list[float], mesh: DeviceMesh) -> list[float]:
+    """Return the maximum of each number over the ranks of a mesh. Collective over the mesh."""
+    found = torch.tensor(numbers, dtype=torch.float64, device=mesh.device_type)
+    return DTensor.from_local(found, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor().tolist()
 
 
 def raise_together(error: Exception | None, mesh: DeviceMesh) -> None:

@@ -14,13 +14,17 @@ The incoming gradients are the cosines of the values: they differ between elemen
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from vescale.dtensor import extension, random
 
@@ -30,6 +34,7 @@ from ..._boundary.edges import aligned
 from ..._boundary.values import copied, map_leaves
 from ..._execution.eager import EagerScope, hook_scope
 from ...errors import NotLocalFriendlyError
+from ..local_parameters import MEMORY
 from ..parts import Parts, describe, join, likely_cause
 from .calls import CallRecorder
 from .layouts import Recording
@@ -37,6 +42,12 @@ from .names import Names
 from .observe import BoundaryRecords, Observer, replicated
 
 __all__ = ["Run", "check", "new_run", "record", "without_side_effects"]
+
+BUILTIN = (list, set, dict)
+SET_DATA = Tensor.data.__set__
+IN_PLACE = [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift")]
+IN_PLACE += ["__iand__", "__ior__", "__ixor__", "__setitem__"]
+HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
 
 Gradients = dict[str, tuple[Tensor, tuple[Placement, ...] | None]]
 
@@ -239,25 +250,34 @@ def _buffers(parts: Parts, before: dict[str, DTensor], mesh: DeviceMesh) -> dict
 
 @contextlib.contextmanager
 def without_side_effects(module: nn.Module) -> Iterator[None]:
-    """Restore random streams, buffers, attributes of modules and gradients at the end; remove user hooks meanwhile."""
+    """Restore random streams, buffers, attributes of modules and gradients at the end; remove user hooks meanwhile.
+
+    Of attributes that are lists, sets or dicts, items that were added or removed are restored.
+    """
     state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in random.get_state().items()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     tables = [(table, dict(table)) for part in module.modules() for table in _torch.tensor_tables(part)]
     # Models install hooks in their first call and set an attribute for that: restore both.
     tables += [(table, dict(table)) for part in module.modules() for table in _torch.module_hook_tables(part)]
     attributes = [(part, dict(vars(part))) for part in module.modules()]
+    contents = [
+        (value, copy.copy(value)) for _, held in attributes for value in held.values() if type(value) in BUILTIN
+    ]
     parameters = list(module.parameters())
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
-        with _torch.without_hooks(parameters):
+        with _torch.without_hooks(parameters), _Restored(parameters):
             yield
     finally:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
         for part, before in attributes:
             _restore(vars(part), before)
+        for value, before in contents:
+            if len(value) != len(before):
+                _refill(value, before)
         for table, before in tables:
             _restore(table, before)
         with torch.no_grad():
@@ -275,5 +295,76 @@ def _restore(table: dict, before: dict) -> None:
             table[name] = value
 
 
+def _refill(value: list | set | dict, before: list | set | dict) -> None:
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(before)
+
+
 def _local(tensor: Tensor) -> Tensor:
     return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+class _Restored(TorchFunctionMode):
+    """Restore what calls of torch functions change: generators that they are given, and parameters that they write.
+
+    Without gradients, hooks on tensors are left out, which would be an error there.
+
+    Args:
+        parameters: of the module.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        super().__init__()
+        self._parameters = list(parameters)
+        self._generators: dict[torch.Generator, Tensor] = {}
+        self._values: dict[Tensor, Tensor] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for leaf in (*args, *kwargs.values()):
+            if isinstance(leaf, torch.Generator) and leaf not in self._generators:
+                self._generators[leaf] = leaf.get_state()
+        written = kwargs.get("out", args[0] if args and _writes(func) else None)
+        if isinstance(written, Tensor):
+            self._save(written)
+        if func in HOOKS and not torch.is_grad_enabled():
+            return RemovableHandle(OrderedDict())
+        return func(*args, **kwargs)
+
+    @_torch.unseen
+    def _save(self, written: Tensor) -> None:
+        """Keep the values of the parameters that share memory with a tensor."""
+        start, end = _memory(written)
+        for parameter in self._parameters:
+            first, last = _memory(parameter)
+            if start < last and first < end and parameter not in self._values:
+                if (memory := vars(parameter).get(MEMORY)) is not None and memory.frees:
+                    raise RuntimeError(
+                        "expected a forward that writes no parameter, since it runs several times before its first "
+                        f"call, got one that writes a parameter of shape {tuple(parameter.shape)}, whose memory data "
+                        "parallelism frees; write it between steps"
+                    )
+                self._values[parameter] = _local(parameter).detach().clone()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for generator, state in self._generators.items():
+            generator.set_state(state)
+        with torch.no_grad():
+            for parameter, value in self._values.items():
+                _local(parameter).copy_(value)
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return the range of addresses of a tensor's elements."""
+    local = _local(tensor)
+    if not local.numel():
+        return 0, 0
+    span = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    return local.data_ptr(), local.data_ptr() + span * local.element_size()
+
+
+def _writes(function: Callable) -> bool:
+    name = getattr(function, "__name__", "")
+    is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place or function == SET_DATA

@@ -45,7 +45,9 @@ UNINITIALIZED = "empty"
 """In the names of functions whose results have no defined values."""
 
 
-def search(run: Run, recorder: CallRecorder, parts: Parts, args: tuple, kwargs: dict) -> dict[Place, Island]:
+def search(
+    run: Run, recorder: CallRecorder, parts: Parts, args: tuple, kwargs: dict, *, local_means: bool = False
+) -> dict[Place, Island]:
     """Run a call forward on local tensors to find the operators that must run on DTensors. Collective over the mesh.
 
     Args:
@@ -54,8 +56,9 @@ def search(run: Run, recorder: CallRecorder, parts: Parts, args: tuple, kwargs: 
         parts: the module.
         args: of the call.
         kwargs: of the call.
+        local_means: whether local code may have a mean of its own values where the recording has one over ranks.
     """
-    found = _Search(recorder, run.names, parts, run.observer.mesh)
+    found = _Search(recorder, run.names, parts, run.observer.mesh, local_means=local_means)
     with without_side_effects(parts.module), run.names.watching(parts.modules):
         arguments, keywords = copied(args), copied(kwargs)
         with found.running():
@@ -75,13 +78,16 @@ class _Search(TorchFunctionMode):
         names: the running modules.
         parts: of the program.
         mesh: of the recorded layouts.
+        local_means: see :func:`search`.
     """
 
-    def __init__(self, recorder: CallRecorder, names: Names, parts: Parts, mesh: DeviceMesh):
+    def __init__(self, recorder: CallRecorder, names: Names, parts: Parts, mesh: DeviceMesh, *, local_means: bool):
         super().__init__()
         self._kept, self._names, self._parts, self._mesh = recorder.kept, names, parts, mesh
         self._number_of: Mapping[int, int] = defaultdict(int)  # of the next call in a call of a module
-        self._found = recorder.communicating | {place for place, call in recorder.kept.items() if call.averages}
+        self._found = set(recorder.communicating)
+        if not local_means:
+            self._found |= {place for place, call in recorder.kept.items() if call.averages}
         self._constants: dict[Place, dict[int, tuple[object, object]]] = {}
         self._sizes = LocalSizes(recorder.kept, mesh)
 
@@ -103,6 +109,7 @@ class _Search(TorchFunctionMode):
         found |= {place for place in places if self._kept[place].operator.draws and self._sizes.operands(place)}
         if found:  # gradients between islands and random operators have the layouts of their values
             found |= {place for place, call in self._kept.items() if call.operator.is_sharded}
+        found = {place for place in found if self._is_local(self._names.calls[place[0]].name)}
         return {place: self._island(place) for place in found}
 
     def _island(self, place: Place) -> Island:

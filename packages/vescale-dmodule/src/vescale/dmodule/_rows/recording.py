@@ -1,0 +1,288 @@
+"""The recording of a call: dry runs that show which operators mix rows. ``program`` has the picture."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random as python_random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale.dtensor import debug
+from vescale.dtensor.extension import Fact, Turns, bytes_text, check_facts, generator_fact, random_position
+
+from .._boundary.values import copied
+from .._execution.eager import EagerScope, hook_scope
+from .._gradients.sync import GradientSync
+from .._static.operators import ModuleOperators
+from .._static.parts import Parts, describe
+from .._static.recording.calls import CallRecorder, Island, Place
+from .._static.recording.compare import highest, raise_together
+from .._static.recording.dry_run import new_run, without_side_effects
+from .._static.recording.names import Names
+from .._static.recording.search import search
+from .call import RecordedRows, RowsCall
+from .values import WAY_OUT, Output, all_rows, argument_facts, difference, outputs_of
+
+__all__ = ["OwnError", "RowsRecorder"]
+
+logger = logging.getLogger("vescale.dmodule")
+
+
+class RanksDifferError(Exception):
+    """The ranks make different calls; the cause is the error about it."""
+
+
+class OwnError(Exception):
+    """The module fails on the rows of some rank alone, as it would without data parallelism.
+
+    Args:
+        error: to raise on ranks on whose rows it does not fail.
+    """
+
+    def __init__(self, error: RuntimeError):
+        super().__init__(str(error))
+        self.error = error
+
+
+class RowsRecorder:
+    """Records calls of a module. All ranks record the same calls together.
+
+    Args:
+        module: the module.
+        call: of the program; recorded calls are compared with it open.
+        hook: called with the operators of parts that later calls run on DTensors, to hook these parts.
+        row_wise: see `RowsProgram`.
+
+    Attributes:
+        is_running: whether a dry run is in progress.
+        keeps_draws: whether random operators in it are not this program's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        call: RowsCall,
+        hook: Callable[[Mapping[str, ModuleOperators]], None],
+        row_wise: frozenset[str],
+    ):
+        self.module, self.call, self._hook, self._row_wise = module, call, hook, row_wise
+        self.mesh: DeviceMesh = call.mesh
+        self.is_running = self.keeps_draws = False
+        self._turns = Turns()
+
+    def record(self, args: tuple, kwargs: dict) -> RecordedRows | None:
+        """Record a call; return None if it mixes no rows. Collective over the ranks.
+
+        Raises:
+            RuntimeError: on every rank, if the call cannot be recorded.
+            ValueError: on every rank, if the ranks call the module with different shapes or arguments.
+            OwnError: on every rank, if the module fails on the rows of any rank.
+        """
+        found, error = None, None
+        self.is_running = True
+        try:
+            with torch.no_grad():
+                found = self._try(args, kwargs)
+        except OwnError:
+            raise
+        except RanksDifferError as raised:
+            error = raised.__cause__
+        except Exception as raised:
+            error = _cannot(type(self.module).__name__, raised)
+        finally:
+            self.is_running = self.keeps_draws = self.call.checks = self.call.is_open = False
+        raise_together(error, self.mesh)
+        return found
+
+    def _try(self, args: tuple, kwargs: dict) -> RecordedRows | None:
+        """Record a call.
+
+        Raises:
+            OwnError: on every rank, if the module fails on the rows of any rank.
+            Exception: it cannot be recorded.
+        """
+        found = error = None
+        for facts in argument_facts(args, kwargs):
+            self._compare(facts)
+        try:
+            found = self._find(args, kwargs)
+        except RanksDifferError:
+            raise
+        except Exception as raised:
+            error = raised
+        if highest(float(error is not None), self.mesh):
+            if highest(float(not self._works_alone(args, kwargs)), self.mesh):
+                elsewhere = RuntimeError("it fails on the rows of another rank; see the error there")
+                raise OwnError(_cannot(type(self.module).__name__, error or elsewhere))
+            raise error or RuntimeError("it fails on another rank; see the error there")
+        return found
+
+    def _compare(self, facts: Sequence[Fact]) -> None:
+        """Compare facts over the ranks, if they are to be compared at all.
+
+        Raises:
+            RanksDifferError: on every rank.
+        """
+        if not self._turns.is_on:
+            return
+        try:
+            check_facts(facts, self.mesh)
+        except ValueError as error:
+            raise RanksDifferError from error
+
+    def _works_alone(self, args: tuple, kwargs: dict) -> bool:
+        """Return whether the module runs on this rank's rows."""
+        self.call.checks = self.call.is_open = False
+        self.keeps_draws = True
+        try:
+            with torch.enable_grad():
+                self._run(copied(args), copied(kwargs))
+        except Exception:
+            return False
+        return True
+
+    def _find(self, args: tuple, kwargs: dict) -> RecordedRows | None:
+        parts, generator = self._parts(), generator_fact(self.mesh.device_type)
+        recorder, outputs, moved = self._run_on_dtensors(parts, args, kwargs)
+        draws = bool(recorder.drawn)
+        self._compare([generator] if moved else [])
+        mixes = recorder.has_quiet_islands or any(output.must_be_reduced for output in outputs)
+        if not mixes and (not draws or self._draws_slices(outputs, args, kwargs, moved=moved)):
+            return None
+        found = RecordedRows(recorder.of_local_parts(parts, all_draws=True), tuple(outputs))
+        self._check(found, parts, args, kwargs, moved=moved)
+        self._tell_costs()
+        return replace(found, outputs=tuple(output.without_value() for output in outputs))
+
+    def _parts(self) -> Parts:
+        """Return the parts of the module; what row-wise ones call inside depends on the rows, and is not watched."""
+        parts = Parts.of(self.module, "", self._row_wise)
+        modules = {n: part for n, part in parts.modules.items() if n in parts.eager or not parts.is_eager(n)}
+        return replace(parts, modules=modules)
+
+    def _tell_costs(self) -> None:
+        texts = (f"{island} ({cost})" for island, cost in self.call.costs.items())
+        logger.info("DDP runs on the rows of all ranks: %s", "; ".join(texts))
+        gradients = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        if self.call.num_bytes > gradients:
+            logger.warning(
+                "DDP runs operators of %s on the rows of all ranks, which communicates %s per forward, more than its "
+                "gradients (%s): DDP.islands() lists them; name modules that treat every row alone, such as experts, "
+                "in DDP(..., row_wise=[...])",
+                type(self.module).__name__,
+                bytes_text(self.call.num_bytes),
+                bytes_text(gradients),
+            )
+
+    def _run_on_dtensors(self, parts: Parts, args: tuple, kwargs: dict) -> tuple[CallRecorder, list[Output], bool]:
+        """Record a call; again, if it has islands that were not known before.
+
+        Returns:
+            The recorder, the outputs, and whether the random stream moved.
+        """
+        islands: dict[Place, Island] = {}
+        searches = True
+        while True:
+            names = Names()
+            recorder = CallRecorder(names, self.mesh, islands, keeps=searches)
+            outputs, moved = self._recorded(recorder, names, parts, args, kwargs)
+            self._compare([recorder.fact()])
+            for name in filter(parts.is_eager, recorder.drawn):
+                raise RuntimeError(f"{describe(name)} is named in row_wise, but draws random numbers; do not name it")
+            found = {}
+            if searches:
+                found = search(new_run(self.mesh), recorder, parts, args, kwargs, local_means=True)
+                recorder.kept.clear()  # all activations
+            if found.keys() <= islands.keys():
+                return recorder, outputs, moved
+            searches = any(island.operands for island in found.values())  # which changes what follows it
+            islands = {**islands, **found}
+
+    def _recorded(
+        self, recorder: CallRecorder, names: Names, parts: Parts, args: tuple, kwargs: dict
+    ) -> tuple[list[Output], bool]:
+        handles = hook_scope(self.module, "", EagerScope(True, GradientSync(), attaches=False))
+        try:
+            # ranks may have equal rows by chance, so what communicates mixes rows, whatever its values are
+            with names.watching(parts.modules), debug.comm_log(mesh=self.mesh) as recorder.log, recorder.recording():
+                with _no_draws_outside_torch():
+                    return self._run(*all_rows(args, kwargs, self.mesh))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _run(self, args: tuple, kwargs: dict) -> tuple[list[Output], bool]:
+        """Return the outputs of a call without side effects, and whether it drew random numbers."""
+        with without_side_effects(self.module):
+            before = random_position(self.mesh.device_type)
+            outputs = outputs_of(self.module(*args, **kwargs))
+            return outputs, random_position(self.mesh.device_type) != before
+
+    def _draws_slices(self, outputs: list[Output], args: tuple, kwargs: dict, *, moved: bool) -> bool:
+        """Return whether random operators draw slices of global draws on all ranks, if each takes its rows for them."""
+        self.keeps_draws = True
+        mine, drew = self._run(copied(args), copied(kwargs))
+        self.keeps_draws = False
+        differs = drew != moved or difference(outputs, mine, self.mesh) is not None
+        return not highest(float(differs), self.mesh)
+
+    def _check(self, found: RecordedRows, parts: Parts, args: tuple, kwargs: dict, *, moved: bool) -> None:
+        """Run a call as later calls will run, and compare it with the recorded one. Collective over the ranks.
+
+        Raises:
+            RuntimeError: on a rank where they differ.
+        """
+        self._hook(found.operators)
+        self.call.open(found)
+        self.call.checks, self.call.num_bytes = True, 0
+        mine, drew = self._run(copied(args), copied(kwargs))
+        self.call.checks = self.call.is_open = False
+        differs = difference(found.outputs, mine, self.mesh)
+        if highest(float(differs is not None), self.mesh):
+            names = Names()
+            recorder = CallRecorder(names, self.mesh, {}, keeps=False, nudges=True)
+            nudged, _ = self._recorded(recorder, names, parts, args, kwargs)
+            differs = differs and difference(found.outputs, mine, self.mesh, nudged)
+        if drew != moved:
+            differs = f"it {'draws' if moved else 'does not draw'} random numbers for the rows of all ranks alone"
+        if differs is not None:
+            raise RuntimeError(differs)
+
+
+def _cannot(name: str, reason: Exception) -> RuntimeError:
+    what = f"{type(reason).__name__}: {reason}" if str(reason) else f"a bare {type(reason).__name__}"
+    error = RuntimeError(
+        f"expected that {name} can run on the rows of all ranks, as one device does, but it cannot: {what}; {WAY_OUT}"
+    )
+    error.__cause__ = reason
+    return error
+
+
+@contextlib.contextmanager
+def _no_draws_outside_torch() -> Iterator[None]:
+    """Restore the generators of Python and numpy, and refuse that they were used.
+
+    Raises:
+        RuntimeError: naming what was used.
+    """
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = python_random.getstate(), numpy and numpy.random.get_state()
+    yield
+    used = []
+    if python_random.getstate() != python_state:
+        python_random.setstate(python_state)
+        used.append("random")
+    if numpy is not None and repr(numpy.random.get_state()) != repr(numpy_state):
+        numpy.random.set_state(numpy_state)
+        used.append("numpy.random")
+    if used:
+        raise RuntimeError(
+            f"its forward draws from {' and '.join(used)}, so every rank uses numbers of its own for its rows; draw "
+            "with torch"
+        )
