@@ -115,11 +115,15 @@ def test_equally_masked_slices_are_cut(masked):
     assert torch.equal(second["labels"], labels(*masked)[2:])
 
 
-def test_unequally_masked_slices_are_refused():
-    """The mean of means would be another number than one process computes."""
-    text = refusal({"labels": labels(0, 0, 3, 3)}, dp=2)
-    assert "expected equally many counted labels (not -100) in the 2 slices of the batch, got [10, 4]" in text
-    assert "put num_items_in_batch=<counted labels> / 2 into the batch" in text
+@pytest.mark.parametrize("name", ["labels", "target", "next_sentence_label"])
+def test_unequally_masked_slices_are_refused(name):
+    """The mean of means would be another number than one process computes, whatever the name of the targets."""
+    text = refusal({"x": torch.ones(4, 5), name: labels(0, 0, 3, 3)}, dp=2)
+    assert f"expected equally many counted targets (not -100) in the 2 slices of {name!r}, got [10, 4]" in text
+    assert "put num_items_in_batch=<counted targets> / 2 into the batch" in text
+
+
+def test_slices_of_micro_batches_and_of_shifted_targets_are_compared():
     assert "in the 4 slices" in refusal({"labels": labels(0, 3, 3, 0)}, dp=2, num_microbatches=2)
     # the first label of a sequence is not predicted
     assert "in the 2 slices" in refusal({"labels": labels(1, 1, 1, 0)}, dp=2)

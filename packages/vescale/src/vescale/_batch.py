@@ -6,7 +6,8 @@ Every rank gets the same global batch and takes its own slice along dim 0:
     micro-batches of a rank     | 0 1 | 2 3 |                 num_microbatches = 2, in this order
 
 The loss of the run is the mean of the slices' means. It equals the mean over the global batch only if all slices have
-the same number of counted labels. Unevenly masked labels therefore raise an error.
+the same number of counted targets. Integers of -100 are targets that losses ignore, under whatever name they come, so
+slices with different numbers of them raise an error.
 """
 
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED_LABEL = -100
-_LABELS, _NUM_ITEMS = "labels", "num_items_in_batch"
+IGNORED_TARGET = -100
+_NUM_ITEMS = "num_items_in_batch"
 
 
 def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatches: int = 1) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatch
     Raises:
         TypeError: ``batch`` is not a mapping.
         ValueError: there is no tensor to slice, tensors differ in dim 0, their length is not divisible by
-            ``dp * num_microbatches``, or the slices have different numbers of counted labels.
+            ``dp * num_microbatches``, or the slices have different numbers of counted targets.
     """
     if not isinstance(batch, Mapping):
         raise TypeError(
@@ -50,33 +51,34 @@ def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatch
             f"local_batch: expected the same number of sequences in dim 0 of every tensor, got {listed}; give each "
             "tensor one row per sequence"
         )
-    name, length = next(iter(lengths.items()))
+    first, length = next(iter(lengths.items()))
     if length % (dp * num_microbatches):
         raise ValueError(
             f"local_batch: expected a multiple of dp * num_microbatches = {dp} * {num_microbatches} = "
-            f"{dp * num_microbatches} sequences, got {length} in {name}; change the batch size or the plan"
+            f"{dp * num_microbatches} sequences, got {length} in {first}; change the batch size or the plan"
         )
-    if _LABELS in lengths and _NUM_ITEMS not in batch:
-        check_equal_weight(batch[_LABELS], slices=dp * num_microbatches)
+    if _NUM_ITEMS not in batch:
+        for name in lengths:
+            check_equal_weight(name, batch[name], slices=dp * num_microbatches)
     rows = length // dp
     return {key: value[coord * rows : (coord + 1) * rows] if key in lengths else value for key, value in batch.items()}
 
 
-def check_equal_weight(labels: Tensor, *, slices: int) -> None:
-    """Raise `ValueError` unless every slice of ``labels`` has the same number of counted labels.
+def check_equal_weight(name: str, targets: Tensor, *, slices: int) -> None:
+    """Raise `ValueError` unless every slice of ``targets`` has the same number of counted targets.
 
-    Labels of -100 are not counted. A causal model drops the first label of each sequence, so the numbers must be equal
-    both with and without the first column.
+    Integers of -100 are not counted. A causal model drops the first target of each sequence, so the numbers must be
+    equal both with and without the first column.
     """
-    if slices == 1 or labels.dtype.is_floating_point or labels.dtype == torch.bool:
+    if slices == 1 or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         return
-    counted = (labels != IGNORED_LABEL).reshape(labels.shape[0], -1)
+    counted = (targets != IGNORED_TARGET).reshape(targets.shape[0], -1)
     for columns in (counted, counted[:, 1:]):
         counts = columns.reshape(slices, -1).sum(dim=1)
         if int(counts.min()) != int(counts.max()):
             raise ValueError(
-                f"local_batch: expected equally many counted labels (not {IGNORED_LABEL}) in the {slices} slices of "
-                f"the batch, got {counts.tolist()}: the mean of their means is not the mean over the global batch; "
+                f"local_batch: expected equally many counted targets (not {IGNORED_TARGET}) in the {slices} slices of "
+                f"{name!r}, got {counts.tolist()}: the mean of their means is not the mean over the global batch; "
                 f"mask each slice equally, or divide by the same number on every rank: put {_NUM_ITEMS}=<counted "
-                f"labels> / {slices} into the batch, if the model's loss accepts it (Hugging Face models do)"
+                f"targets> / {slices} into the batch, if the model's loss accepts it (Hugging Face models do)"
             )

@@ -98,7 +98,8 @@ class ParallelModel(nn.Module):
             batch: the model's arguments for the global batch, equal on every rank. Tensors are sliced along dim 0.
 
         Raises:
-            ValueError: the batch does not divide into ``dp * num_microbatches`` parts with equally many counted labels.
+            ValueError: the batch does not divide into ``dp * num_microbatches`` parts with equally many counted
+                targets.
         """
         axis = self.mesh["dp"]
         local = slice_batch(
