@@ -48,6 +48,7 @@ from vescale.dtensor.extension import Fact, checked
 from . import _torch
 from ._checks import is_plain, refuse_local_statistics
 from ._forward.global_mean import global_mean_scale
+from ._forward.ignored_outputs import IgnoredOutputs
 from ._forward.local_batch import attach_local_batch
 from ._forward.local_calls import LocalCalls
 from ._gradients.bucket import FlatSlot
@@ -243,8 +244,8 @@ class DDP(_torch.UnmovableModule):
 
     def _attach_forward(self, module: nn.Module, options: Options, row_wise: list[str]) -> None:
         """Make the forward of the module, on this rank's rows, that of one device on the rows of all ranks."""
-        axes = self.data_axes
-        self._calls = LocalCalls(axes.all.device_type, backward_ran=self._reducer.take_received, meet=self._meet)
+        axes, reducer = self.data_axes, self._reducer
+        calls = self._calls = LocalCalls(axes.all.device_type, backward_ran=reducer.take_received, meet=self._meet)
         if options.per_rank:
             return
         if is_plain(module):
@@ -253,6 +254,7 @@ class DDP(_torch.UnmovableModule):
         attach_local_batch(module, axes.meshes, watch_draws=options.watch_draws, rows=self._rows)
         self._calls.attach(module)
         self.compare_in_backward(self._calls.facts)
+        reducer.checks.watch(IgnoredOutputs(module, is_scaled=lambda: calls.is_scaled))
         if self._rows is not None:
             self._rows.attach()
 

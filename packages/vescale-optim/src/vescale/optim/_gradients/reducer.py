@@ -188,7 +188,7 @@ class Reducer:
             self._launch_next()
         self.has_reduced = True
         facts = self.checks.facts()
-        used = torch.tensor([*map(_use, self.slots), *self.checks.pair(facts)], dtype=torch.int32)
+        used = torch.tensor([*map(_use, self.slots), *self.checks.numbers(facts)], dtype=torch.int32)
         pending = None
         if self.find_unused:
             used = used.to(self.axis.device_type)
@@ -198,13 +198,14 @@ class Reducer:
             pending.wait()
         sum_partials(self._distributed)
         self._round = None
-        *uses, largest, negative = used.tolist()
+        numbers = used.tolist()
+        uses = numbers[: len(self.slots)]
         for slot, use in zip(self.slots, uses, strict=True):
             if use:
                 slot.publish()
             if use > 1 and self.find_unused:
                 slot.form.grant(use - 1)
-        self.checks.finish(facts, (largest, negative))
+        self.checks.finish(facts, numbers[len(uses) :])
         if not self.find_unused:
             self.checks.check_in_turn(facts)
         self._check_complete()

@@ -7,13 +7,15 @@ added to it (`vescale.dtensor.extension.pair_of`), so that the comparison takes 
     DistributedOptimizer   hyperparameters                            ---+--->  (d, -d), used, used, ...  ---> maximum
 
 With ``find_unused_parameters=False`` there is no such maximum; then the facts are compared in the first backward and in
-every N-th. A difference is an error before the optimizer steps.
+every N-th. A difference is an error before the optimizer steps. Numbers whose difference is worth a warning only
+(`_forward/ignored_outputs.py`) take two more places of the maximum.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from vescale.dtensor.extension import Fact, Turns, is_equal, pair_of, raise_difference
 
@@ -27,6 +29,13 @@ _BITS = 31
 Source = Callable[[], Iterable[Fact]]
 
 
+class Watch(Protocol):
+    """A number whose difference between ranks is a warning."""
+
+    def take(self) -> int: ...
+    def warn(self, least: int, most: int) -> None: ...
+
+
 class BackwardChecks:
     """The facts of all owners.
 
@@ -38,6 +47,11 @@ class BackwardChecks:
         self._axis = axis
         self._sources: list[Callable[[], Source | None]] = []
         self._turns = Turns()
+        self._watch: Watch | None = None
+
+    def watch(self, number: Watch) -> None:
+        """Compare a number, too."""
+        self._watch = number
 
     def add(self, source: Source) -> None:
         """Add an owner; ``source`` is its bound method, and goes with it."""
@@ -55,17 +69,21 @@ class BackwardChecks:
         sources = [source() for source in self._sources]
         return [fact for source in sources if source is not None for fact in source()]
 
-    def pair(self, facts: Iterable[Fact]) -> tuple[int, int]:
-        """Return two numbers of 32 bits for `finish`, which takes their maxima."""
-        return pair_of(facts, bits=_BITS)
+    def numbers(self, facts: Iterable[Fact]) -> tuple[int, ...]:
+        """Return four numbers of 32 bits for `finish`, which takes their maxima."""
+        number = min(self._watch.take(), 2**_BITS - 1) if self._watch is not None and self.is_on else 0
+        return *pair_of(facts, bits=_BITS), number, -number
 
-    def finish(self, facts: Iterable[Fact], maxima: Iterable[int]) -> None:
+    def finish(self, facts: Iterable[Fact], maxima: Sequence[int]) -> None:
         """Raise if the facts of any rank differ.
 
         Raises:
             ValueError: On every rank.
         """
-        if not is_equal(tuple(maxima)):
+        *pair, most, negative_least = maxima
+        if self._watch is not None and most != -negative_least and self._axis.coord == 0:
+            self._watch.warn(-negative_least, most)
+        if not is_equal(pair):
             raise_difference(facts, self._axis.group)
 
     def check_in_turn(self, facts: Iterable[Fact]) -> None:
