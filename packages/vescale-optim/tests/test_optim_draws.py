@@ -85,6 +85,11 @@ def mesh():
     return init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 
 
+def assert_close(actual, expected):
+    """Allow the rounding of products, which some processors compute otherwise for fewer rows; a mask is no rounding."""
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+
+
 def part_of(x):
     return x.chunk(2)[dist.get_rank()]
 
@@ -122,8 +127,8 @@ def compare(net, model):
     for (out, grad, *states), (whole, whole_grad, *whole_states) in zip(
         history(model, net, part_of), expected, strict=True
     ):
-        assert torch.equal(out, part_of(whole))
-        torch.testing.assert_close(2 * grad, whole_grad, rtol=1e-12, atol=1e-13)
+        assert_close(out, part_of(whole))
+        assert_close(2 * grad, whole_grad)
         assert all(map(torch.equal, states, whole_states))
 
 
@@ -200,7 +205,7 @@ def test_watching_every_call():
     hidden = model.module[0](rows(1))
     expected = F.dropout(hidden, 0.5)
     torch.manual_seed(1)
-    assert torch.equal(model(part_of(rows(1))), part_of(expected))
+    assert_close(model(part_of(rows(1))), part_of(expected))
     assert model.module[1].calls == [(True, True)] * 2
 
 
@@ -219,4 +224,4 @@ def test_a_first_call_that_fails_tells_nothing():
         torch.manual_seed(1)
         expected = F.dropout(model.module[0](rows(0)), 0.5)
         torch.manual_seed(1)
-        assert torch.equal(model(part_of(rows(0))), part_of(expected))
+        assert_close(model(part_of(rows(0))), part_of(expected))

@@ -85,5 +85,5 @@ class IgnoredOutputs:
 
 
 def _of_copy() -> IgnoredOutputs:
-    """Return what hooks a copy of the module: in its backward nobody asks for the number."""
+    """Return what hooks a copy of the module: no DDP asks for its number."""
     return IgnoredOutputs(nn.Identity(), is_scaled=lambda: True)
