@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from vescale.dtensor.extension import Turns, tensors_in
 
+from .. import _torch
+
 __all__ = ["IgnoredOutputs"]
 
 logger = logging.getLogger("vescale.optim")
@@ -54,9 +56,11 @@ class IgnoredOutputs:
         if not self._turns.is_due() or self._is_scaled():
             return
         tensors = [t for t in tensors_in(output, dataclasses=True) if t.requires_grad]
-        if all(t.ndim for t in tensors):
-            for tensor in tensors:
-                tensor.register_hook(self._count)
+        # what another pipeline stage holds is of another class
+        if all(t.ndim and type(t) in (Tensor, DTensor) for t in tensors):
+            with _torch.no_function_modes():  # a pipeline takes calls on values of its stages for code between modules
+                for tensor in tensors:
+                    tensor.register_hook(self._count)
 
     # `vescale.dmodule` leaves this hook out of compiled code: that of the module given to DDP counts
     leave._vescale_in_graph = "absent"
