@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.dtensor.extension import waits_of
 from vescale.optim import DDP
 from vescale.pipe import PipelineEngine
 from vescale.plan import Plan
@@ -117,7 +118,7 @@ class ParallelModel(nn.Module):
         """
         total = loss.detach().clone()
         if self.plan.dp > 1:
-            dist.all_reduce(total, group=self.mesh["dp"].get_group())
+            waits_of(self.mesh["dp"].get_group()).run("all-reduce", dist.all_reduce, total)
             total /= self.plan.dp
         return total
 

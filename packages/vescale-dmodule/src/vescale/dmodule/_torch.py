@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale.dtensor.extension import Failures, group_of_ranks
+from vescale.dtensor.extension import group_of_ranks, name_group, waits_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,9 +31,7 @@ __all__ = [
     "DIRECT_CALL",
     "Collectives",
     "StorageWeakRef",
-    "Waits",
     "alias",
-    "axes_text",
     "backward_number",
     "count_hooks",
     "direct_apply",
@@ -229,31 +227,6 @@ def _needs_operators(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or has_dispatch_mode() or tensor.is_complex()
 
 
-_AXIS_NAMES: dict[str, str] = {}  # by the name of a group that `flat_group` has returned, for errors
-
-
-class Waits:
-    """Waits for collectives of one process group; an error names the collective and the ranks that are gone."""
-
-    def __init__(self, group: dist.ProcessGroup, where: str = ""):
-        ranks = dist.get_process_group_ranks(group)
-        self.where = where or _AXIS_NAMES.get(group.group_name) or f"ranks {', '.join(map(str, ranks))}"
-        self.failures = Failures(ranks, dist.get_rank(), dist.distributed_c10d._get_default_store())
-
-    def wait(self, work: dist.Work | None, kind: str, out: Tensor) -> None:
-        """Wait for a collective whose result is ``out``: on the CPU the process, else the current stream."""
-        if work is None:  # some backends complete before they return
-            return
-        try:
-            if work.is_completed() or not out.is_cpu:
-                work.wait()
-                return
-        except RuntimeError:
-            if not out.is_cpu:
-                raise
-        self.failures.wait(work, f"the {kind} over {self.where}")  # a failed work raises again
-
-
 class Collectives:
     """Collectives of one process group on plain tensors, outside autograd, complete on return.
 
@@ -264,7 +237,7 @@ class Collectives:
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group, self.name, self.size, self.waits = group, group.group_name, group.size(), Waits(group)
+        self.group, self.name, self.size, self.waits = group, group.group_name, group.size(), waits_of(group)
         self.gather_options, self.reduce_options = _c10d.AllgatherOptions(), {}
         self.scatter_options, self.exchange_options = {}, _c10d.AllToAllOptions()
         self.gather_options.asyncOp = self.exchange_options.asyncOp = False
@@ -297,6 +270,10 @@ class Collectives:
             came = torch.ops._c10d_functional.reduce_scatter_tensor(parts.resolve_conj(), op, self.size, self.name)
             return torch.ops._c10d_functional.wait_tensor(came).view(shape)
         out = parts.new_empty(shape)
+        if out.is_cpu:  # as gloo does it, but with a wait that has a limit
+            parts = parts.clone()
+            self.waits.wait(self.group.allreduce([parts], self.reduce_options[op]), "reduce-scatter", parts)
+            return out.copy_(parts.view(self.size, -1)[self.group.rank()].view(shape))
         self.waits.wait(self.group._reduce_scatter_base(out, parts, self.scatter_options[op]), "reduce-scatter", out)
         return out
 
@@ -342,14 +319,8 @@ def flat_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
         group = mesh.get_group(axes[0])
     else:
         group = group_of_ranks(ranks, keep_order=True)
-    _AXIS_NAMES[group.group_name] = axes_text(mesh, axes)
+    name_group(group, mesh, axes)
     return group
-
-
-def axes_text(mesh: DeviceMesh, axes: Sequence[int]) -> str:
-    """Return the names of mesh axes for an error."""
-    names = mesh.mesh_dim_names or [f"mesh axis {axis}" for axis in range(mesh.ndim)]
-    return f"axis {', '.join(repr(names[axis]) for axis in axes)}"
 
 
 CHILDREN = "_modules"

@@ -1,6 +1,7 @@
 """Every process-wide change that importing ``vescale.dtensor`` makes: one table, installed and removed by name.
 
-The changes concern DTensors only; plain tensors run stock torch, always. ``disabled()`` removes all of them, or some
+The changes concern DTensors only; plain tensors run stock torch, always, except that waits for functional collectives
+name lost ranks. ``disabled()`` removes all of them, or some
 families, and puts them back::
 
     import vescale.dtensor    register()     installs all rows
@@ -46,7 +47,7 @@ from ._placements.rules import decide
 from ._placements.types import InterleavedShard, RaggedShard
 from ._random.rules import handlers
 from ._random.stock.factories import make_as_one_device
-from ._torch import decisions, patches, plain
+from ._torch import decisions, patches, plain, waits
 from .debug._repr import repr_with_layout
 
 __all__ = ["FAMILIES", "ROWS", "Row", "disabled", "register"]
@@ -213,6 +214,18 @@ ROWS: tuple[Row, ...] = (
         patches.dtensor_attribute("__repr__", repr_with_layout),
     ),
     Row(
+        "waits in operators",
+        "process",
+        "gloo's errors do not say which rank is gone, and only the neighbors of a lost rank get one",
+        waits.FunctionalCollectivesPatch(),
+    ),
+    Row(
+        "waits in distribute_tensor",
+        "process",
+        "gloo's errors do not say which rank is gone, and only the neighbors of a lost rank get one",
+        waits.distribution_patch(),
+    ),
+    Row(
         "wait at exit",
         "process",
         "a late thread of gloo that needs Python's lock while Python ends aborts the process",
@@ -253,7 +266,8 @@ def disabled(*names: str) -> Iterator[None]:
             - ``"placements"``: ragged and interleaved placements, which then cannot be used, and the reduction of
               several Partial axes in one collective.
             - ``"repr"``: the ``repr`` of a DTensor.
-            - ``"process"``: the function that runs at the end of the program.
+            - ``"process"``: the function that runs at the end of the program, and waits for collectives on the CPU that
+              name lost ranks.
 
     Raises:
         ValueError: no such family.

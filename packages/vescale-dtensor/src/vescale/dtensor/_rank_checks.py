@@ -30,6 +30,7 @@ from ._layout.agreement import gather_objects
 from ._random.philox import state as philox_state
 from ._random.state import PHILOX, current
 from ._torch.debugging import without_modes
+from ._torch.waits import waits_over
 
 __all__ = [
     "Fact",
@@ -152,12 +153,10 @@ def check_facts(
 
 
 def _maxima(pair: tuple[int, int], over: dist.ProcessGroup | DeviceMesh) -> Sequence[int]:
-    groups = [over.get_group(axis) for axis in range(over.ndim)] if isinstance(over, DeviceMesh) else [over]
-    groups = [group for group in groups if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"]
     device = over.device_type if isinstance(over, DeviceMesh) else "cpu"
     numbers = torch.tensor(pair, dtype=torch.int64, device=device)
-    for group in groups:
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    for waits in waits_over(over):
+        waits.run("comparison of ranks", dist.all_reduce, numbers, dist.ReduceOp.MAX)
     return numbers.tolist()
 
 

@@ -23,6 +23,9 @@ something that must be equal; `check_facts` compares facts by one all-reduce and
 says when. `generator_fact`, `input_facts`, `module_facts` and `checksum` make facts.
 
 **Lost ranks.** `Failures` waits for a collective. If it fails, the error names the collective and the lost ranks.
+`waits_of` returns the waits for the collectives of a process group, `waits_over` those of the axes of a mesh:
+`Waits.run` runs a function of torch.distributed, `Waits.wait` waits for a work. `name_group` says what errors call a
+group.
 
 **Arguments.** `checked` checks arguments of a public function by their annotations.
 
@@ -79,6 +82,7 @@ from ._rank_checks import (
     raise_difference,
 )
 from ._torch.debugging import sequence_number
+from ._torch.waits import Waits, name_group, waits_of, waits_over
 from .debug._text import bytes_text, text_table
 
 __all__ = [
@@ -89,6 +93,7 @@ __all__ = [
     "Piece",
     "Position",
     "Turns",
+    "Waits",
     "aligned_gradient",
     "as_gradient",
     "attach_gradient_receiver",
@@ -116,6 +121,7 @@ __all__ = [
     "local_views",
     "map_leaves",
     "module_facts",
+    "name_group",
     "on_implicit_redistribution",
     "pair_of",
     "pieces",
@@ -127,5 +133,7 @@ __all__ = [
     "text_table",
     "unwatched",
     "wait_for_gloo_threads",
+    "waits_of",
+    "waits_over",
     "watched",
 ]

@@ -32,9 +32,8 @@ from vescale.dtensor.extension import (
     input_facts,
     random_position,
     tensors_in,
+    waits_over,
 )
-
-from .. import _torch
 
 __all__ = ["RankChecks"]
 
@@ -52,10 +51,8 @@ class RankChecks:
     def __init__(self, mesh: DeviceMesh):
         self.mesh, self.turns = mesh, Turns()
         self.always = mesh.device_type == "cpu"
-        groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-        groups = [group for group in groups if dist.get_backend(group) != "fake"]
-        self._waits = [(group, _torch.Waits(group)) for group in groups]
-        for _, waits in self._waits:
+        self._waits = waits_over(mesh)
+        for waits in self._waits:
             waits.failures.can_meet()
         self._seen: set[Hashable] = set()
         self._running: list[tuple[bool, Position, Fact] | None] = []  # calls in eager mode
@@ -106,7 +103,7 @@ class RankChecks:
         self.turns.is_due()  # it counts this call
         if self._is_on(args, kwargs):
             shapes = ", ".join(f"{fact.name}: {fact.value}" for fact in input_facts(args, kwargs, checksums=False))
-            for _, waits in self._waits:
+            for waits in self._waits:
                 waits.failures.meet(
                     f"a call with new shapes or arguments, which all ranks must make together: {shapes}"
                 )
@@ -141,9 +138,8 @@ class RankChecks:
     def _maxima(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return the maxima over the mesh, one axis after the other; an error names lost ranks."""
         largest = torch.tensor(numbers, dtype=torch.int64, device=self.mesh.device_type)
-        for group, waits in self._waits:
-            work = dist.all_reduce(largest, dist.ReduceOp.MAX, group=group, async_op=True)
-            waits.wait(work, "comparison of ranks", largest)
+        for waits in self._waits:
+            waits.run("comparison of ranks", dist.all_reduce, largest, dist.ReduceOp.MAX)
         return largest.tolist()
 
     def _is_on(self, args: tuple, kwargs: dict) -> bool:

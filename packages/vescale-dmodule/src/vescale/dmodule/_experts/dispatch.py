@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vescale.dtensor.extension import waits_of
+
 from .operators import Group, add_rows, all_to_all, take_rows
 
 __all__ = [
@@ -127,7 +129,7 @@ def exchange_counts(counts: Tensor, group: Group) -> Exchange:
     received = counts
     if group is not None:
         received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts.contiguous(), group=group)
+        waits_of(group).run("all-to-all", dist.all_to_all_single, received, counts.contiguous())
     return plan_exchange(*torch.stack([counts, received]).tolist(), group)
 
 

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from vescale.dtensor import random
+from vescale.dtensor.extension import waits_of
 
 from .. import _torch
 from .._boundary.edges import depend_on
@@ -174,7 +175,7 @@ class _ToOwner(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         shape, dtype = ctx.like
         grad = grad.contiguous() if ctx.here else grad.new_empty(shape, dtype=dtype)
-        dist.broadcast(grad, src=ctx.source, group=ctx.group)
+        waits_of(ctx.group).run("broadcast", dist.broadcast, grad, ctx.source)
         return grad, None, None, None
 
 
@@ -185,7 +186,7 @@ class _FromOwner(torch.autograd.Function):
     def forward(ctx, output: Tensor, num_rows: int, here: bool, source: int, group: dist.ProcessGroup) -> Tensor:
         ctx.here, ctx.kept = here, len(output)
         out = output.contiguous() if here else output.new_empty((num_rows, *output.shape[1:]))
-        dist.broadcast(out, src=source, group=group)
+        waits_of(group).run("broadcast", dist.broadcast, out, source)
         return out.view_as(out)
 
     @staticmethod

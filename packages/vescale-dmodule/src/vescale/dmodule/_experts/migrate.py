@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor.extension import describe_difference, differing_texts
+from vescale.dtensor.extension import describe_difference, differing_texts, waits_of
 
 from .allocate import Allocation, check_allocation, initial_allocation
 from .axes import is_cut
@@ -120,7 +120,7 @@ def _ask_allocator(region: ExpertRegion, module: nn.Module) -> Allocation:
         counts = torch.zeros(layout.num_experts + 1, dtype=torch.int64, device=device) if counts is None else counts
         group = region.group([axis for axis, p in enumerate(region.last_tokens) if is_cut(p)])
         if group is not None:
-            dist.all_reduce(counts, group=group)
+            waits_of(group).run("all-reduce", dist.all_reduce, counts)
         loads = counts[:-1].tolist()
     return layout.allocator.allocate(loads, allocation_of(module, layout), region.num_ranks)
 
@@ -203,6 +203,6 @@ def _move(region: ExpertRegion, current: Allocation, new: Allocation, tensors: S
             received = rows
         else:
             splits = [len(slots) for slots in moves.receive], [len(slots) for slots in moves.send]
-            dist.all_to_all_single(received, rows, *splits, group=group)
+            waits_of(group).run("all-to-all", dist.all_to_all_single, received, rows, *splits)
         for tensor, part in zip(same, received.split([tensor[0].numel() for tensor in same], dim=1), strict=True):
             tensor[receive] = part.reshape(len(receive), *tensor.shape[1:])

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vescale.dtensor.extension import waits_of
+
 from .. import _torch
 from .._boundary.edges import depend_on
 
@@ -47,7 +49,7 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], group: Group) -> Tensor:
         ctx.splits = send, receive, group
         out = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(out, rows.contiguous(), list(receive), list(send), group=group)
+        waits_of(group).run("all-to-all", dist.all_to_all_single, out, rows.contiguous(), list(receive), list(send))
         return out
 
     @staticmethod

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from vescale.dtensor import random
+from vescale.dtensor.extension import waits_of
 
 from .. import _torch
 from .._boundary.edges import depend_on
@@ -235,7 +236,7 @@ class ExpertRegion:
         called = torch.tensor([name in self._called for name in names], dtype=torch.int32, device=self.mesh.device_type)
         group = self.group(range(self.mesh.ndim))
         if group is not None:
-            dist.all_reduce(called, op=dist.ReduceOp.MAX, group=group)
+            waits_of(group).run("all-reduce", dist.all_reduce, called, dist.ReduceOp.MAX)
         used = {name for name, flag in zip(names, called.tolist(), strict=True) if flag}
         return [shard for leaf, shard in parameters.items() if expert_of(leaf) in used]
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
+from vescale.dtensor.extension import name_group, waits_of
+
 from .. import _torch
 
 __all__ = ["MeshAxis", "PartialGradient", "has_partial", "partial_dims", "sum_over_ranks"]
@@ -63,7 +65,8 @@ class MeshAxis:
     def __init__(self, mesh: DeviceMesh, dim: int):
         self.order, self.size = (tuple(mesh.mesh_dim_names or ()), dim), mesh.size(dim)
         group = mesh.get_group(dim)
-        self._sum, self._waits = _torch.sum_later(group), _torch.Waits(group, _torch.axes_text(mesh, (dim,)))
+        self._sum, self._waits = _torch.sum_later(group), waits_of(group)
+        name_group(group, mesh, (dim,))
 
     def start_sum(self, flat: Tensor) -> dist.Work | None:
         """Launch the sum of a flat tensor over the ranks, in place."""

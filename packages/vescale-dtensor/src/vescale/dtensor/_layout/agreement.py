@@ -12,6 +12,7 @@ values of its line of the mesh, after the second those of its plane, after the l
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from .._torch.waits import waits_over
 
 __all__ = ["describe_difference", "differing_texts", "gather_objects"]
 
@@ -47,14 +50,11 @@ def differing_texts(text: str, over: dist.ProcessGroup | DeviceMesh) -> dict[int
 
 def gather_objects(value: T, over: dist.ProcessGroup | DeviceMesh) -> dict[int, T]:
     """Return ``{global rank: value}`` of all ranks of a process group or mesh, in the order of ranks."""
-    groups = [over.get_group(axis) for axis in range(over.ndim)] if isinstance(over, DeviceMesh) else [over]
     known = {dist.get_rank(): value}
-    for group in groups:
-        size = dist.get_world_size(group)
-        if size == 1 or dist.get_backend(group) == "fake":
-            continue
-        gathered: list[dict[int, T]] = [{}] * size
-        dist.all_gather_object(gathered, known, group=group)
+    for waits in waits_over(over):
+        gathered: list[dict[int, T]] = [{}] * waits.group.size()
+        gather = functools.partial(dist.all_gather_object, gathered, known, group=waits.group)
+        waits.call("comparison of ranks", gather)
         known = {rank: value for part in gathered for rank, value in part.items()}
     return dict(sorted(known.items()))
 

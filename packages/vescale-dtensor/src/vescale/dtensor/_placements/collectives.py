@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._layout.groups import group_of_ranks, ranks_of
-from .._torch.placements import all_gather_single, reduce_scatter_single
+from .._torch.placements import all_gather_single
+from .._torch.waits import name_group, waits_of
 from .plan import peers
 
 __all__ = [
@@ -63,11 +64,12 @@ class Group:
 
     Attributes:
         process_group: their process group.
+        waits: for its collectives; errors name lost ranks.
         order: for each rank of the process group, its index in row-major order of the coordinates.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, members: Sequence[int]):
-        self.process_group = process_group
+        self.process_group, self.waits = process_group, waits_of(process_group)
         place = {rank: index for index, rank in enumerate(members)}
         self.order = [place[rank] for rank in dist.get_process_group_ranks(process_group)]
 
@@ -100,6 +102,7 @@ def group_of(mesh: DeviceMesh, axes: Sequence[int]) -> Group:
         rank_at = dict(zip(itertools.product(*map(range, shape)), ranks_of(mesh), strict=True))
         members = [rank_at[coord] for coord in peers(shape, tuple(mesh.get_coordinate()), axes)]
         process_group = mesh.get_group(axes[0]) if len(axes) == 1 else group_of_ranks(members)
+        name_group(process_group, mesh, axes)
         _groups[key] = Group(process_group, members)
     return _groups[key]
 
@@ -107,7 +110,7 @@ def group_of(mesh: DeviceMesh, axes: Sequence[int]) -> Group:
 def gather(group: Group, local: Tensor, sizes: Sequence[int], out: Tensor) -> list[Tensor]:
     """Gather flat tensors of ``sizes`` into ``out``, in the order of the process group; return them in mesh order."""
     if len(set(sizes)) == 1:
-        all_gather_single(_bytes(out), _bytes(local), group=group.process_group)
+        group.waits.run("all-gather", all_gather_single, _bytes(out), _bytes(local))
     else:  # one copy per rank: the backends share no all-gather of unequal parts
         copies = local.repeat(len(sizes))
         _all_to_all(group, out, group.arranged(sizes), copies, [len(local)] * len(sizes))
@@ -124,7 +127,7 @@ def exchange(group: Group, sends: Sequence[Tensor], sizes: Sequence[int], out: T
 def _all_to_all(group: Group, out: Tensor, out_sizes: list[int], buffer: Tensor, sizes: list[int]) -> None:
     unit = out.element_size()
     out_bytes, bytes_ = [size * unit for size in out_sizes], [size * unit for size in sizes]
-    dist.all_to_all_single(_bytes(out), _bytes(buffer), out_bytes, bytes_, group=group.process_group)
+    group.waits.run("all-to-all", dist.all_to_all_single, _bytes(out), _bytes(buffer), out_bytes, bytes_)
 
 
 def _split(group: Group, out: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -139,7 +142,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def all_reduce(group: Group, local: Tensor, ops: Sequence[str], *, divisor: int) -> Tensor:
     """Reduce over the group by the ``ops`` of its axes (all alike, or sums and averages), and divide averages."""
     result = local.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, op=_OPS[ops[0]], group=group.process_group)
+    group.waits.run("all-reduce", dist.all_reduce, result, op=_OPS[ops[0]])
     return _averaged(result, divisor)
 
 
@@ -152,7 +155,7 @@ def reduce_scatter(group: Group, sends: Sequence[Tensor], ops: Sequence[str], *,
     out = sends[0].new_empty(sizes[place])
     if len(set(sizes)) == 1:
         buffer = torch.cat(group.arranged(sends))
-        reduce_scatter_single(out, buffer, op=_OPS[ops[0]], group=group.process_group)
+        group.waits.reduce_scatter(out, buffer, _OPS[ops[0]])
         return _averaged(out, divisor)
     received = exchange(group, sends, [sizes[place]] * len(sizes), sends[0].new_empty(sizes[place] * len(sizes)))
     out.copy_(received[0])

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial
 
 from .._torch.placements import is_tracing, with_placements
+from .._torch.waits import name_axes
 from .collectives import in_group_order
 from .move import redistribute_shard, reduce_axes, reducible_together
 from .plan import Placements
@@ -104,6 +105,7 @@ def redistribute_shards(stock: Callable) -> Callable:
             local = local.resolve_conj().resolve_neg()
         source, new = current.placements, target.placements
         mesh = current.mesh
+        name_axes(mesh)
         own = is_own(source, mesh) or is_own(new, mesh) or not in_group_order(mesh)
         if own and mesh == target.mesh and not is_tracing():
             return _in_memory_order(redistribute_shard(local, current.shape, mesh, source, new), local, current)

@@ -29,6 +29,7 @@ __all__ = [
     "HandlerPatch",
     "LossParallelPatch",
     "Patch",
+    "PatchGroup",
     "PropagationRule",
     "RulePatch",
     "SafeGlobalsPatch",

@@ -29,15 +29,13 @@ __all__ = [
     "new_group",
     "norm_partial",
     "partition",
-    "reduce_scatter_single",
     "reduced",
     "sharding",
     "with_placements",
 ]
 
-# renamed in torch 2.13, which warns of the old names
+# renamed in torch 2.13, which warns of the old name
 all_gather_single: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
