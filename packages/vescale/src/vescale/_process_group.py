@@ -14,7 +14,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from vescale.dtensor.extension import wait_for_gloo_threads
+from vescale.dtensor.extension import differing_texts, group_of_ranks, wait_for_gloo_threads
 from vescale.plan import Plan
 
 logger = logging.getLogger("vescale")
@@ -65,13 +65,11 @@ def _select_gpu() -> None:
 
 def check_same_plan(plan: Plan) -> None:
     """Raise `ValueError` on every rank, with the ranks in its text, if plans differ in the default group."""
-    mine = repr(plan)
-    every: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    other = [rank for rank, text in enumerate(every) if text != every[0]]
+    texts = differing_texts(repr(plan), group_of_ranks(range(dist.get_world_size())))
+    other = [rank for rank, text in texts.items() if text != texts[0]]
     if other:
         raise ValueError(
             f"expected the same plan on all ranks, got another one than rank 0's on ranks {other}; build it from equal "
             "arguments:\n"
-            f"  rank 0: {every[0]}\n  rank {other[0]}: {every[other[0]]}"
+            f"  rank 0: {texts[0]}\n  rank {other[0]}: {texts[other[0]]}"
         )
