@@ -121,6 +121,22 @@ def test_a_collective_over_several_axes():
         assert message.startswith(expected), message
 
 
+def test_ranks_of_other_groups_name_the_first_rank_that_was_lost():
+    """Rank 1 waits for rank 0 along 'pp', which has ended because it had waited for rank 2, and that for rank 3."""
+    store = dist.HashStore()
+    errors = {}
+    for rank, gone, axis in [(2, 3, "tp"), (0, 2, "dp"), (1, 0, "pp")]:
+        began = time.monotonic()
+        errors[rank] = Failures((rank, gone), rank, store).describe(f"the all-reduce over axis {axis!r}", "closed")
+        assert (time.monotonic() - began > 1) == (rank == 2), "ranks that have said what they lost are not waited for"
+        assert f"failed on rank {rank}; no answer from rank {gone}: ended" in errors[rank], errors[rank]
+    first = "the all-reduce over axis 'tp' failed on rank 2; no answer from rank 3: ended, or hangs elsewhere"
+    assert errors[0].endswith(f"\n  before that, {first}")
+    second = "the all-reduce over axis 'dp' failed on rank 0; no answer from rank 2: ended, or hangs elsewhere"
+    assert errors[1].endswith(f"\n  before that, {second}; before that, {first}")
+    assert "before" not in errors[2]
+
+
 def run_without(name, lost):
     with disabled("process"):
         run_program(name, lost)

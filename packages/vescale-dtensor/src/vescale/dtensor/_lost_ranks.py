@@ -14,6 +14,10 @@ While a rank waits for a collective on the CPU, it checks the store every `Failu
 never does. A rank that is neither in such a wait nor gone (it computes) answers at its next wait, or is named after
 `Failures.PATIENCE` as one that gave no answer. The message names both cases.
 
+A rank that raises such an error usually ends, too, and ranks that wait for it in other groups would name it alone. So
+it leaves its error in the store as its last words, and they pass them on: the first rank that was lost is in the text
+of all.
+
 A rank that is about to do what all ranks must do together, and that others may not do now (a call with new shapes, a
 step without a backward), first meets them in the store (`Failures.meet`). Ranks that wait for a collective find the
 open meeting there, too: they and the rank in the meeting wait for each other, which is an error on all of them.
@@ -85,6 +89,7 @@ class Failures:
         self.rank = rank
         key = hashlib.sha256(f"{self.ranks} {name}".encode()).hexdigest()[:16]
         self._store = dist.PrefixStore(f"vescale/failures/{key}", store)
+        self._last_words = dist.PrefixStore("vescale/failures/last words", store)
         self._silent: set[int] = set()  # ranks that gave no answer once are not waited for again
         self._waiter: _Waiter | None = None
 
@@ -204,16 +209,28 @@ class Failures:
         head = f"{what} failed on rank {self.rank}"
         try:
             answers = self._exchange(f"{what}: {cause}" if cause else f"was waiting in {what}")
+            return self._conclude(head, answers)
         except _STORE_ERRORS:
             gone = "the store cannot be reached either: the process that hosts it (torchrun, or rank 0) is gone"
             return "\n".join(filter(None, [f"{head}; {gone}", cause]))
+
+    def _conclude(self, head: str, answers: dict[int, str]) -> str:
+        """Return the error message for the answers of other ranks, and leave the last words of this one."""
         silent = [rank for rank in self.ranks if rank not in answers]
         self._silent.update(silent)
         if silent:
             finding = f"no answer from rank {', '.join(map(str, silent))}: ended, or hangs elsewhere"
         else:
             finding = "every rank of the axis is there, so none has ended"
-        return "\n".join([f"{head}; {finding}", *(f"  rank {rank}: {answers[rank]}" for rank in sorted(answers))])
+        earlier = [words for words in map(self._words_of, silent) if words]
+        self._last_words.set(f"rank {self.rank}", "; before that, ".join([f"{head}; {finding}", *earlier]))
+        lines = [f"  rank {rank}: {answers[rank]}" for rank in sorted(answers)]
+        return "\n".join([f"{head}; {finding}", *lines, *(f"  before that, {words}" for words in earlier)])
+
+    def _words_of(self, rank: int) -> str:
+        """Return the error that a rank has raised, about any of its groups; empty if none."""
+        key = f"rank {rank}"
+        return self._last_words.get(key).decode() if self._last_words.check([key]) else ""
 
     def _exchange(self, mine: str) -> dict[int, str]:
         self._store.set(f"rank {self.rank}", mine)
@@ -224,7 +241,8 @@ class Failures:
             for rank in self.ranks:
                 if rank not in answers and self._store.check([f"rank {rank}"]):
                     answers[rank] = self._store.get(f"rank {rank}").decode()
-            if len(answers.keys() | self._silent) == len(self.ranks) or time.monotonic() > end:
+            gone = self._silent.union(rank for rank in self.ranks if rank not in answers and self._words_of(rank))
+            if len(answers.keys() | gone) == len(self.ranks) or time.monotonic() > end:
                 return answers
             time.sleep(0.02)
 
