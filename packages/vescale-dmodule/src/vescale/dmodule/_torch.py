@@ -33,6 +33,7 @@ __all__ = [
     "StorageWeakRef",
     "Waits",
     "alias",
+    "awaited",
     "axes_text",
     "backward_number",
     "count_hooks",
@@ -170,6 +171,15 @@ def alias(tensor: Tensor) -> Tensor:
     """Return a plain tensor over the memory of another, outside autograd."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
+
+
+def awaited(tensor: Tensor) -> Tensor:
+    """Return a tensor whose values can be read outside of torch functions: a guard waits for them, or refuses."""
+    kind = type(tensor)
+    if kind not in (Tensor, nn.Parameter, DTensor):
+        with no_function_modes():
+            kind.__torch_function__(Tensor.detach, (kind,), (tensor,), {})
+    return tensor
 
 
 def for_each(function: Callable, *columns: Iterable) -> None:

@@ -42,11 +42,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dmodule.rows import RowsProgram
 from vescale.dtensor.extension import Fact, checked
 
 from . import _torch
-from ._checks import is_plain, refuse_local_statistics
+from ._checks import refuse_local_statistics, rows_program
 from ._forward.global_mean import global_mean_scale
 from ._forward.ignored_outputs import IgnoredOutputs
 from ._forward.local_batch import attach_local_batch
@@ -248,8 +247,8 @@ class DDP(_torch.UnmovableModule):
         calls = self._calls = LocalCalls(axes.all.device_type, backward_ran=reducer.take_received, meet=self._meet)
         if options.per_rank:
             return
-        if is_plain(module):
-            self._rows = RowsProgram(module, axes.one_mesh, meet=self._meet, row_wise=row_wise)
+        if (kind := rows_program(module)) is not None:
+            self._rows = kind(module, axes.one_mesh, meet=self._meet, row_wise=row_wise)
         refuse_local_statistics(module, self._rows)
         attach_local_batch(module, axes.meshes, watch_draws=options.watch_draws, rows=self._rows)
         self._calls.attach(module)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch
 
-__all__ = ["aligned", "averaged", "depend_on", "local_shards", "unwrapped", "wrapped"]
+__all__ = ["aligned", "as_summand", "averaged", "depend_on", "local_shards", "unwrapped", "wrapped", "wrapper"]
 
 Placements = tuple[Placement, ...]
 
@@ -39,7 +39,7 @@ def wrapped(
 ) -> DTensor:
     """Return a local tensor as the shard of a DTensor; its gradient is first brought to ``gradient``, if given."""
     layout = mesh, placements, torch.Size(shape), local.shape, local.stride(), local.dtype
-    return _wrap(local, _wrapper(*layout), gradient, averaged(mesh, placements))
+    return _wrap(_torch.awaited(local), wrapper(*layout), gradient, averaged(mesh, placements))
 
 
 @_torch.unseen
@@ -72,7 +72,7 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if isinstance(grad, DTensor):
-            grad = _torch.local_of(grad) if ctx.gradient is None else _summand(grad, ctx.gradient)
+            grad = _torch.local_of(grad) if ctx.gradient is None else as_summand(grad, ctx.gradient)
         return grad if ctx.num_averaged == 1 else grad / ctx.num_averaged, None, None, None
 
 
@@ -93,10 +93,10 @@ class _Unwrap(torch.autograd.Function):
         grad = grad if ctx.num_averaged == 1 else grad * ctx.num_averaged
         if grad.requires_grad:
             return _from_local(grad, ctx.mesh, ctx.gradient, ctx.shape), None
-        return _wrapper(ctx.mesh, ctx.gradient, ctx.shape, grad.shape, grad.stride(), grad.dtype)(grad), None
+        return wrapper(ctx.mesh, ctx.gradient, ctx.shape, grad.shape, grad.stride(), grad.dtype)(grad), None
 
 
-def _summand(grad: DTensor, placements: Placements) -> Tensor:
+def as_summand(grad: DTensor, placements: Placements) -> Tensor:
     """Return the shard of a gradient in ``placements``; of a whole one that becomes partial, the first rank has all."""
     axes = [
         a for a, (p, old) in enumerate(zip(placements, grad.placements, strict=True)) if p.is_partial() and p != old
@@ -111,7 +111,7 @@ _wrap, _unwrap = _torch.direct_apply(_Wrap), _torch.direct_apply(_Unwrap)
 
 
 @functools.lru_cache(maxsize=NUM_LAYOUTS)
-def _wrapper(
+def wrapper(
     mesh: DeviceMesh,
     placements: Placements,
     shape: torch.Size,

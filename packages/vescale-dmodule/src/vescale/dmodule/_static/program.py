@@ -34,12 +34,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
@@ -60,23 +62,40 @@ from .local_parameters import LocalParameter, LocalParameters
 from .operator_mode import OperatorHooks, QuietCall
 from .parts import Parts, join, keep_on_dtensors
 from .recording.calls import CallRecorder, Island, Place
-from .recording.compare import difference, highest, raise_together
+from .recording.compare import add_rows, difference, highest, raise_together
 from .recording.dry_run import Run, check, new_run, record
 from .recording.layouts import RecordedLayouts, Recording, Recordings
 from .recording.search import search
 from .regions import EagerPart, ExpertsPart, experts_gradients
 
-__all__ = ["Model", "StaticProgram"]
+__all__ = ["Model", "Rows", "StaticProgram"]
 
 logger = logging.getLogger("vescale.dmodule")
 
 AGREES, DIFFERS, FAILS = range(3)  # how the check of a recording ends
 
 
+class Rows(Protocol):
+    """Calls of the model on the rows of all data-parallel ranks; ``mesh`` has an axis of rows ahead of the plan's."""
+
+    mesh: DeviceMesh
+    row_wise: frozenset[str]
+
+    def distribute(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Return the arguments of the model with DTensors in place of tensors of rows."""
+
+    def log(self) -> AbstractContextManager[Sized]:
+        """Log the collectives over the axis of rows while the context is open."""
+
+    def part_of(self, tensor: DTensor) -> DTensor:
+        """Return what this rank returns of a result on the rows of all ranks, on the mesh of the plan."""
+
+
 class Model(Protocol):
     """The attributes of the parallelized model that its programs use."""
 
     mesh: DeviceMesh
+    rows: Rows | None
     root: nn.Module
     phase: Phase
     scope: EagerScope
@@ -276,6 +295,7 @@ class StaticProgram:
         self._refresh()
         recordings, signature = self.recordings, self._signature(args, kwargs)
         layouts = self._find(signature)
+        self.call.signature = signature
         checks = self.model.checks if self.call.is_root else None
         if layouts is None:
             if checks is not None:
@@ -294,11 +314,18 @@ class StaticProgram:
                 self._quiet_call.begin()
         return True
 
+    def prepare(self, args: tuple, kwargs: dict) -> None:
+        """Record a call if its signature is new, and do not run it. Collective over the mesh."""
+        if self.call.state is State.IDLE:
+            self._prepare(args, kwargs)
+            self._quiet_call.end(self.parts.name, well=False)
+
     def _signature(self, args: tuple, kwargs: dict) -> Hashable:
-        device = self.model.mesh.device_type
+        device = self.call.plan_mesh.device_type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         values = *map(describe_value, args), describe_value(kwargs) if kwargs else None
-        return torch.is_grad_enabled(), self.parts.module.training, dtype, *self.parts.checkpointing(), *values
+        mode = torch.is_grad_enabled(), self.parts.module.training, self.model.rows is not None
+        return *mode, dtype, *self.parts.checkpointing(), *values
 
     def _find(self, signature: Hashable) -> RecordedLayouts | None:
         """Return the recorded layouts of a call; None if any rank must record it, because all ranks record together."""
@@ -319,15 +346,19 @@ class StaticProgram:
             NotLocalFriendlyError: the module is wrong on local tensors; raised on all ranks.
             Exception: any error of the module itself in eager mode.
         """
-        model, error, level = self.model, None, FAILS
+        error, level, mesh = None, FAILS, self._mesh
+        rows = self.model.rows
+        self.parts.row_wise = frozenset() if rows is None else rows.row_wise
         try:
             eager, recording, islands = self._run_on_dtensors(args, kwargs)
-            local = new_run(model.mesh)
+            local = new_run(self.call.plan_mesh)
             self._adopt(recording)
             with self._dry_run(State.CHECKING, local):
                 self._refresh()
                 self._expect_gradients(checked=local)
-                check(local, self.parts, args, kwargs)
+                check(local, eager, self.parts, args, kwargs)
+            for run in (local, eager) if rows is not None else ():
+                add_rows(run, eager, mesh)
             error = difference(eager, local, self.parts)
             level = AGREES if error is None else DIFFERS
         except Exception as found:
@@ -336,26 +367,37 @@ class StaticProgram:
         finally:
             if self.parameters is not None:
                 self._expect_gradients()
-        if highest(level, model.mesh) == DIFFERS:
+        if highest(level, mesh) == DIFFERS:
             nudged = self._run_nudged(eager, islands, args, kwargs)
             error = error and difference(eager, local, self.parts, nudged)
-        raise_together(error, model.mesh)
+        raise_together(error, mesh)
         self.recordings.assign(signature, self.call.layouts, is_quiet=recording.is_quiet, parts=self.parts)
+        self.recordings.returned[signature] = recording.returned
 
     def _run_nudged(self, eager: Run, islands: Mapping[Place, Island], args: tuple, kwargs: dict) -> Run:
         """Record a call again, to measure how far rounding errors reach (see ``recording.rounding``)."""
-        run = new_run(self.model.mesh, eager.observer.changed)
-        self._run(run, CallRecorder(run.names, self.model.mesh, islands, keeps=False, nudges=True), args, kwargs)
+        run = new_run(self.call.plan_mesh, eager.observer.changed)
+        self._run(run, self._recorder(run, islands, keeps=False, nudges=True), args, kwargs)
+        if self.model.rows is not None:
+            add_rows(run, eager, self._mesh)
         return run
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        """The ranks that make the call together."""
+        return self.call.plan_mesh if self.model.rows is None else self.model.rows.mesh
+
+    def _recorder(self, run: Run, islands: Mapping[Place, Island], **options: bool) -> CallRecorder:
+        return CallRecorder(run.names, self._mesh, islands, over_rows=self.model.rows is not None, **options)
 
     def _run_on_dtensors(self, args: tuple, kwargs: dict) -> tuple[Run, Recording, Mapping[Place, Island]]:
         """Record a call; again, if it changes results in place or has islands that were not known before."""
         model, changed = self.model, frozenset()
         islands: dict[Place, Island] = {}
-        searches = model.scope.allow_implicit
+        searches = model.scope.allow_implicit or model.rows is not None
         while True:
-            run = new_run(model.mesh, changed)
-            recorder = CallRecorder(run.names, model.mesh, islands, keeps=searches)
+            run = new_run(self.call.plan_mesh, changed)
+            recorder = self._recorder(run, islands, keeps=searches)
             recording = self._run(run, recorder, args, kwargs)
             if recording is None:
                 changed |= run.observer.newly_changed()
@@ -369,12 +411,16 @@ class StaticProgram:
     def _run(self, run: Run, recorder: CallRecorder, args: tuple, kwargs: dict) -> Recording | None:
         with self._dry_run(State.RECORDING, run):
             self.model.phase.convert = run.observer.convert
-            return record(run, recorder, self.parts, self.model.scope, args, kwargs)
+            rows = self.model.rows
+            if rows is not None and self.call.is_root:
+                args, kwargs = rows.distribute(args, kwargs)
+            with contextlib.nullcontext(()) if rows is None else rows.log() as recorder.log:
+                return record(run, recorder, self.parts, self.model.scope, args, kwargs)
 
     def _islands(self, recording: Recording, recorder: CallRecorder, args: tuple, kwargs: dict) -> dict[Place, Island]:
         """Search for operators that must run on DTensors. Collective over the mesh."""
-        call, run = self.call, new_run(self.model.mesh)
-        before, call.layouts = call.layouts, recording.forward_layouts(self.model.mesh, self._returns)
+        call, run = self.call, new_run(self.call.plan_mesh)
+        before, call.layouts = call.layouts, recording.forward_layouts(call.plan_mesh, self._returns)
         try:
             with self._dry_run(State.CHECKING, run):
                 self._refresh()
@@ -404,7 +450,7 @@ class StaticProgram:
     def _adopt(self, recording: Recording) -> None:
         """Adopt the layouts of a recording and hook the parts that it names."""
         call, recordings = self.call, self.recordings
-        call.layouts = recordings.adopt(recording, self.model.mesh, self._returns)
+        call.layouts = recordings.adopt(recording, call.plan_mesh, self._returns)
         recordings.gradients = experts_gradients(self.parts, call.layouts.tokens) | recordings.gradients
         self._hook_random_operators(recording.operators)
         for name in recording.recomputed:

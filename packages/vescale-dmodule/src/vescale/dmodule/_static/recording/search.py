@@ -58,7 +58,7 @@ def search(
         kwargs: of the call.
         local_means: whether local code may have a mean of its own values where the recording has one over ranks.
     """
-    found = _Search(recorder, run.names, parts, run.observer.mesh, local_means=local_means)
+    found = _Search(recorder, run.names, parts, recorder.mesh, local_means=local_means)
     with without_side_effects(parts.module), run.names.watching(parts.modules):
         arguments, keywords = copied(args), copied(kwargs)
         with found.running():
@@ -170,7 +170,7 @@ class _Search(TorchFunctionMode):
 
     def _is_local(self, name: str) -> bool:
         """Return whether the code of a module is the same on local tensors."""
-        return not self._parts.is_eager(name) and name not in self._parts.experts
+        return self._parts.is_watched(name) and name not in self._parts.experts
 
     def _next(self) -> tuple[Place, KeptCall | None]:
         if not self._names.path:

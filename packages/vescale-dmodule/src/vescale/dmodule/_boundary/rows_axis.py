@@ -1,0 +1,122 @@
+"""One more mesh axis, ahead of those of a plan: the rows of data-parallel ranks.
+
+Each data-parallel rank calls a module with its own rows and has a copy of everything else. So it runs a program on its
+part of global values, and backward gives it one summand of the gradient of each value that all ranks have::
+
+    placement on      a rank has                  its gradient on that axis
+    the axis of rows
+    Shard(d)          its part                    that of the part
+    Replicate         the value                   a summand, whose sum over ranks is the gradient
+    Partial("sum")    a summand of the value      the gradient
+    Partial("avg")    a value, whose mean counts  a summand; the rank takes 1/N of the gradient of the mean
+
+Placements of values decide those of gradients, so nothing has to be recorded in backward. All gradients count N times
+on N ranks until data parallelism takes their mean.
+
+A module with a plan has its tensors on the mesh of the plan. Operators on the rows of all ranks run on a wider mesh::
+
+    lift     a DTensor on the mesh of the plan  ->  the same local tensor on the wider mesh
+    lower    and back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from vescale.dtensor.extension import chunk
+
+from .. import _torch
+from .edges import as_summand, averaged, wrapper
+
+__all__ = ["gradient_over_rows", "is_over_rows", "lift", "lower", "part_of_rows"]
+
+
+def gradient_over_rows(placement: Placement) -> Placement:
+    """Return the placement of the gradient of a value on the axis of rows.
+
+    Example:
+        >>> gradient_over_rows(Replicate())
+        Partial(sum)
+    """
+    if placement.is_replicate():
+        return Partial()
+    return Replicate() if placement.is_partial() else placement
+
+
+def is_over_rows(tensor: object, mesh: DeviceMesh) -> bool:
+    """Return whether a value is a DTensor on a mesh with an axis of rows ahead of those of ``mesh``."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim > mesh.ndim
+
+
+def part_of_rows(tensor: DTensor) -> torch.Size:
+    """Return the shape of this rank's part of a value on the wider mesh: global over all axes but that of the rows."""
+    shape, placement = list(tensor.shape), tensor.placements[0]
+    if placement.is_shard():
+        mesh = tensor.device_mesh
+        shape[placement.dim] = chunk(shape[placement.dim], mesh.size(0), mesh.get_local_rank(0))[1]
+    return torch.Size(shape)
+
+
+@_torch.unseen
+def lift(tensor: DTensor, mesh: DeviceMesh, placement: Placement | None = None) -> DTensor:
+    """Return a DTensor on the wider ``mesh``, over the same memory, differentiably.
+
+    Args:
+        tensor: on the mesh of the plan.
+        mesh: the same mesh with an axis of rows ahead.
+        placement: on that axis: ``Replicate()``, which is the default, if all ranks have the same values; ``Shard(d)``,
+            if each has its rows, as many as every other rank.
+    """
+    return _Lift.apply(_torch.awaited(tensor), mesh, placement or Replicate())
+
+
+@_torch.unseen
+def lower(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
+    """Return this rank's part of a DTensor on the wider mesh as a DTensor on ``mesh``, that of the plan; see `lift`."""
+    return _Lower.apply(tensor, mesh)
+
+
+def _on(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], local: Tensor) -> DTensor:
+    layout = mesh, tuple(placements), torch.Size(shape), local.shape, local.stride(), local.dtype
+    return wrapper(*layout)(local)
+
+
+class _Lift(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+        ctx.mesh, ctx.shape, ctx.gradient = tensor.device_mesh, tensor.shape, gradient_over_rows(placement)
+        ctx.num_averaged = averaged(mesh, (placement,))
+        shape = list(tensor.shape)
+        if placement.is_shard():
+            shape[placement.dim] *= mesh.size(0)
+        return _on(mesh, (placement, *tensor.placements), shape, _torch.local_of(tensor).detach())
+
+    @staticmethod
+    def backward(ctx, grad: DTensor) -> tuple[DTensor, None, None]:
+        grad = grad if ctx.num_averaged == 1 else grad / ctx.num_averaged
+        if grad.requires_grad:  # a gradient of gradients: only differentiable operators
+            return lower(grad.redistribute(placements=(ctx.gradient, *grad.placements[1:])), ctx.mesh), None, None
+        placements = ctx.gradient, *grad.placements[1:]
+        return _on(ctx.mesh, placements[1:], ctx.shape, as_summand(grad, placements)), None, None
+
+
+class _Lower(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: DTensor, mesh: DeviceMesh) -> DTensor:
+        own = tensor.placements[0]
+        ctx.mesh, ctx.shape = tensor.device_mesh, tensor.shape
+        ctx.gradient = own if own.is_partial("avg") else gradient_over_rows(own)
+        ctx.num_averaged = averaged(tensor.device_mesh, tensor.placements[:1])
+        return _on(mesh, tensor.placements[1:], part_of_rows(tensor), _torch.local_of(tensor).detach())
+
+    @staticmethod
+    def backward(ctx, grad: DTensor) -> tuple[DTensor, None]:
+        grad = grad if ctx.num_averaged == 1 else grad * ctx.num_averaged
+        if grad.requires_grad and ctx.gradient.is_shard():
+            return lift(grad, ctx.mesh, ctx.gradient), None
+        return _on(ctx.mesh, (ctx.gradient, *grad.placements), ctx.shape, _torch.local_of(grad)), None
