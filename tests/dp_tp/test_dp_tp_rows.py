@@ -103,8 +103,12 @@ class BatchSize(MLP):
 class Regularized(MLP):
     """A term of parameters, and statistics that reach the loss."""
 
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
     def forward(self, x):
-        return (super().forward(x) - x.mean(0)).square().mean() + 0.1 * self.down.bias.square().sum()
+        return (super().forward(self.scale * x) - x.mean(0)).square().mean() + 0.1 * self.scale.norm()
 
 
 class Checkpointed(nn.Module):

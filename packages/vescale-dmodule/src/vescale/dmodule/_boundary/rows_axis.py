@@ -21,7 +21,7 @@ A module with a plan has its tensors on the mesh of the plan. Operators on the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from vescale.dtensor.extension import chunk
 from .. import _torch
 from .edges import as_summand, averaged, wrapper
 
-__all__ = ["gradient_over_rows", "is_over_rows", "lift", "lower", "part_of_rows"]
+__all__ = ["gradient_over_rows", "is_over_rows", "lift", "lower", "part_of_rows", "settled"]
 
 
 def gradient_over_rows(placement: Placement) -> Placement:
@@ -60,6 +60,23 @@ def part_of_rows(tensor: DTensor) -> torch.Size:
         mesh = tensor.device_mesh
         shape[placement.dim] = chunk(shape[placement.dim], mesh.size(0), mesh.get_local_rank(0))[1]
     return torch.Size(shape)
+
+
+@_torch.unseen
+def settled(result: object, operands: Iterable[object]) -> object:
+    """Return the result of an operator on the wider mesh, replicated over the axes of the plan if all operands are.
+
+    So it is on the mesh of the plan. DTensor may choose otherwise to move less over the axis of rows.
+    """
+    if any(isinstance(t, DTensor) and not all(p.is_replicate() for p in t.placements[1:]) for t in operands):
+        return result
+
+    def settle(leaf: object) -> object:
+        if not isinstance(leaf, DTensor) or all(p.is_replicate() for p in leaf.placements[1:]):
+            return leaf
+        return leaf.redistribute(placements=(leaf.placements[0], *[Replicate()] * (leaf.device_mesh.ndim - 1)))
+
+    return _torch.tree_map(settle, result)
 
 
 @_torch.unseen

@@ -38,7 +38,7 @@ from vescale.dtensor.extension import map_leaves, tensors_in
 
 from .. import _torch
 from .._boundary.convert import as_dtensor, is_plain
-from .._boundary.rows_axis import lift
+from .._boundary.rows_axis import lift, settled
 from .._gradients.sync import GradientSync
 from ..errors import ImplicitRedistributionError
 from .module_hooks import OwnHook
@@ -110,7 +110,10 @@ class _Mixing(TorchFunctionMode):
         # for plain tensors that torch itself makes inside a composite operator
         before = _torch.replicate_plain_operands(allow=True)
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if mesh is not self.scope.rows:
+                return result
+            return settled(result, tensors_in((args, kwargs)))
         except ImplicitRedistributionError as error:
             if self.scope.allow_implicit:  # the user's own `strict()`
                 raise

@@ -54,9 +54,11 @@ class RecordedCall:
     """A recorded call.
 
     Attributes:
+        rows: number of this rank's rows.
         mixes_rows: whether operators communicate over the axis of rows.
     """
 
+    rows: int | None
     mixes_rows: bool
 
 
@@ -86,6 +88,7 @@ class PlannedRows(JointCalls[RecordedCall]):
         super().__init__(module, None if rows is None else _wider(rows, self.execution.mesh), meet=meet)
         self.row_wise = frozenset((*row_wise, *_local_parts(module)))
         self._is_open = self._has_run = False
+        self._rows: int | None = None  # of this rank
         if rows is not None:
             self.recorder = PlannedRecorder(self)
 
@@ -109,7 +112,7 @@ class PlannedRows(JointCalls[RecordedCall]):
     def _open(self, recorded: RecordedCall | None) -> None:
         if recorded is not None:
             self._is_open = self._has_run = True
-            self.execution.rows = self
+            self._rows, self.execution.rows = recorded.rows, self
 
     def _close(self, result: object) -> object:
         was_open, self._is_open, self.execution.rows = self._is_open, False, None
@@ -135,6 +138,7 @@ class PlannedRows(JointCalls[RecordedCall]):
         if self._depth > 1:
             return args, kwargs  # the module calls itself
         rows, plan = num_rows(args, kwargs), self.execution.mesh
+        self._rows = rows
 
         def convert(tensor: Tensor, _where: str) -> Tensor:
             if not has_rows(tensor, rows) or is_over_rows(tensor, plan):
@@ -147,18 +151,21 @@ class PlannedRows(JointCalls[RecordedCall]):
 
     def part_of(self, tensor: DTensor) -> DTensor:
         """Return what this rank returns of a result on the rows of all ranks, on the mesh of the plan."""
-        own, scale = tensor.placements[0], 1
-        if own.is_partial() and not own.is_partial("avg"):
-            if own.is_partial("sum") and not tensor.ndim and tensor.requires_grad:
-                scale = self.mesh.size(0)  # a loss: its mean over ranks is the sum, without communication
-            else:
-                tensor = tensor.redistribute(placements=(Replicate(), *tensor.placements[1:]))
-        part = lower(tensor, self.execution.mesh)
-        return part if scale == 1 else part * scale
+        own, size = tensor.placements[0], self.mesh.size(0)
+        is_loss = not tensor.ndim and tensor.requires_grad
+        if is_loss and own.is_partial("sum"):
+            return lower(tensor, self.execution.mesh) * size  # whose mean over ranks is the sum, without communication
+        if not own.is_shard() and not (is_loss and own.is_partial("avg")):
+            has_all_rows = tensor.ndim and self._rows and tensor.shape[0] == self._rows * size
+            tensor = tensor.redistribute(placements=(Shard(0) if has_all_rows else Replicate(), *tensor.placements[1:]))
+        return lower(tensor, self.execution.mesh)
 
     def _reduced(self, tensor: Tensor, returned: ReturnedRows | None) -> Tensor:
         """Return a result of static mode with the sum over ranks in place of a summand."""
-        if returned is None or not returned.placement.is_partial() or returned.placement.is_partial("avg"):
+        own = None if returned is None else returned.placement
+        if own is None or own.is_shard() or tensor.shape[:1] == (self._rows,):
+            return tensor
+        if not tensor.ndim and (own.is_replicate() or (own.is_partial("avg") and tensor.requires_grad)):
             return tensor
         summand = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.execution.mesh)
         part = self.part_of(lift(summand, self.mesh, returned.placement))
@@ -206,7 +213,8 @@ class PlannedRecorder(JointRecorder[RecordedCall]):
         except NotLocalFriendlyError as error:
             raise NotLocalFriendlyError(f"on the rows of all ranks: {error}; or, {WAY_OUT}") from error
         layouts = program.recordings.by_signature[program.call.signature]
-        return RecordedCall(any(operators.has_islands for operators in layouts.operators.values()))
+        mixes_rows = any(operators.has_islands for operators in layouts.operators.values())
+        return RecordedCall(num_rows(args, kwargs), mixes_rows)
 
     def _run_eagerly(self, args: tuple, kwargs: dict) -> RecordedCall:
         names, generator = Names(), generator_fact(self.mesh.device_type)
@@ -217,7 +225,7 @@ class PlannedRecorder(JointRecorder[RecordedCall]):
                 self.module(*copied(args), **copied(kwargs))
             moved = random_position(self.mesh.device_type) != before
         self._compare([recorder.fact(), *([generator] if moved else [])])
-        return RecordedCall(len(log) > 0)
+        return RecordedCall(num_rows(args, kwargs), len(log) > 0)
 
     def _works_alone(self, args: tuple, kwargs: dict) -> bool:
         if self._fails_alone or self.execution.program is not None:

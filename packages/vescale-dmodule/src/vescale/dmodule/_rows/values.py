@@ -107,8 +107,8 @@ class Output:
 
     @property
     def must_be_reduced(self) -> bool:
-        """Whether the value on all rows is neither this rank's, nor a mean over ranks."""
-        return any(p.is_partial() and not p.is_partial("avg") for p in self.placements or ())
+        """Whether the value on all rows is neither this rank's, nor a loss, of which the mean over ranks counts."""
+        return any(p.is_partial() and (self.shape or not p.is_partial("avg")) for p in self.placements or ())
 
 
 def outputs_of(result: object) -> list[Output]:

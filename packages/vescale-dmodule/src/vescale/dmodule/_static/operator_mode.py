@@ -33,6 +33,7 @@ from vescale.dtensor import debug, extension
 
 from .. import _torch
 from .._boundary.edges import unwrapped, wrapped
+from .._boundary.rows_axis import settled
 from .._execution.module_hooks import OwnHook
 from ..errors import NotLocalFriendlyError
 from .operators import ModuleOperators, RecordedOperator
@@ -189,7 +190,8 @@ class OperatorMode(TorchFunctionMode):
 
     def _run_on_dtensors(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> object:
         with _torch.plain_operands_replicated():  # composite operators create plain tensors
-            return operator.function(*args, **kwargs)
+            result = operator.function(*args, **kwargs)
+        return settled(result, _torch.tree_leaves((args, kwargs))) if operator.over_rows else result
 
     def _ways_out(self, *, is_random: bool = False) -> str:
         """Return the fixes, for error messages."""

@@ -231,6 +231,8 @@ class StaticProgram:
         if call.state is State.EAGER_ONCE or call.depth > 1:  # eager arguments, or arguments from inside the module
             return None
         edge = call.localize if call.is_open else call.observer.watch_argument
+        if self.model.rows is not None and call.is_root and not call.is_open:
+            return None  # tensors of rows are plain on local tensors
         where = self.parts.edge("enters")
         return map_leaves(edge, args, where), map_leaves(edge, kwargs, where) if kwargs else kwargs
 

@@ -19,7 +19,7 @@ from vescale.dtensor import extension
 
 from ... import _torch
 from ..._boundary.convert import as_dtensor, bring, to_plain
-from ..._boundary.rows_axis import gradient_over_rows, lift
+from ..._boundary.rows_axis import gradient_over_rows, lift, settled
 from ...errors import NotLocalFriendlyError
 from ..operators import ModuleOperators, Operand, Part, RecordedOperator
 from ..parts import Parts, describe, is_inside, ways_out
@@ -164,6 +164,8 @@ class CallRecorder(TorchFunctionMode):
         before, versions = extension.random_position(self.mesh.device_type), [_version(t) for t in operands]
         self._communicates, num_collectives = False, len(self.log)
         result = func(*args, **kwargs)
+        if self._over_rows and any(isinstance(t, DTensor) and t.device_mesh.ndim == self.mesh.ndim for t in operands):
+            result = settled(result, operands)
         self._communicates |= len(self.log) > num_collectives
         operator.draws = extension.random_position(self.mesh.device_type) != before
         operator.written = tuple(i for i, t in enumerate(operands) if _version(t) != versions[i])
