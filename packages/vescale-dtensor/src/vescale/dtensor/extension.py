@@ -65,6 +65,7 @@ from ._layout.shards import Piece, local_shape, local_views, pieces
 from ._lost_ranks import Failures, first_line
 from ._operators.strict import on_implicit_redistribution
 from ._random.state import Position, random_position
+from ._random.global_position import in_batch_window
 from ._random.streams import is_watched, is_watched_alone, unwatched, watched
 from ._rank_checks import (
     Fact,
@@ -109,6 +110,7 @@ __all__ = [
     "has_gradient_hooks",
     "input_facts",
     "is_equal",
+    "in_batch_window",
     "is_watched",
     "is_watched_alone",
     "leaves",

@@ -108,6 +108,7 @@ class _Lift(torch.autograd.Function):
     def forward(ctx, tensor: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
         ctx.mesh, ctx.shape, ctx.gradient = tensor.device_mesh, tensor.shape, gradient_over_rows(placement)
         ctx.num_averaged = averaged(mesh, (placement,))
+        ctx.source, ctx.version = tensor if tensor.is_leaf else None, tensor._version
         shape = list(tensor.shape)
         if placement.is_shard():
             shape[placement.dim] *= mesh.size(0)
@@ -115,6 +116,12 @@ class _Lift(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: DTensor) -> tuple[DTensor, None, None]:
+        if ctx.source is not None and ctx.source._version != ctx.version:  # autograd cannot see it behind the lift
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of shape {tuple(ctx.source.shape)} after the forward that used it; run backward before "
+                "optimizer.step()"
+            )
         grad = grad if ctx.num_averaged == 1 else grad / ctx.num_averaged
         if grad.requires_grad:  # a gradient of gradients: only differentiable operators
             return lower(grad.redistribute(placements=(ctx.gradient, *grad.placements[1:])), ctx.mesh), None, None

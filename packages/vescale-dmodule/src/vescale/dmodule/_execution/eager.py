@@ -37,7 +37,7 @@ from vescale.dtensor import strict
 from vescale.dtensor.extension import map_leaves, tensors_in
 
 from .. import _torch
-from .._boundary.convert import as_dtensor, is_plain
+from .._boundary.convert import as_dtensor, bring, is_plain, to_plain
 from .._boundary.rows_axis import lift, settled
 from .._gradients.sync import GradientSync
 from ..errors import ImplicitRedistributionError
@@ -111,7 +111,7 @@ class _Mixing(TorchFunctionMode):
         before = _torch.replicate_plain_operands(allow=True)
         try:
             result = func(*args, **kwargs)
-            if mesh is not self.scope.rows:
+            if mesh is not self.scope.rows or func in (bring, to_plain):  # see Note [boundaries are torch functions]
                 return result
             return settled(result, tensors_in((args, kwargs)))
         except ImplicitRedistributionError as error:

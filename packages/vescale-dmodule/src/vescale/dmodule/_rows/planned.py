@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.dtensor import debug
-from vescale.dtensor.extension import generator_fact, random_position
+from vescale.dtensor.extension import generator_fact, in_batch_window, random_position
 
 from .. import _torch
 from .._boundary.convert import as_dtensor, is_plain, to_plain
@@ -121,6 +121,15 @@ class PlannedRows(JointCalls[RecordedCall]):
             return None
         returned = iter(program.recordings.returned[program.call.signature])
         return map_leaves(lambda tensor, _where: self._reduced(tensor, next(returned, None)), result, "")
+
+    def _begin(self, args: tuple, kwargs: dict) -> None:
+        if not in_batch_window():
+            super()._begin(args, kwargs)
+        elif any(recorded.mixes_rows for recorded in self.recorded.values()):
+            raise RuntimeError(
+                f"expected no random.micro_batches around {type(self.module).__name__}, which mixes rows: those of a "
+                "micro-batch are not those of the batch; accumulate gradients with DDP.no_sync()"
+            )
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
