@@ -64,8 +64,8 @@ from ._layout.groups import group_of_ranks
 from ._layout.shards import Piece, local_shape, local_views, pieces
 from ._lost_ranks import Failures, first_line
 from ._operators.strict import on_implicit_redistribution
-from ._random.state import Position, random_position
 from ._random.global_position import in_batch_window
+from ._random.state import Position, random_position
 from ._random.streams import is_watched, is_watched_alone, unwatched, watched
 from ._rank_checks import (
     Fact,
@@ -108,9 +108,9 @@ __all__ = [
     "gradient_receiver",
     "group_of_ranks",
     "has_gradient_hooks",
+    "in_batch_window",
     "input_facts",
     "is_equal",
-    "in_batch_window",
     "is_watched",
     "is_watched_alone",
     "leaves",

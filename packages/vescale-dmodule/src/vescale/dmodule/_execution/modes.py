@@ -19,7 +19,7 @@ from .._gradients.sync import GradientSync
 from .._static import StaticProgram
 from .._static.call import State
 from .._static.local_modules import local_forward
-from .._static.program import Rows
+from .._static.model import Rows
 from .._static.recording.observe import BoundaryRecord
 from ..errors import PlanError
 from .eager import EagerScope, hook_scope

@@ -102,7 +102,8 @@ class PlannedRows(JointCalls[RecordedCall]):
     @property
     def covers_rows(self) -> bool:
         """Whether what runs now has the results of all rows: draws, statistics."""
-        return self._is_open or self.recorder.is_running or (self._has_run and _torch.in_backward())
+        is_recomputation = self._has_run and _torch.in_backward() and not in_batch_window()
+        return self._is_open or self.recorder.is_running or is_recomputation
 
     def islands(self) -> dict[str, str]:
         """Return the operators that run on the rows of all ranks in static mode, and what each communicates."""

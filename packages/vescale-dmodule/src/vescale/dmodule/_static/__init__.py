@@ -2,6 +2,7 @@
 
 Folder map; a file imports only files above it::
 
+    model              what a program uses of the parallelized model
     parts              full names; the submodules, eager parts and experts of a program
     movement/          from one layout to another: steps, collectives, conversions, interleaved
     direct_calls       boundaries without hooks

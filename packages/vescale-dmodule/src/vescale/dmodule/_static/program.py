@@ -34,31 +34,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
-from .._boundary.hooks import Phase
 from .._boundary.values import describe_value, map_leaves
 from .._compile.blocks import CompiledProgram
-from .._execution.eager import EagerScope, hook_scope
+from .._execution.eager import hook_scope
 from .._execution.module_hooks import hook_calls
 from .._execution.patch import ModulePatch
-from .._execution.rank_checks import RankChecks
-from .._gradients.sync import GradientSync
 from .._report.ranges import is_watched
 from ..errors import NotLocalFriendlyError
 from .call import Call, State
 from .direct_calls import direct_calls
 from .local_modules import local_rows, silent_axes
 from .local_parameters import LocalParameter, LocalParameters
+from .model import Model
 from .operator_mode import OperatorHooks, QuietCall
 from .parts import Parts, join, keep_on_dtensors
 from .recording.calls import CallRecorder, Island, Place
@@ -68,41 +63,11 @@ from .recording.layouts import RecordedLayouts, Recording, Recordings
 from .recording.search import search
 from .regions import EagerPart, ExpertsPart, experts_gradients
 
-__all__ = ["Model", "Rows", "StaticProgram"]
+__all__ = ["StaticProgram"]
 
 logger = logging.getLogger("vescale.dmodule")
 
 AGREES, DIFFERS, FAILS = range(3)  # how the check of a recording ends
-
-
-class Rows(Protocol):
-    """Calls of the model on the rows of all data-parallel ranks; ``mesh`` has an axis of rows ahead of the plan's."""
-
-    mesh: DeviceMesh
-    row_wise: frozenset[str]
-
-    def distribute(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of the model with DTensors in place of tensors of rows."""
-
-    def log(self) -> AbstractContextManager[Sized]:
-        """Log the collectives over the axis of rows while the context is open."""
-
-    def part_of(self, tensor: DTensor) -> DTensor:
-        """Return what this rank returns of a result on the rows of all ranks, on the mesh of the plan."""
-
-
-class Model(Protocol):
-    """The attributes of the parallelized model that its programs use."""
-
-    mesh: DeviceMesh
-    rows: Rows | None
-    root: nn.Module
-    phase: Phase
-    scope: EagerScope
-    sync: GradientSync
-    checks: RankChecks
-    any_rank: Callable[[bool], bool] | None
-    local_attributes: dict[str, dict[str, object]]
 
 
 class StaticProgram:
