@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
 import torch
@@ -88,6 +88,8 @@ class KeptCall:
         communicates: whether an operand was redistributed implicitly, or the log shows a collective.
         averages: whether an operand or the result is a mean over ranks; its local gradients are no layout of DTensors.
         whole: mesh axes whose ranks all have the whole result; empty if it is not one tensor, or has a gradient.
+        differentiated: the operands that have a gradient.
+        cuts: mesh axes along which ranks have parts of an operand or of the result.
     """
 
     operator: RecordedOperator
@@ -98,6 +100,8 @@ class KeptCall:
     communicates: bool
     averages: bool
     whole: tuple[int, ...]
+    differentiated: list[Tensor]
+    cuts: set[int]
 
 
 class CallRecorder(TorchFunctionMode):
@@ -218,7 +222,26 @@ class CallRecorder(TorchFunctionMode):
             communicates=self._communicates,
             averages=any(map(_is_mean, (*operands, *_torch.tree_leaves(result)))),
             whole=() if places else self._whole(result),
+            differentiated=[tensor for tensor in operands if isinstance(tensor, DTensor) and tensor.requires_grad],
+            cuts=_cut_axes((*operands, *_torch.tree_leaves(result))),
         )
+
+    def apart(self) -> set[Place]:
+        """Return the calls that use a tensor as a whole on all ranks, where others use it for parts, as a tied weight.
+
+        The gradient of such a tensor is a sum of whole and of partial ones, which local code cannot add.
+        """
+        uses: dict[int, dict[Place, KeptCall]] = {}
+        for place, call in self.kept.items():
+            for tensor in call.differentiated:
+                uses.setdefault(id(tensor), {})[place] = call
+        found: set[Place] = set()
+        for calls in uses.values():
+            for axis in range(self._mesh.ndim):
+                whole = {place for place, call in calls.items() if axis not in call.cuts}
+                if len(whole) < len(calls):
+                    found |= whole
+        return found
 
     def _sharded(self, tensor: Tensor, placements: tuple[Placement, ...]) -> DTensor:
         tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self._mesh)
@@ -293,6 +316,12 @@ def _describe(tensor: Tensor, mesh: DeviceMesh) -> Operand:
     if isinstance(tensor, DTensor):
         return Operand(_torch.local_of(tensor).shape, tensor.shape, tuple(tensor.placements))
     return Operand(tensor.shape, tensor.shape, replicated(mesh))
+
+
+def _cut_axes(leaves: Iterable[object]) -> set[int]:
+    return {
+        a for leaf in leaves if isinstance(leaf, DTensor) for a, p in enumerate(leaf.placements) if not p.is_replicate()
+    }
 
 
 def _is_mean(leaf: object) -> bool:

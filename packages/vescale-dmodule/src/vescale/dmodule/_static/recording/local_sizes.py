@@ -99,7 +99,7 @@ class LocalSizes:
         return found
 
     def _flags_of(self, place: Place) -> list[bool]:
-        return self._flags.get(place, [False] + [True] * len(self._candidates(place)))
+        return self._flags.get(place, [False] * (1 + len(self._candidates(place))))  # it made no such call
 
     def _candidates(self, place: Place) -> list[Way]:
         """Return the axes that cut any tensor of the program with a dim of this size."""
