@@ -296,5 +296,5 @@ def test_code_that_leaves_out_a_call_on_one_rank():
 def test_code_that_fails_on_one_rank_is_refused_on_all():
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
     model = parallelize_module(OneRow(fails=True), mesh, PLANS["dp",], mode="static", allow_implicit=True)
-    with pytest.raises((NotLocalFriendlyError, ValueError), match="another rank|one row only"):
+    with pytest.raises((NotLocalFriendlyError, ValueError), match=r"another rank|one row only"):
         train(model, [5])

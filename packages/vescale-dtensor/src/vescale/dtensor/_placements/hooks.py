@@ -30,7 +30,7 @@ from .collectives import in_group_order
 from .move import redistribute_shard, reduce_axes, reducible_together
 from .plan import Placements
 from .redistribute import is_own, redistribute
-from .types import RaggedShard
+from .types import BlockShard, RaggedShard
 
 __all__ = [
     "add_whole_once",
@@ -68,8 +68,8 @@ def refuse_to_guess(stock: Callable) -> Callable:
 
 
 def has_ragged(placements: Placements) -> bool:
-    """Return whether a ragged placement is among some placements."""
-    return any(isinstance(placement, RaggedShard) for placement in placements)
+    """Return whether a ragged placement, or one of blocks, is among some placements: torch knows no shapes of both."""
+    return any(isinstance(placement, (BlockShard, RaggedShard)) for placement in placements)
 
 
 def redistribute_method(stock: Callable) -> Callable:
