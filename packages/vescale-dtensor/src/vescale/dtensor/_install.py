@@ -30,7 +30,7 @@ from ._operators.decompose import composite_handlers
 from ._operators.dims import seeing_counted_dims, with_counted_dims
 from ._operators.loss import loss_handlers
 from ._operators.metadata import assignable_data
-from ._operators.scalars import TAKING_NUMBERS, scalar_handlers, taking_complex_numbers
+from ._operators.scalars import TAKING_NUMBERS, as_lists, scalar_handlers, taking_complex_numbers
 from ._operators.vocabulary import vocab_handlers
 from ._placements.checkpoint import PROTOCOL, boxes, global_shape
 from ._placements.hooks import (
@@ -163,6 +163,12 @@ ROWS: tuple[Row, ...] = (
             "torch.distributed.tensor.DTensor: the methods of TAKING_NUMBERS",
             [patches.dtensor_attribute(name, taking_complex_numbers) for name in TAKING_NUMBERS],
         ),
+    ),
+    Row(
+        "lists of values",
+        "operators",
+        "stock refuses x.tolist(), because DTensor is a subclass of Tensor",
+        patches.dtensor_attribute("tolist", as_lists),
     ),
     Row(
         "cache keys",

@@ -36,6 +36,7 @@ __all__ = [
     "add_whole_once",
     "for_own_placements",
     "has_ragged",
+    "in_memory_order",
     "redistribute_method",
     "redistribute_shards",
     "refuse_to_guess",
@@ -121,15 +122,18 @@ def _in_memory_order(moved, given, spec):
     if moved is given or meta is None or is_tracing():
         return moved
     order = sorted(range(len(meta.shape)), key=lambda dim: -meta.stride[dim])
-    if order == sorted(order) or 0 in meta.stride:
-        return moved
+    return moved if order == sorted(order) or 0 in meta.stride else in_memory_order(moved, order)
+
+
+def in_memory_order(shard, order):
+    """Return a shard whose dims are in memory in an order, from the slowest to the fastest; itself if they are."""
     strides, numel = [0] * len(order), 1
     for dim in reversed(order):
         strides[dim] = numel
-        numel *= max(1, moved.shape[dim])
-    if moved.stride() == tuple(strides):
-        return moved
-    return torch.empty_strided(moved.shape, strides, dtype=moved.dtype, device=moved.device).copy_(moved)
+        numel *= max(1, shard.shape[dim])
+    if shard.stride() == tuple(strides):
+        return shard
+    return torch.empty_strided(shard.shape, strides, dtype=shard.dtype, device=shard.device).copy_(shard)
 
 
 def _reduced_together(local, current, target):

@@ -88,7 +88,7 @@ class KeptCall:
         communicates: whether an operand was redistributed implicitly, or the log shows a collective.
         averages: whether an operand or the result is a mean over ranks; its local gradients are no layout of DTensors.
         whole: mesh axes whose ranks all have the whole result; empty if it is not one tensor, or has a gradient.
-        differentiated: the operands that have a gradient.
+        trained: the operands that are parameters.
         cuts: mesh axes along which ranks have parts of an operand or of the result.
     """
 
@@ -100,7 +100,7 @@ class KeptCall:
     communicates: bool
     averages: bool
     whole: tuple[int, ...]
-    differentiated: list[Tensor]
+    trained: list[Tensor]
     cuts: set[int]
 
 
@@ -222,18 +222,18 @@ class CallRecorder(TorchFunctionMode):
             communicates=self._communicates,
             averages=any(map(_is_mean, (*operands, *_torch.tree_leaves(result)))),
             whole=() if places else self._whole(result),
-            differentiated=[tensor for tensor in operands if isinstance(tensor, DTensor) and tensor.requires_grad],
+            trained=[t for t in operands if isinstance(t, DTensor) and t.is_leaf and t.requires_grad],
             cuts=_cut_axes((*operands, *_torch.tree_leaves(result))),
         )
 
     def apart(self) -> set[Place]:
-        """Return the calls that use a tensor as a whole on all ranks, where others use it for parts, as a tied weight.
+        """Return the calls that use a parameter as a whole on all ranks, where others use it for parts: a tied weight.
 
-        The gradient of such a tensor is a sum of whole and of partial ones, which local code cannot add.
+        Its gradient is a sum of whole and of partial ones, which local code cannot add.
         """
         uses: dict[int, dict[Place, KeptCall]] = {}
         for place, call in self.kept.items():
-            for tensor in call.differentiated:
+            for tensor in call.trained:
                 uses.setdefault(id(tensor), {})[place] = call
         found: set[Place] = set()
         for calls in uses.values():
