@@ -18,7 +18,7 @@ The sum stays partial, which costs no communication and can still be reduce-scat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ def _in_memory_order(moved, given, spec):
     return moved if order == sorted(order) or 0 in meta.stride else in_memory_order(moved, order)
 
 
-def in_memory_order(shard, order):
+def in_memory_order(shard: Tensor, order: Sequence[int]) -> Tensor:
     """Return a shard whose dims are in memory in an order, from the slowest to the fastest; itself if they are."""
     strides, numel = [0] * len(order), 1
     for dim in reversed(order):
