@@ -88,6 +88,7 @@ class KeptCall:
         communicates: whether an operand was redistributed implicitly, or the log shows a collective.
         averages: whether an operand or the result is a mean over ranks; its local gradients are no layout of DTensors.
         whole: mesh axes whose ranks all have the whole result; empty if it is not one tensor, or has a gradient.
+        shape: of that result, the same on all ranks.
         trained: the operands that are parameters.
         cuts: mesh axes along which ranks have parts of an operand or of the result.
     """
@@ -100,6 +101,7 @@ class KeptCall:
     communicates: bool
     averages: bool
     whole: tuple[int, ...]
+    shape: tuple[int, ...]
     trained: list[Tensor]
     cuts: set[int]
 
@@ -222,6 +224,7 @@ class CallRecorder(TorchFunctionMode):
             communicates=self._communicates,
             averages=any(map(_is_mean, (*operands, *_torch.tree_leaves(result)))),
             whole=() if places else self._whole(result),
+            shape=tuple(result.shape) if isinstance(result, Tensor) else (),
             trained=[t for t in operands if isinstance(t, DTensor) and t.is_leaf and t.requires_grad],
             cuts=_cut_axes((*operands, *_torch.tree_leaves(result))),
         )

@@ -55,7 +55,10 @@ class LocalSizes:
         """Return the parts of the recorded result that have the shape of the local one; empty if it is not cut."""
         whole, ways = self._kept[place].result.shape, self._candidates(place)
         found = [self._part(place, way) for way in ways]
-        fits = [mine.shape == (*whole[:dim], length, *whole[dim + 1 :]) for dim, _, length in found]
+        fits = [
+            mine.shape == (*whole[:dim], length, *whole[dim + 1 :]) and start + length <= whole[dim]
+            for dim, start, length in found
+        ]
         self._flags[place] = [mine.shape != whole, *(not fit for fit in fits)]
         return list(itertools.compress(found, fits)) if mine.shape != whole else []
 
@@ -105,12 +108,12 @@ class LocalSizes:
     def _candidates(self, place: Place) -> list[Way]:
         """Return the axes that cut any tensor of the program with a dim of this size."""
         call = self._kept[place]
-        sizes = call.result.shape if call.whole else ()
+        sizes = call.shape if call.whole else ()  # not the local sizes, which other axes may cut unevenly
         cuts = sorted(self._cut)
         return [(a, dim, block) for a, cut, block in cuts if a in call.whole for dim, s in enumerate(sizes) if s == cut]
 
     def _part(self, place: Place, way: Way) -> Part:
         axis, dim, block = way
-        number = self._kept[place].result.shape[dim] // block
+        number = self._kept[place].shape[dim] // block
         start, length = chunk(number, self._mesh.size(axis), self._mesh.get_local_rank(axis))
         return dim, start * block, length * block
