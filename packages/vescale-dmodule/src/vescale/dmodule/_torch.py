@@ -372,10 +372,8 @@ backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Run ``torch.autograd.backward`` without disabling function modes, which it would do."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    run = torch.autograd.graph._engine_run_backward  # as vescale.dtensor has replaced it
+    run(tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

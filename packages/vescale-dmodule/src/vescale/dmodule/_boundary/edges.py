@@ -92,6 +92,7 @@ class _Unwrap(torch.autograd.Function):
             )
         grad = grad if ctx.num_averaged == 1 else grad * ctx.num_averaged
         if grad.requires_grad:
+            grad = grad if _is_dense(grad.shape, grad.stride()) else grad.contiguous()
             return _from_local(grad, ctx.mesh, ctx.gradient, ctx.shape), None
         return wrapper(ctx.mesh, ctx.gradient, ctx.shape, grad.shape, grad.stride(), grad.dtype)(grad), None
 
@@ -119,9 +120,19 @@ def wrapper(
     local_stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Callable[[Tensor], DTensor]:
-    """Return a function that makes DTensors of one layout, without autograd. To describe a layout is the slow part."""
-    local = torch.empty_strided(local_shape, local_stride, dtype=dtype, device="meta")
-    return _torch.wrapper_like(_from_local(local, mesh, placements, shape))
+    """Return a function that makes DTensors of one layout, without autograd. To describe a layout is the slow part.
+
+    The strides of a DTensor are those of a dense tensor, so the shard of an expanded tensor, or of a slice, is a copy.
+    """
+    is_dense, dense = _is_dense(local_shape, local_stride), _global_stride(local_stride, local_shape)
+    local = torch.empty_strided(local_shape, local_stride if is_dense else dense, dtype=dtype, device="meta")
+    wrap = _torch.wrapper_like(_from_local(local, mesh, placements, shape))
+    return wrap if is_dense else lambda tensor: wrap(tensor.new_empty_strided(local_shape, dense).copy_(tensor))
+
+
+def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    triples = zip(shape, stride, _global_stride(stride, shape), strict=True)
+    return 0 in shape or all(size == 1 or own == dense for size, own, dense in triples)
 
 
 def _from_local(local: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.overrides import resolve_name
 
-from vescale.dtensor.extension import chunk
+from vescale.dtensor.extension import BlockShard, chunk
 
 from .._boundary.rows_axis import gradient_over_rows
 from .movement.steps import without_partials
@@ -77,8 +77,8 @@ class Operand(NamedTuple):
 
         An example are the tokens that an expert takes.
         """
-        sharded = {p.dim for p in self.placements if type(p) is Shard}
-        known = all(type(p) is Shard or p.is_replicate() or p.is_partial() for p in self.placements)
+        sharded = {p.dim for p in self.placements if type(p) in (Shard, BlockShard)}
+        known = all(type(p) in (Shard, BlockShard) or p.is_replicate() or p.is_partial() for p in self.placements)
         if len(local_shape) != len(self.shape) or not known:
             return None
         if any(local_shape[dim] != self.local_shape[dim] for dim in sharded):

@@ -64,10 +64,17 @@ from .copies import remember_copy
 from .gather import gather, gather_axes, whole_placements
 from .gradients import zeros_around
 from .lookup import look_up
-from .operands import are_norms, dtensors, empty_axes, is_sharded, uneven_axes, written_arguments
+from .operands import are_norms, block_axes, dtensors, empty_axes, is_sharded, uneven_axes, written_arguments
 from .solvers import SOLVERS, align_batches
 
-__all__ = ["EMPTY_IS_FINE", "review", "whole_where_empty", "without_elements"]
+__all__ = [
+    "EMPTY_IS_FINE",
+    "is_fine_where_empty",
+    "review",
+    "view_of_copy",
+    "whole_where_empty",
+    "without_elements",
+]
 
 Instead = Callable[[], object]
 
@@ -168,9 +175,9 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
     if torch.Tag.pointwise in op.tags and _adds_a_number(args, decision):
         return whole if dispatch.written_arguments(op) else functools.partial(_of_whole, op, args, kwargs)
     if dispatch.is_view(op) and _is_moved(args[0], decision):
-        return functools.partial(_view_of_copy, op, args, kwargs, decision.needed[0].placements)
+        return functools.partial(view_of_copy, op, args, kwargs, decision.needed[0].placements)
     if name in ("view", "_unsafe_view") and (axes := _misfitting_axes(args[0], decision.output)):
-        return functools.partial(_view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
+        return functools.partial(view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
     if name in SOLVERS and (instead := align_batches(op, args, kwargs, decision)):
         return instead
     if name in INDEXING and _has_other_shape(args):
@@ -191,7 +198,7 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         return whole if name == "fill_" else functools.partial(_like_whole, op, args, kwargs)
     if name == "select_backward" or (name == "slice_backward" and uneven_axes(args[0])):
         return functools.partial(zeros_around, op, args, kwargs)
-    if not _is_fine_where_empty(op, name) and any(map(empty_axes, dtensors(args, kwargs))):
+    if not is_fine_where_empty(op, name) and any(map(empty_axes, dtensors(args, kwargs))):
         return functools.partial(whole_where_empty, op, args, kwargs)
     if name == "linalg_vector_norm" and any(map(dispatch.is_norm, decision.output.placements)):
         return functools.partial(_reduced, op, args, kwargs, decision, None)
@@ -255,14 +262,15 @@ def _misfitting_axes(tensor: DTensor, output: dispatch.Spec | None) -> tuple[int
     return partial if fits else (*partial, *(axis for axis, is_asked in enumerate(asked) if is_asked))
 
 
-def _view_of_copy(op: dispatch.Op, args: tuple, kwargs: dict, placements: tuple[Placement, ...]) -> object:
+def view_of_copy(op: dispatch.Op, args: tuple, kwargs: dict, placements: tuple[Placement, ...]) -> object:
     """Return a view of the redistributed operand, and record that its memory is a copy."""
     local = dispatch.redistributed(args[0], placements, for_op=op)
     remember_copy(args[0], placements, local)
     return op(dispatch.wrap(local, args[0].device_mesh, placements, args[0]), *args[1:], **kwargs)
 
 
-def _is_fine_where_empty(op: dispatch.Op, name: str) -> bool:
+def is_fine_where_empty(op: dispatch.Op, name: str) -> bool:
+    """Return whether an operator is right where a rank has no elements."""
     return torch.Tag.pointwise in op.tags or name in EMPTY_IS_FINE or name.startswith("_foreach")
 
 
@@ -381,10 +389,10 @@ def whole_where_empty(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
         return gather(op, args, kwargs)
 
     if dispatch.is_view(op):
-        return _view_of_copy(op, args, kwargs, whole_placements(args[0], empty_axes(args[0])))
+        return view_of_copy(op, args, kwargs, whole_placements(args[0], empty_axes(args[0])))
 
     def bring(tensor: Tensor) -> Tensor:
-        axes = empty_axes(tensor) if isinstance(tensor, DTensor) else ()
+        axes = (*empty_axes(tensor), *block_axes(tensor)) if isinstance(tensor, DTensor) else ()
         return gather_axes(op, tensor, axes) if axes else tensor
 
     return dispatch.stock_dispatch(op, map_leaves(bring, args, Tensor), map_leaves(bring, kwargs, Tensor))

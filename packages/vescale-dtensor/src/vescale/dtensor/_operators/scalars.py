@@ -1,9 +1,11 @@
-"""Python values of sharded tensors: ``x.sum().item()``, ``if mask.any():``, ``torch.equal(x, y)``.
+"""Python values of sharded tensors: ``x.sum().item()``, ``if mask.any():``, ``torch.equal(x, y)``, ``x.tolist()``.
 
 Stock DTensor reads this rank's local number. For a partial sum that is only a part of the value, so ranks silently take
 different branches. Here the value is reduced first. That is an implicit redistribution, refused where those are
 refused. Two tensors are compared shard by shard, and the ranks of their mesh reduce the answer. (Stock DTensor reduces
 over all ranks of the program, which hangs on a sub-mesh, and it cannot compare tensors of different shapes.)
+
+Stock refuses ``x.tolist()``, as of every subclass of `Tensor`; here it is the list of all values, on every rank.
 
 On a rank outside the mesh these operators are refused: it holds no values and takes part in no collective of the mesh.
 
@@ -18,12 +20,13 @@ from collections.abc import Callable
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .operands import check_operands
 
-__all__ = ["TAKING_NUMBERS", "scalar_handlers", "taking_complex_numbers"]
+__all__ = ["TAKING_NUMBERS", "as_lists", "scalar_handlers", "taking_complex_numbers"]
 
 TAKING_NUMBERS = ("__eq__", "__ne__", "__pow__", "__rpow__", "__rsub__", "eq", "ne", "pow")
 """Methods that pass a number to an operator as it is."""
@@ -44,6 +47,19 @@ def taking_complex_numbers(stock: Callable) -> Callable:
         return stock(self, *args, **kwargs)
 
     return method
+
+
+def as_lists(stock: Callable) -> Callable:
+    """Return the method ``tolist`` of a DTensor: the global values as a number or as nested lists."""
+
+    @functools.wraps(stock)
+    def tolist(self: DTensor) -> object:
+        if has_torch_function((self,)):
+            return handle_torch_function(DTensor.tolist, (self,), self)
+        _refuse_outside(torch.ops.aten._local_scalar_dense.default, self)
+        return dispatch.redistributed(self, [Replicate()] * self.device_mesh.ndim, for_op="tolist").tolist()
+
+    return tolist
 
 
 def _item(op: dispatch.Op, args: tuple, kwargs: dict) -> float | int | bool | complex:

@@ -14,6 +14,7 @@ import torch
 from .._torch import dispatch
 from .decompose import compose
 from .gather import convolution, gather, gather_in_layout
+from .memory_order import OTHERWISE_ORDERED, ordered
 from .metadata import change_metadata
 from .review import whole_where_empty
 from .versions import count_writes, writes_lists
@@ -122,7 +123,7 @@ FIRST_ARGUMENT = {
 def operator_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return a handler for every operator that stock DTensor guesses or has a wrong rule for."""
     rules = ((GATHER, gather), (COMPOSE, compose), (CONVOLUTION, convolution))
-    rules += ((AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty))
+    rules += ((AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty), (OTHERWISE_ORDERED, ordered))
     table = {op: change_metadata for op in dispatch.operators() if _changes_metadata(op)}
     table |= {op: gather for op in dispatch.operators() if _is_guess(op)}
     table |= {op: count_writes for op in dispatch.operators() if writes_lists(op)}

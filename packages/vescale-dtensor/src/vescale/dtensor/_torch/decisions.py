@@ -1,17 +1,29 @@
-"""DTensor's caches of sharding decisions: what their keys compare, and how to empty them."""
+"""DTensor's sharding decisions: how to ask for them and change them, what their caches compare, how to empty those."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 
+from .._containers import map_leaves
 from .patches import Op
 
-__all__ = ["CacheKeyPatch", "forget_decisions"]
+__all__ = [
+    "CacheKeyPatch",
+    "Sharding",
+    "decide",
+    "forget_decisions",
+    "resharding",
+    "shape_argument",
+    "view_sharding",
+]
+
+Sharding = OutputSharding
 
 
 class CacheKeyPatch:
@@ -69,3 +81,50 @@ def forget_decisions() -> None:
     clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear_native is not None:
         clear_native()
+
+
+# ------------------------------------------------------------------------------------------------- decisions
+
+
+def decide(schema: OpSchema, layout: Callable[[DTensorSpec], DTensorSpec]) -> OutputSharding:
+    """Return stock's decision for operands whose specs ``layout`` changes."""
+    args, kwargs = (map_leaves(layout, given, DTensorSpec) for given in (schema.args_schema, schema.kwargs_schema))
+    changed = OpSchema(schema.op, args, kwargs, schema_info=schema.schema_info)
+    return DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(changed)
+
+
+def resharding(
+    decision: OutputSharding, schema: OpSchema, needed: tuple, output: object, *, is_moved: bool
+) -> OutputSharding:
+    """Return a decision with other arguments and results.
+
+    Args:
+        decision: the decision.
+        schema: of the call.
+        needed: the arguments with which the operator runs: specs of operands, and what is no tensor.
+        output: specs of the results.
+        is_moved: whether operands are redistributed.
+    """
+    takes_values = decision.use_val_from_redistribute_schema
+    if not (is_moved or takes_values):
+        return OutputSharding(output)
+    changed = OpSchema(schema.op, needed, schema.kwargs_schema)
+    return OutputSharding(output, changed, needs_redistribute=True, use_val_from_redistribute_schema=takes_values)
+
+
+def shape_argument(op: Op) -> int | None:
+    """Return the position of the argument that is the shape of the result, which is local where the operator runs."""
+    position = DTensor._op_dispatcher.sharding_propagator.op_to_shape_and_stride_idx.get(op)
+    return position if isinstance(position, int) else None
+
+
+def view_sharding(
+    schema: OpSchema, placements: Sequence[Placement], shape: Sequence[int], local_shape: Sequence[int]
+) -> OutputSharding:
+    """Return the decision to view a tensor as one of ``shape``, of which this rank has ``local_shape``."""
+    spec = schema.args_schema[0]
+    meta = DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta(schema)
+    meta = TensorMeta(torch.Size(shape), meta.stride, meta.dtype)
+    changed = OpSchema(schema.op, (spec, tuple(local_shape), *schema.args_schema[2:]), schema.kwargs_schema)
+    output = DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
+    return OutputSharding(output, changed, needs_redistribute=True, use_val_from_redistribute_schema=True)

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
 import torch
@@ -89,6 +89,9 @@ class KeptCall:
         communicates: whether an operand was redistributed implicitly, or the log shows a collective.
         averages: whether an operand or the result is a mean over ranks; its local gradients are no layout of DTensors.
         whole: mesh axes whose ranks all have the whole result; empty if it is not one tensor, or has a gradient.
+        shape: of that result, the same on all ranks.
+        trained: the operands that are parameters.
+        cuts: mesh axes along which ranks have parts of an operand or of the result.
     """
 
     operator: RecordedOperator
@@ -99,6 +102,9 @@ class KeptCall:
     communicates: bool
     averages: bool
     whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    trained: list[Tensor]
+    cuts: set[int]
 
 
 class CallRecorder(TorchFunctionMode):
@@ -231,6 +237,9 @@ class CallRecorder(TorchFunctionMode):
             communicates=self._communicates,
             averages=any(map(self._is_mean, (*operands, *_torch.tree_leaves(result)))),
             whole=() if places else self._whole(result),
+            shape=tuple(result.shape) if isinstance(result, Tensor) else (),
+            trained=[t for t in operands if isinstance(t, DTensor) and t.is_leaf and t.requires_grad],
+            cuts=_cut_axes((*operands, *_torch.tree_leaves(result))),
         )
 
     def _is_mean(self, leaf: object) -> bool:
@@ -239,6 +248,23 @@ class CallRecorder(TorchFunctionMode):
             return False
         is_ahead = self._over_rows and leaf.device_mesh.ndim == self.mesh.ndim
         return any(p.is_partial("avg") for p in leaf.placements[is_ahead:])
+
+    def apart(self) -> set[Place]:
+        """Return the calls that use a parameter as a whole on all ranks, where others use it for parts: a tied weight.
+
+        Its gradient is a sum of whole and of partial ones, which local code cannot add.
+        """
+        uses: dict[int, dict[Place, KeptCall]] = {}
+        for place, call in self.kept.items():
+            for tensor in call.trained:
+                uses.setdefault(id(tensor), {})[place] = call
+        found: set[Place] = set()
+        for calls in uses.values():
+            for axis in range(self.mesh.ndim):
+                whole = {place for place, call in calls.items() if axis not in call.cuts}
+                if len(whole) < len(calls):
+                    found |= whole
+        return found
 
     def _sharded(self, tensor: Tensor, placements: tuple[Placement, ...]) -> DTensor:
         tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.mesh)
@@ -315,6 +341,12 @@ def _describe(tensor: Tensor, mesh: DeviceMesh) -> Operand:
         ahead = replicated(mesh)[tensor.device_mesh.ndim :]  # on the mesh of a plan: equal on the axis of rows
         return Operand(_torch.local_of(tensor).shape, tensor.shape, (*ahead, *tensor.placements))
     return Operand(tensor.shape, tensor.shape, replicated(mesh))
+
+
+def _cut_axes(leaves: Iterable[object]) -> set[int]:
+    return {
+        a for leaf in leaves if isinstance(leaf, DTensor) for a, p in enumerate(leaf.placements) if not p.is_replicate()
+    }
 
 
 def _value(tensor: Tensor) -> Tensor:
