@@ -1,6 +1,7 @@
 """Choose placements of an operator's tensors: a few combinations in which every pair of placements occurs.
 
-A placement is written as text: ``R``, ``S0``, ``P``; on a mesh with two axes ``S0R``. Everything here is pure.
+A placement is written as text: ``R``, ``S0``, ``P`` (partial sums), ``A``, ``X``, ``N`` (partial means, maxima, minima);
+on a mesh with two axes ``S0R``. Everything here is pure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-__all__ = ["combinations", "options", "parse"]
+__all__ = ["LETTER", "REDUCE_OPS", "combinations", "options", "parse"]
+
+REDUCE_OPS = {"P": "sum", "A": "avg", "X": "max", "N": "min"}
+LETTER = re.compile(r"([RPSAXN])(\d*)")
 
 
 def options(tensor: torch.Tensor, num_axes: int) -> list[str]:
@@ -27,8 +31,9 @@ def options(tensor: torch.Tensor, num_axes: int) -> list[str]:
 
 def parse(text: str) -> tuple[Placement, ...]:
     """Return the placements of a text such as ``S0R``."""
-    made = {"R": lambda _: Replicate(), "P": lambda _: Partial("sum"), "S": lambda dim: Shard(int(dim))}
-    return tuple(made[letter](dim) for letter, dim in re.findall(r"([RPS])(\d*)", text))
+    made = {"R": lambda _: Replicate(), "S": lambda dim: Shard(int(dim))}
+    made |= {letter: lambda _, op=op: Partial(op) for letter, op in REDUCE_OPS.items()}
+    return tuple(made[letter](dim) for letter, dim in LETTER.findall(text))
 
 
 def combinations(choices: Sequence[Sequence[str]], *, cap: int, seed: str) -> list[tuple[str, ...]]:

@@ -156,7 +156,7 @@ class Rank:
         if partial:
             placements = [Partial() if isinstance(p, Replicate) else p for p in placements]
         local = part(whole, mesh.shape, mesh.get_coordinate(), placements, seed=number)
-        return _torch.make(local, leaf.shape, leaf.stride(), mesh, placements)
+        return _torch.make(local, whole.shape, whole.stride(), mesh, placements)
 
     # -------------------------------------------------------------------------------------------- judging
 
