@@ -24,7 +24,19 @@ import torch.nn.functional as F
 from pieces import Mismatch, close
 from torch.distributed.tensor import Replicate, Shard
 
-__all__ = ["DTYPES", "RTOL", "Input", "LineFailed", "Program", "is_steady", "one_device", "run", "same_results", "variables_in", "weight"]
+__all__ = [
+    "DTYPES",
+    "RTOL",
+    "Input",
+    "LineFailed",
+    "Program",
+    "is_steady",
+    "one_device",
+    "run",
+    "same_results",
+    "variables_in",
+    "weight",
+]
 
 RTOL = {"float": 1e-10, "float32": 1e-4}
 NOISE = {"float": 1e-15, "float32": 3e-7}  # relative: what another order of additions may change

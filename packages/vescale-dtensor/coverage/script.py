@@ -99,5 +99,5 @@ expected = results([value.clone().requires_grad_(grad and {order} > 0) for value
 actual = results([shard(value, placements, grad and {order} > 0) for value, placements, grad in INPUTS])
 for name, value in expected.items():
     if isinstance(value, torch.Tensor):
-        torch.testing.assert_close(actual[name], value, rtol={rtol}, atol={rtol}, msg=lambda text: f"{{name}}: {{text}}")
+        torch.testing.assert_close(actual[name], value, rtol={rtol}, atol={rtol}, msg=lambda s: f"{{name}}: {{s}}")
 """

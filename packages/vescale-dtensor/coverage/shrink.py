@@ -101,9 +101,7 @@ def _on_fewer_axes(program: Program) -> Iterator[Program]:
             yield dataclasses.replace(program, mesh=(2,))
         return
     for axis in range(len(program.mesh)):
-        inputs = tuple(
-            dataclasses.replace(each, placements=_letters(each)[axis]) for each in program.inputs
-        )
+        inputs = tuple(dataclasses.replace(each, placements=_letters(each)[axis]) for each in program.inputs)
         lines = tuple(re.sub(r"\[([^][,]*\)), ([^][]*\))\]", rf"[\{axis + 1}]", line) for line in program.lines)
         yield dataclasses.replace(program, mesh=(program.mesh[axis],), inputs=inputs, lines=lines)
 

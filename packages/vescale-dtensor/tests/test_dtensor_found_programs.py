@@ -1,4 +1,4 @@
-"""Programs that random search has found, one for each cause: equal to one device, or refused, and never anything else."""
+"""Programs that random search has found, one for each cause: equal to one device, or refused."""
 
 import importlib
 import sys

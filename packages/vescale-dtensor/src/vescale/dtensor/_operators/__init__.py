@@ -14,7 +14,7 @@ their speed::
     copies      writes to views that are copies, and to tensors with such views
     metadata    in-place changes of shape
     versions    writes that autograd does not count
-    attention, batch_norm, convolution, loss, vocabulary, lookup, scalars, solvers   operators with algorithms of their own
+    attention, batch_norm, convolution, loss, vocabulary, lookup, scalars, solvers   operators with own algorithms
     operands    the tensors among the arguments
     strict      refuse implicit redistributions
 

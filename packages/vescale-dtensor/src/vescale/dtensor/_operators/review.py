@@ -209,6 +209,8 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         return whole if dispatch.written_arguments(op) else functools.partial(_of_whole, op, args, kwargs)
     if name in ("all", "any") and decision.output is not None and _has_partial(decision.output.placements):
         extreme = Partial("max" if name == "any" else "min")
+        if dispatch.written_arguments(op):
+            return whole
         return functools.partial(_reduced, op, args, kwargs, decision, extreme)
     if name in REDUCTIONS and args[0].ndim and len(args) > 1 and args[1] == []:
         return functools.partial(op, args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
@@ -419,9 +421,7 @@ def _like_whole(op: dispatch.Op, args: tuple, kwargs: dict) -> DTensor:
     """Return a new tensor like a partial one, with Replicate in place of Partial, so that its values count once."""
     tensor = args[0]
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-    return op(
-        dispatch.wrap(dispatch.local_tensor(tensor), tensor.device_mesh, placements, tensor), *args[1:], **kwargs
-    )
+    return op(dispatch.wrap(dispatch.local_tensor(tensor), tensor.device_mesh, placements, tensor), *args[1:], **kwargs)
 
 
 def whole_where_empty(op: dispatch.Op, args: tuple, kwargs: dict) -> object:

@@ -56,7 +56,7 @@ def _as_tensor(number: complex, operand: Tensor) -> Tensor:
     return torch.tensor(number, dtype=torch.result_type(operand, number), device=operand.device)
 
 
-def _times_number(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
+def _times_number(_op: dispatch.Op, args: tuple, _kwargs: dict) -> object:
     """Multiply by a number as by a tensor; torch does so in complex convolutions."""
     tensor, number = args
     return torch.ops.aten.mul.Tensor(tensor, _as_tensor(number, tensor))

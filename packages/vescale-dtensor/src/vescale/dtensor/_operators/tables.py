@@ -12,8 +12,8 @@ import functools
 import torch
 
 from .._torch import dispatch
-from .decompose import compose
 from .convolution import convolution, convolution_backward
+from .decompose import compose
 from .gather import gather, gather_in_layout
 from .metadata import change_metadata
 from .review import whole_where_empty
@@ -105,7 +105,12 @@ WHOLE_WHERE_EMPTY: tuple[str, ...] = ("argmax", "argmin")
 @functools.cache
 def operator_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return a handler for every operator that stock DTensor guesses or has a wrong rule for."""
-    rules = ((GATHER, gather), (COMPOSE, compose), (("convolution",), convolution), (("convolution_backward",), convolution_backward))
+    rules = (
+        (GATHER, gather),
+        (COMPOSE, compose),
+        (("convolution",), convolution),
+        (("convolution_backward",), convolution_backward),
+    )
     rules += ((AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty))
     table = {op: change_metadata for op in dispatch.operators() if _changes_metadata(op)}
     table |= {op: gather for op in dispatch.operators() if _is_guess(op)}
@@ -127,8 +132,8 @@ def _is_guess(op: dispatch.Op) -> bool:
 def _is_misnamed(op: dispatch.Op) -> bool:
     """Return whether stock, which goes by names, errs about what ``op`` writes.
 
-    To stock an operator whose name ends in ``_`` writes to its first operand and returns it, ``x << 1`` (``__lshift__``)
-    as well; and ``torch.sort(x, out=...)``, an overload without "out" in its name, returns new tensors.
+    To stock an operator whose name ends in ``_`` writes to its first operand and returns it, ``x << 1``
+    (``__lshift__``) as well; ``torch.sort(x, out=...)``, an overload without "out" in its name, returns new tensors.
     """
     if dispatch.is_random(op) or dispatch.is_composite(op):
         return False
