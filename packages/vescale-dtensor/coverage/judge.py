@@ -123,10 +123,12 @@ class Rank:
         with torch.no_grad():
             if case.variant == "inplace":
                 return run_variant(plan.op, "inplace", args, kwargs)
+            if case.variant == "out":  # the first run, which says what the result is like, may write to its operands
+                args, kwargs = _torch.tree_map(_copied, arguments)
             result = run_variant(plan.op, "op", args, kwargs)
             if case.variant == "twice":
                 return [result, [_used(leaf) for leaf in _torch.tree_leaves(result)]]
-            out = given_out(result, _like)
+            (args, kwargs), out = arguments, given_out(result, _like)
             torch.default_generator.manual_seed(1234)
             return [run_variant(plan.op, "out", args, kwargs, out), out]
 
@@ -239,6 +241,10 @@ class Rank:
         if key not in self._references:
             self._references[key] = on_one_device(plan, case.sample, key[1])
         return self._references[key]
+
+
+def _copied(leaf: object) -> object:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _used(leaf: object) -> object:

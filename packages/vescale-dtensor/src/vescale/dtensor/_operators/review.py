@@ -152,8 +152,8 @@ REDUCTIONS = frozenset({"amax", "amin", "mean", "nansum", "std", "sum", "var", "
 OF_NORMS = frozenset({"_to_copy", "cat", "clone", "linalg_vector_norm", "stack"})
 """Operators that leave norms of parts, which only lists of norms have, as they are, or take their norm."""
 
-OF_NEW_VALUES = ("empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "ones_like")
-"""Operators that make a tensor like another one, without its values."""
+OF_NEW_VALUES = ("empty_like", "full_like", "new_full", "new_ones", "ones_like")
+"""Operators that make a tensor like another one; torch's gradients keep their parts in `new_empty_strided`."""
 
 EXTREMES = ("max", "min")
 
