@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ._exit import wait_for_gloo_threads
-from ._operators import fallback, first_arguments, forget_copies, operator_handlers, review, without_elements
+from ._operators import fallback, forget_copies, operator_handlers, review, without_elements
 from ._operators.attention import attention_handlers
 from ._operators.batch_norm import batch_norm_handlers
 from ._operators.decompose import composite_handlers
@@ -46,7 +46,7 @@ from ._placements.rules import decide
 from ._placements.types import InterleavedShard, RaggedShard
 from ._random.rules import handlers
 from ._random.stock.factories import make_as_one_device
-from ._torch import decisions, patches, plain
+from ._torch import decisions, dispatch, patches, plain
 from .debug._repr import repr_with_layout
 
 __all__ = ["FAMILIES", "ROWS", "Row", "disabled", "register"]
@@ -161,7 +161,7 @@ ROWS: tuple[Row, ...] = (
         "cache keys",
         "operators",
         "stock answers topk(x, 2) after topk(x, 1) with the shape of the first call",
-        decisions.CacheKeyPatch(first_arguments),
+        decisions.CacheKeyPatch(dispatch.operators),
     ),
     Row(
         "loss_parallel",

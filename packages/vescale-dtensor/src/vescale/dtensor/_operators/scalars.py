@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from .._torch import dispatch
@@ -30,8 +31,12 @@ TAKING_NUMBERS = ("__eq__", "__ne__", "__pow__", "__rpow__", "__rsub__", "eq", "
 
 
 def scalar_handlers() -> dict[dispatch.Op, dispatch.Handler]:
-    """Return the handlers of ``item()``, which ``bool()``, ``int()`` and ``float()`` call, and of ``torch.equal``."""
-    return {torch.ops.aten._local_scalar_dense.default: _item, torch.ops.aten.equal.default: _equal}
+    """Return the handlers of ``item()``, of ``torch.equal``, and of products with numbers that torch itself forms.
+
+    ``bool()``, ``int()`` and ``float()`` call ``item()``.
+    """
+    aten = torch.ops.aten
+    return {aten._local_scalar_dense.default: _item, aten.equal.default: _equal, aten.mul.Scalar: _times_number}
 
 
 def taking_complex_numbers(stock: Callable) -> Callable:
@@ -40,10 +45,21 @@ def taking_complex_numbers(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def method(self: DTensor, *args: object, **kwargs: object) -> object:
         if len(args) == 1 and type(args[0]) is complex:
-            args = (torch.tensor(args[0], dtype=torch.result_type(self, args[0]), device=self.device),)
+            args = (_as_tensor(args[0], self),)
         return stock(self, *args, **kwargs)
 
     return method
+
+
+def _as_tensor(number: complex, operand: Tensor) -> Tensor:
+    """Return a number as a 0-dim tensor of the dtype that it gives the result of an operator with ``operand``."""
+    return torch.tensor(number, dtype=torch.result_type(operand, number), device=operand.device)
+
+
+def _times_number(_op: dispatch.Op, args: tuple, _kwargs: dict) -> object:
+    """Multiply by a number as by a tensor; torch does so in complex convolutions."""
+    tensor, number = args
+    return torch.ops.aten.mul.Tensor(tensor, _as_tensor(number, tensor))
 
 
 def _item(op: dispatch.Op, args: tuple, kwargs: dict) -> float | int | bool | complex:
