@@ -136,8 +136,7 @@ def refuse_local_statistics(module: nn.Module, rows: JointCalls | None) -> None:
                     raise RuntimeError(
                         f"{fqn!r} ({type(part).__name__}) normalizes by statistics of the local batch, which is not "
                         "what one device computes: the call is not recorded on the rows of all ranks, as in a "
-                        "pipeline, with a plan of vescale.dmodule, or if it is compiled; .eval() it, or pass "
-                        "per_rank=True to DDP"
+                        "pipeline, or if it is compiled; .eval() it, or pass per_rank=True to DDP"
                     )
 
             part.register_forward_pre_hook(refuse)
