@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from ... import _torch
 from ..._boundary.values import copied
+from ..local_modules import local_forward
 from ..operators import Part
 from ..parts import Parts, describe
 from .calls import CallRecorder, Island, KeptCall, Place, is_metadata
@@ -84,6 +85,8 @@ class _Search(TorchFunctionMode):
     def __init__(self, recorder: CallRecorder, names: Names, parts: Parts, mesh: DeviceMesh, *, local_means: bool):
         super().__init__()
         self._kept, self._names, self._parts, self._mesh = recorder.kept, names, parts, mesh
+        # their local code makes other calls
+        self._replaced = {name for name, part in parts.modules.items() if local_forward(part) is not None}
         self._number_of: Mapping[int, int] = defaultdict(int)  # of the next call in a call of a module
         self._found = set(recorder.communicating)
         if not local_means:
@@ -170,7 +173,7 @@ class _Search(TorchFunctionMode):
 
     def _is_local(self, name: str) -> bool:
         """Return whether the code of a module is the same on local tensors."""
-        return self._parts.is_watched(name) and name not in self._parts.experts
+        return self._parts.is_watched(name) and name not in self._parts.experts and name not in self._replaced
 
     def _next(self) -> tuple[Place, KeptCall | None]:
         if not self._names.path:
