@@ -110,6 +110,9 @@ class PlannedRows(JointCalls[RecordedCall]):
         program = self.execution.program
         return {} if program is None else dict(program.call.costs)
 
+    def _mixes_rows(self, recorded: RecordedCall | None) -> bool:
+        return recorded is not None and recorded.mixes_rows
+
     def _open(self, recorded: RecordedCall | None) -> None:
         if recorded is not None:
             self._is_open = self._has_run = True
@@ -126,7 +129,7 @@ class PlannedRows(JointCalls[RecordedCall]):
     def _begin(self, args: tuple, kwargs: dict) -> None:
         if not in_batch_window():
             super()._begin(args, kwargs)
-        elif any(recorded.mixes_rows for recorded in self.recorded.values()):
+        elif any(map(self._mixes_rows, self.recorded.values())):
             raise RuntimeError(
                 f"expected no random.micro_batches around {type(self.module).__name__}, which mixes rows: those of a "
                 "micro-batch are not those of the batch; accumulate gradients with DDP.no_sync()"
@@ -153,9 +156,7 @@ class PlannedRows(JointCalls[RecordedCall]):
         def convert(tensor: Tensor, _where: str) -> Tensor:
             if not has_rows(tensor, rows) or is_over_rows(tensor, plan):
                 return tensor
-            if is_plain(tensor) and not tensor.requires_grad:
-                return lift(as_dtensor(tensor, plan), self.mesh, Shard(0))
-            return lift(tensor, self.mesh, Shard(0)) if isinstance(tensor, DTensor) else tensor
+            return lift(as_dtensor(tensor, plan) if is_plain(tensor) else tensor, self.mesh, Shard(0))
 
         return map_leaves(convert, (args, kwargs), "")
 

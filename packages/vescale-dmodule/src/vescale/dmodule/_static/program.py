@@ -197,7 +197,7 @@ class StaticProgram:
             return None
         edge = call.localize if call.is_open else call.observer.watch_argument
         if self.model.rows is not None and call.is_root and not call.is_open:
-            return None  # tensors of rows are plain on local tensors
+            edge = call.observer.watch_rows
         where = self.parts.edge("enters")
         return map_leaves(edge, args, where), map_leaves(edge, kwargs, where) if kwargs else kwargs
 

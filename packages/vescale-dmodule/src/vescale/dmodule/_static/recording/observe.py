@@ -140,6 +140,10 @@ class Observer:
             return self.watch(tensor, where)
         return self.watch(as_dtensor(tensor, self.mesh), where) if tensor.requires_grad else tensor
 
+    def watch_rows(self, tensor: Tensor, where: str) -> Tensor:
+        """Record an argument with a gradient. Others are plain on local tensors, also where they are DTensors here."""
+        return self.watch_argument(tensor, where) if tensor.requires_grad else tensor
+
     def note_local(self, tensor: Tensor, where: str) -> None:
         """Record a value of the run on local tensors, for the comparison."""
         self._note(self._record(where, tensor, None, None), _local(tensor), tensor)
