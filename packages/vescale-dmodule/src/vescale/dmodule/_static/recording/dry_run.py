@@ -35,14 +35,14 @@ from ..._boundary.rows_axis import is_over_rows, lower
 from ..._boundary.values import copied, map_leaves
 from ..._execution.eager import EagerScope, hook_scope
 from ...errors import NotLocalFriendlyError
-from ..local_parameters import MEMORY
-from ..parts import Parts, describe, join, likely_cause
+from ..local_parameters import MEMORY, LocalParameter
+from ..parts import Parts, describe, join, keep_on_dtensors, likely_cause
 from .calls import CallRecorder
 from .layouts import Recording, ReturnedRows
 from .names import Names
 from .observe import BoundaryRecords, Observer, replicated
 
-__all__ = ["Run", "check", "new_run", "record", "without_side_effects"]
+__all__ = ["Run", "check", "keep_or_refuse", "new_run", "record", "without_side_effects"]
 
 BUILTIN = (list, set, dict)
 SET_DATA = Tensor.data.__set__
@@ -257,6 +257,21 @@ def _add_gradients(run: Run, others: Gradients) -> None:
                 )
             gradient = gradient + local
         run.gradients[name] = gradient, layout
+
+
+def keep_or_refuse(parameter: LocalParameter, checked: Run | None, leaf: Tensor) -> None:
+    """Keep a gradient for the dry run that checks; outside of it, refuse a gradient that is not recorded."""
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is None:
+        return  # autograd runs this hook once per pass, even if the gradient is None
+    if checked is None:
+        raise NotLocalFriendlyError(
+            f"parameter {parameter.name!r}: expected no gradient, as when static mode recorded this call, but got one; "
+            f"if a branch depends on data, {keep_on_dtensors(parameter.name.rpartition('.')[0])}, otherwise call "
+            'set_mode(model, "static"), which discards recordings'
+        )
+    earlier, _ = checked.gradients.get(parameter.name, (None, None))
+    checked.gradients[parameter.name] = (gradient if earlier is None else earlier + gradient, None)
 
 
 def _dtensor_buffers(parts: Parts) -> dict[str, DTensor]:
