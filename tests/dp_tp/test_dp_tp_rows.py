@@ -136,6 +136,16 @@ class Tied(nn.Module):
         return self.one(self.mlp(x)) + self.other(x.mean(0, keepdim=True))
 
 
+class Penalty(MLP):
+    """A gradient of gradients."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        out = super().forward(x).square().mean()
+        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + 50 * gradient.square().sum()
+
+
 MIXING = (
     Statistics,
     ShardedDropout,
@@ -211,6 +221,11 @@ def test_training_is_that_of_one_device(mode, zero):
 @pytest.mark.parametrize("mode", ["eager", "static"])
 def test_micro_batches(mode):
     for found in run_ranks(each, 4, (2, 2), MIXING, mode, micros=2, zero=1):
+        assert max(found.values()) < 1e-10, found
+
+
+def test_gradients_of_gradients():
+    for found in run_ranks(each, 4, (2, 2), [Penalty], "eager"):
         assert max(found.values()) < 1e-10, found
 
 

@@ -31,7 +31,7 @@ from vescale.dtensor.extension import generator_fact, in_batch_window, random_po
 from .. import _torch
 from .._boundary.convert import as_dtensor, is_plain, to_plain
 from .._boundary.local_region import LocalRegion
-from .._boundary.rows_axis import is_over_rows, lift, lower
+from .._boundary.rows_axis import OverRows, is_over_rows, lift, lower
 from .._boundary.values import copied, map_leaves, map_tensors
 from .._execution.modes import execution_of
 from .._experts import experts_region, listed_gradients
@@ -39,7 +39,6 @@ from .._static.operator_mode import inactive
 from .._static.parts import describe, join
 from .._static.recording.calls import CallRecorder
 from .._static.recording.dry_run import without_side_effects
-from .._static.recording.layouts import ReturnedRows
 from .._static.recording.names import Names
 from ..errors import ImplicitRedistributionError, NotLocalFriendlyError, PlanError
 from .calls import JointCalls
@@ -171,7 +170,7 @@ class PlannedRows(JointCalls[RecordedCall]):
             tensor = tensor.redistribute(placements=(Shard(0) if has_all_rows else Replicate(), *tensor.placements[1:]))
         return lower(tensor, self.execution.mesh)
 
-    def _reduced(self, tensor: Tensor, returned: ReturnedRows | None) -> Tensor:
+    def _reduced(self, tensor: Tensor, returned: OverRows | None) -> Tensor:
         """Return a result of static mode with the sum over ranks in place of a summand."""
         own = None if returned is None else returned.placement
         if own is None or own.is_shard() or tensor.shape[:1] == (self._rows,):
@@ -179,7 +178,7 @@ class PlannedRows(JointCalls[RecordedCall]):
         if not tensor.ndim and (own.is_replicate() or (own.is_partial("avg") and tensor.requires_grad)):
             return tensor
         summand = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.execution.mesh)
-        part = self.part_of(lift(summand, self.mesh, returned.placement))
+        part = self.part_of(lift(summand, self.mesh, returned.placement, shape=returned.shape))
         return part if isinstance(tensor, DTensor) else to_plain(part)
 
     @contextlib.contextmanager
@@ -230,7 +229,7 @@ class PlannedRecorder(JointRecorder[RecordedCall]):
     def _run_eagerly(self, args: tuple, kwargs: dict) -> RecordedCall:
         names, generator = Names(), generator_fact(self.mesh.device_type)
         recorder = CallRecorder(names, self.mesh, {}, keeps=False, over_rows=True)
-        with torch.no_grad(), without_side_effects(self.module), names.watching(dict(self.module.named_modules())):
+        with without_side_effects(self.module), names.watching(dict(self.module.named_modules())):
             before = random_position(self.mesh.device_type)
             with self._rows.log() as log, recorder.recording():
                 self.module(*copied(args), **copied(kwargs))

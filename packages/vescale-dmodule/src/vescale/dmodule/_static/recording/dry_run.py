@@ -31,14 +31,14 @@ from vescale.dtensor import extension, random
 from ... import _torch
 from ..._boundary.convert import as_dtensor
 from ..._boundary.edges import aligned
-from ..._boundary.rows_axis import is_over_rows, lower
+from ..._boundary.rows_axis import OverRows, is_over_rows, lower
 from ..._boundary.values import copied, map_leaves
 from ..._execution.eager import EagerScope, hook_scope
 from ...errors import NotLocalFriendlyError
 from ..local_parameters import MEMORY, LocalParameter
 from ..parts import Parts, describe, join, keep_on_dtensors, likely_cause
 from .calls import CallRecorder
-from .layouts import Recording, ReturnedRows
+from .layouts import Recording
 from .names import Names
 from .observe import BoundaryRecords, Observer, replicated
 
@@ -100,7 +100,7 @@ def record(
     mesh, module = run.observer.mesh, parts.module
     buffers = _dtensor_buffers(parts)
     handles = hook_scope(module, parts.name, scope)
-    returned: list[ReturnedRows | None] = []
+    returned: list[OverRows | None] = []
     try:
         with without_side_effects(module), run.names.watching(parts.modules):
             before = extension.random_position(mesh.device_type)
@@ -202,8 +202,8 @@ def _weights(output: Tensor) -> Tensor:
     return value.cos()
 
 
-def _rows_of(tensor: Tensor, mesh: DeviceMesh) -> ReturnedRows | None:
-    return ReturnedRows(tensor.placements[0], tensor.shape) if is_over_rows(tensor, mesh) else None
+def _rows_of(tensor: Tensor, mesh: DeviceMesh) -> OverRows | None:
+    return OverRows(tensor.placements[0], tensor.shape) if is_over_rows(tensor, mesh) else None
 
 
 def _of_rows(value: Tensor, seed: Tensor, mesh: DeviceMesh) -> DTensor | None:
