@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale.dmodule import parallelize_module
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import gather_full, run_ranks
+from vescale_testing import RankFailure, gather_full, run_ranks
 
 TOKENS, WIDTH, STEPS = 6, 8, 3
 WHOLE, COLUMNS = {"tp": Replicate()}, {"tp": Shard(2)}
@@ -136,6 +136,16 @@ class Tied(nn.Module):
         return self.one(self.mlp(x)) + self.other(x.mean(0, keepdim=True))
 
 
+class Penalty(MLP):
+    """A gradient of gradients."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        out = super().forward(x).square().mean()
+        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + 50 * gradient.square().sum()
+
+
 MIXING = (
     Statistics,
     ShardedDropout,
@@ -212,6 +222,57 @@ def test_training_is_that_of_one_device(mode, zero):
 def test_micro_batches(mode):
     for found in run_ranks(each, 4, (2, 2), MIXING, mode, micros=2, zero=1):
         assert max(found.values()) < 1e-10, found
+
+
+def test_gradients_of_gradients():
+    for found in run_ranks(each, 4, (2, 2), [Penalty], "eager"):
+        assert max(found.values()) < 1e-10, found
+
+
+def of_inputs(kind, shape, mode):
+    """Return the largest difference of the gradient of this rank's inputs, each a summand of a mean over ranks."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    coord, size = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    whole = batches(2 * size, 1)[0][0].requires_grad_()
+    mine = whole.detach().chunk(size)[coord].clone().requires_grad_()
+    model = DDP(parallelize_module(build(kind), mesh["tp"], PLAN, mode=mode), mesh["dp"])
+    for run, x in ((build(kind), whole), (model, mine)):
+        torch.manual_seed(1)
+        out = run(x)
+        (out if out.ndim == 0 else out.square().mean()).backward()
+    return (gather_full(mine.grad) / size - whole.grad.chunk(size)[coord]).abs().max().item()
+
+
+@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("kind", [Statistics, Router, Contrast])
+def test_gradients_of_inputs_are_those_of_one_device(kind, mode):
+    assert max(run_ranks(of_inputs, 4, kind, (2, 2), mode)) < 1e-14
+
+
+def scaled(model, rows, scale=1.0):
+    """Return the gradient of a sum of losses over some rows."""
+    ((model(rows).square().sum()) * scale).backward()
+    return {name: gather_full(p.grad) for name, p in model.named_parameters()}
+
+
+def uneven(kind, mode):
+    """Run a call with even rows, then one with three on the first rank and one on the second."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = DDP(parallelize_module(build(kind), mesh["tp"], PLAN, mode=mode), mesh["dp"])
+    x = batches(4, 1)[0][0]
+    mine = (x[:3], x[3:])[mesh["dp"].get_local_rank()]
+    model.global_mean_scale(2)
+    model(x.chunk(2)[mesh["dp"].get_local_rank()]).sum().backward()
+    model.zero_grad()
+    alone, actual = scaled(build(kind), x, 1 / 4), scaled(model, mine, model.global_mean_scale(len(mine)))
+    return max((actual[name] - value).abs().max().item() for name, value in alone.items())
+
+
+@pytest.mark.parametrize("mode", ["eager", "static"])
+def test_uneven_rows_are_refused_only_where_rows_are_mixed(mode):
+    assert max(run_ranks(uneven, 4, MLP, mode)) < 1e-12
+    with pytest.raises(RankFailure, match="expected the same number of rows on all ranks, since Statistics mixes rows"):
+        run_ranks(uneven, 4, Statistics, mode)
 
 
 def test_ranks_that_are_worlds_of_their_own_differ():

@@ -22,6 +22,7 @@ A module with a plan has its tensors on the mesh of the plan. Operators on the r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +34,14 @@ from vescale.dtensor.extension import chunk
 from .. import _torch
 from .edges import as_summand, averaged, wrapper
 
-__all__ = ["gradient_over_rows", "is_over_rows", "lift", "lower", "part_of_rows", "settled"]
+__all__ = ["OverRows", "gradient_over_rows", "is_over_rows", "lift", "lower", "part_of_rows", "settled"]
+
+
+class OverRows(NamedTuple):
+    """What the axis of rows adds to the layout of a value: its placement there, and its global shape."""
+
+    placement: Placement
+    shape: torch.Size
 
 
 def gradient_over_rows(placement: Placement) -> Placement:
@@ -80,16 +88,23 @@ def settled(result: object, operands: Iterable[object]) -> object:
 
 
 @_torch.unseen
-def lift(tensor: DTensor, mesh: DeviceMesh, placement: Placement | None = None) -> DTensor:
+def lift(
+    tensor: DTensor, mesh: DeviceMesh, placement: Placement | None = None, *, shape: Sequence[int] | None = None
+) -> DTensor:
     """Return a DTensor on the wider ``mesh``, over the same memory, differentiably.
 
     Args:
         tensor: on the mesh of the plan.
         mesh: the same mesh with an axis of rows ahead.
         placement: on that axis: ``Replicate()``, which is the default, if all ranks have the same values; ``Shard(d)``,
-            if each has its rows, as many as every other rank.
+            if each has its part; ``Partial()`` if each has a summand.
+        shape: global; by default all ranks have equal parts.
     """
-    return _Lift.apply(_torch.awaited(tensor), mesh, placement or Replicate())
+    if placement is None or not placement.is_shard():
+        placement, shape = placement or Replicate(), tensor.shape
+    elif shape is None:
+        shape = [size * (mesh.size(0) if dim == placement.dim else 1) for dim, size in enumerate(tensor.shape)]
+    return _Lift.apply(_torch.awaited(tensor), mesh, placement, shape)
 
 
 @_torch.unseen
@@ -105,17 +120,14 @@ def _on(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int],
 
 class _Lift(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, tensor: DTensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    def forward(ctx, tensor: DTensor, mesh: DeviceMesh, placement: Placement, shape: Sequence[int]) -> DTensor:
         ctx.mesh, ctx.shape, ctx.gradient = tensor.device_mesh, tensor.shape, gradient_over_rows(placement)
         ctx.num_averaged = averaged(mesh, (placement,))
         ctx.source, ctx.version = tensor if tensor.is_leaf else None, tensor._version
-        shape = list(tensor.shape)
-        if placement.is_shard():
-            shape[placement.dim] *= mesh.size(0)
         return _on(mesh, (placement, *tensor.placements), shape, _torch.local_of(tensor).detach())
 
     @staticmethod
-    def backward(ctx, grad: DTensor) -> tuple[DTensor, None, None]:
+    def backward(ctx, grad: DTensor) -> tuple[DTensor, None, None, None]:
         if ctx.source is not None and ctx.source._version != ctx.version:  # autograd cannot see it behind the lift
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -124,9 +136,10 @@ class _Lift(torch.autograd.Function):
             )
         grad = grad if ctx.num_averaged == 1 else grad / ctx.num_averaged
         if grad.requires_grad:  # a gradient of gradients: only differentiable operators
-            return lower(grad.redistribute(placements=(ctx.gradient, *grad.placements[1:])), ctx.mesh), None, None
+            grad = grad.redistribute(placements=(ctx.gradient, *grad.placements[1:]))
+            return lower(grad, ctx.mesh), None, None, None
         placements = ctx.gradient, *grad.placements[1:]
-        return _on(ctx.mesh, placements[1:], ctx.shape, as_summand(grad, placements)), None, None
+        return _on(ctx.mesh, placements[1:], ctx.shape, as_summand(grad, placements)), None, None, None
 
 
 class _Lower(torch.autograd.Function):
@@ -141,6 +154,6 @@ class _Lower(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: DTensor) -> tuple[DTensor, None]:
         grad = grad if ctx.num_averaged == 1 else grad * ctx.num_averaged
-        if grad.requires_grad and ctx.gradient.is_shard():
-            return lift(grad, ctx.mesh, ctx.gradient), None
+        if grad.requires_grad:
+            return lift(grad, ctx.mesh, ctx.gradient, shape=ctx.shape), None
         return _on(ctx.mesh, (ctx.gradient, *grad.placements), ctx.shape, _torch.local_of(grad)), None

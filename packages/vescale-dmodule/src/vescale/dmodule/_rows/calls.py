@@ -75,6 +75,10 @@ class JointCalls(ABC, Generic[R]):
     def islands(self) -> dict[str, str]:
         """Return the operators that run on the rows of all ranks, and what each communicates in a forward."""
 
+    def _mixes_rows(self, recorded: R | None) -> bool:
+        """Return whether a recorded call has other results on this rank's rows alone."""
+        return recorded is not None
+
     @abstractmethod
     def _open(self, recorded: R | None) -> None:
         """Begin a call on this rank's rows with what is recorded of it; None to run it as it is."""
@@ -121,7 +125,7 @@ class JointCalls(ABC, Generic[R]):
         """
         rows = -1 if rows is None else rows
         most, least, is_new_anywhere = maxima([rows, -rows, float(is_new)], self.mesh)
-        if most != -least and any(self.recorded.values()):
+        if most != -least and any(map(self._mixes_rows, self.recorded.values())):
             raise RuntimeError(
                 f"expected the same number of rows on all ranks, since {type(self.module).__name__} mixes rows "
                 f"(DDP.islands()), got {-least:.0f} to {most:.0f}; {WAY_OUT}"

@@ -31,7 +31,7 @@ from vescale.dtensor.extension import generator_fact, in_batch_window, random_po
 from .. import _torch
 from .._boundary.convert import as_dtensor, is_plain, to_plain
 from .._boundary.local_region import LocalRegion
-from .._boundary.rows_axis import is_over_rows, lift, lower
+from .._boundary.rows_axis import OverRows, is_over_rows, lift, lower
 from .._boundary.values import copied, map_leaves, map_tensors
 from .._execution.modes import execution_of
 from .._experts import experts_region, listed_gradients
@@ -39,7 +39,6 @@ from .._static.operator_mode import inactive
 from .._static.parts import describe, join
 from .._static.recording.calls import CallRecorder
 from .._static.recording.dry_run import without_side_effects
-from .._static.recording.layouts import ReturnedRows
 from .._static.recording.names import Names
 from ..errors import ImplicitRedistributionError, NotLocalFriendlyError, PlanError
 from .calls import JointCalls
@@ -110,6 +109,9 @@ class PlannedRows(JointCalls[RecordedCall]):
         program = self.execution.program
         return {} if program is None else dict(program.call.costs)
 
+    def _mixes_rows(self, recorded: RecordedCall | None) -> bool:
+        return recorded is not None and recorded.mixes_rows
+
     def _open(self, recorded: RecordedCall | None) -> None:
         if recorded is not None:
             self._is_open = self._has_run = True
@@ -126,7 +128,7 @@ class PlannedRows(JointCalls[RecordedCall]):
     def _begin(self, args: tuple, kwargs: dict) -> None:
         if not in_batch_window():
             super()._begin(args, kwargs)
-        elif any(recorded.mixes_rows for recorded in self.recorded.values()):
+        elif any(map(self._mixes_rows, self.recorded.values())):
             raise RuntimeError(
                 f"expected no random.micro_batches around {type(self.module).__name__}, which mixes rows: those of a "
                 "micro-batch are not those of the batch; accumulate gradients with DDP.no_sync()"
@@ -153,9 +155,7 @@ class PlannedRows(JointCalls[RecordedCall]):
         def convert(tensor: Tensor, _where: str) -> Tensor:
             if not has_rows(tensor, rows) or is_over_rows(tensor, plan):
                 return tensor
-            if is_plain(tensor) and not tensor.requires_grad:
-                return lift(as_dtensor(tensor, plan), self.mesh, Shard(0))
-            return lift(tensor, self.mesh, Shard(0)) if isinstance(tensor, DTensor) else tensor
+            return lift(as_dtensor(tensor, plan) if is_plain(tensor) else tensor, self.mesh, Shard(0))
 
         return map_leaves(convert, (args, kwargs), "")
 
@@ -170,7 +170,7 @@ class PlannedRows(JointCalls[RecordedCall]):
             tensor = tensor.redistribute(placements=(Shard(0) if has_all_rows else Replicate(), *tensor.placements[1:]))
         return lower(tensor, self.execution.mesh)
 
-    def _reduced(self, tensor: Tensor, returned: ReturnedRows | None) -> Tensor:
+    def _reduced(self, tensor: Tensor, returned: OverRows | None) -> Tensor:
         """Return a result of static mode with the sum over ranks in place of a summand."""
         own = None if returned is None else returned.placement
         if own is None or own.is_shard() or tensor.shape[:1] == (self._rows,):
@@ -178,7 +178,7 @@ class PlannedRows(JointCalls[RecordedCall]):
         if not tensor.ndim and (own.is_replicate() or (own.is_partial("avg") and tensor.requires_grad)):
             return tensor
         summand = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.execution.mesh)
-        part = self.part_of(lift(summand, self.mesh, returned.placement))
+        part = self.part_of(lift(summand, self.mesh, returned.placement, shape=returned.shape))
         return part if isinstance(tensor, DTensor) else to_plain(part)
 
     @contextlib.contextmanager
@@ -229,7 +229,7 @@ class PlannedRecorder(JointRecorder[RecordedCall]):
     def _run_eagerly(self, args: tuple, kwargs: dict) -> RecordedCall:
         names, generator = Names(), generator_fact(self.mesh.device_type)
         recorder = CallRecorder(names, self.mesh, {}, keeps=False, over_rows=True)
-        with torch.no_grad(), without_side_effects(self.module), names.watching(dict(self.module.named_modules())):
+        with without_side_effects(self.module), names.watching(dict(self.module.named_modules())):
             before = random_position(self.mesh.device_type)
             with self._rows.log() as log, recorder.recording():
                 self.module(*copied(args), **copied(kwargs))

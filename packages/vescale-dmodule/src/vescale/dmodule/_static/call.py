@@ -164,7 +164,9 @@ class Call:
 
     def over_rows(self, tensor: DTensor, record: BoundaryRecord) -> DTensor:
         """Return a value as code on the rows of all data-parallel ranks has it, if the recorded call ran on these."""
-        return tensor if record.rows is None else lift(tensor, self.mesh, record.rows)
+        return (
+            tensor if record.rows is None else lift(tensor, self.mesh, record.rows.placement, shape=record.rows.shape)
+        )
 
     def wrap(self, local: Tensor, record: BoundaryRecord, *, pins_gradient: bool = True) -> DTensor:
         """Return a local value as the DTensor of eager mode.

@@ -37,7 +37,7 @@ import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
@@ -48,17 +48,16 @@ from .._execution.eager import hook_scope
 from .._execution.module_hooks import hook_calls
 from .._execution.patch import ModulePatch
 from .._report.ranges import is_watched
-from ..errors import NotLocalFriendlyError
 from .call import Call, State
 from .direct_calls import direct_calls
 from .local_modules import local_rows, silent_axes
-from .local_parameters import LocalParameter, LocalParameters
+from .local_parameters import LocalParameters
 from .model import Model
 from .operator_mode import OperatorHooks, QuietCall
-from .parts import Parts, join, keep_on_dtensors
+from .parts import Parts, join
 from .recording.calls import CallRecorder, Island, Place
 from .recording.compare import add_rows, difference, highest, raise_together
-from .recording.dry_run import Run, check, new_run, record
+from .recording.dry_run import Run, check, keep_or_refuse, new_run, record
 from .recording.layouts import RecordedLayouts, Recording, Recordings
 from .recording.search import search
 from .regions import EagerPart, ExpertsPart, experts_gradients
@@ -197,7 +196,7 @@ class StaticProgram:
             return None
         edge = call.localize if call.is_open else call.observer.watch_argument
         if self.model.rows is not None and call.is_root and not call.is_open:
-            return None  # tensors of rows are plain on local tensors
+            edge = call.observer.watch_rows
         where = self.parts.edge("enters")
         return map_leaves(edge, args, where), map_leaves(edge, kwargs, where) if kwargs else kwargs
 
@@ -493,20 +492,5 @@ class StaticProgram:
         gradients = self.recordings.gradients
         layouts = {} if checked is not None else gradients
         for parameter in self.parameters:
-            keeps = None if parameter.name in layouts else functools.partial(_keep_or_refuse, parameter, checked)
+            keeps = None if parameter.name in layouts else functools.partial(keep_or_refuse, parameter, checked)
             parameter.expect(gradients.get(parameter.name), keeps)
-
-
-def _keep_or_refuse(parameter: LocalParameter, checked: Run | None, leaf: Tensor) -> None:
-    """Keep a gradient for the dry run that checks; outside of it, refuse a gradient that is not recorded."""
-    gradient, leaf.grad = leaf.grad, None
-    if gradient is None:
-        return  # autograd runs this hook once per pass, even if the gradient is None
-    if checked is None:
-        raise NotLocalFriendlyError(
-            f"parameter {parameter.name!r}: expected no gradient, as when static mode recorded this call, but got one; "
-            f"if a branch depends on data, {keep_on_dtensors(parameter.name.rpartition('.')[0])}, otherwise call "
-            'set_mode(model, "static"), which discards recordings'
-        )
-    earlier, _ = checked.gradients.get(parameter.name, (None, None))
-    checked.gradients[parameter.name] = (gradient if earlier is None else earlier + gradient, None)

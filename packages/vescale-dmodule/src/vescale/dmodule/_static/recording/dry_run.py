@@ -31,18 +31,18 @@ from vescale.dtensor import extension, random
 from ... import _torch
 from ..._boundary.convert import as_dtensor
 from ..._boundary.edges import aligned
-from ..._boundary.rows_axis import is_over_rows, lower
+from ..._boundary.rows_axis import OverRows, is_over_rows, lower
 from ..._boundary.values import copied, map_leaves
 from ..._execution.eager import EagerScope, hook_scope
 from ...errors import NotLocalFriendlyError
-from ..local_parameters import MEMORY
-from ..parts import Parts, describe, join, likely_cause
+from ..local_parameters import MEMORY, LocalParameter
+from ..parts import Parts, describe, join, keep_on_dtensors, likely_cause
 from .calls import CallRecorder
-from .layouts import Recording, ReturnedRows
+from .layouts import Recording
 from .names import Names
 from .observe import BoundaryRecords, Observer, replicated
 
-__all__ = ["Run", "check", "new_run", "record", "without_side_effects"]
+__all__ = ["Run", "check", "keep_or_refuse", "new_run", "record", "without_side_effects"]
 
 BUILTIN = (list, set, dict)
 SET_DATA = Tensor.data.__set__
@@ -100,7 +100,7 @@ def record(
     mesh, module = run.observer.mesh, parts.module
     buffers = _dtensor_buffers(parts)
     handles = hook_scope(module, parts.name, scope)
-    returned: list[ReturnedRows | None] = []
+    returned: list[OverRows | None] = []
     try:
         with without_side_effects(module), run.names.watching(parts.modules):
             before = extension.random_position(mesh.device_type)
@@ -202,8 +202,8 @@ def _weights(output: Tensor) -> Tensor:
     return value.cos()
 
 
-def _rows_of(tensor: Tensor, mesh: DeviceMesh) -> ReturnedRows | None:
-    return ReturnedRows(tensor.placements[0], tensor.shape) if is_over_rows(tensor, mesh) else None
+def _rows_of(tensor: Tensor, mesh: DeviceMesh) -> OverRows | None:
+    return OverRows(tensor.placements[0], tensor.shape) if is_over_rows(tensor, mesh) else None
 
 
 def _of_rows(value: Tensor, seed: Tensor, mesh: DeviceMesh) -> DTensor | None:
@@ -257,6 +257,21 @@ def _add_gradients(run: Run, others: Gradients) -> None:
                 )
             gradient = gradient + local
         run.gradients[name] = gradient, layout
+
+
+def keep_or_refuse(parameter: LocalParameter, checked: Run | None, leaf: Tensor) -> None:
+    """Keep a gradient for the dry run that checks; outside of it, refuse a gradient that is not recorded."""
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is None:
+        return  # autograd runs this hook once per pass, even if the gradient is None
+    if checked is None:
+        raise NotLocalFriendlyError(
+            f"parameter {parameter.name!r}: expected no gradient, as when static mode recorded this call, but got one; "
+            f"if a branch depends on data, {keep_on_dtensors(parameter.name.rpartition('.')[0])}, otherwise call "
+            'set_mode(model, "static"), which discards recordings'
+        )
+    earlier, _ = checked.gradients.get(parameter.name, (None, None))
+    checked.gradients[parameter.name] = (gradient if earlier is None else earlier + gradient, None)
 
 
 def _dtensor_buffers(parts: Parts) -> dict[str, DTensor]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from ... import _torch
+from ..._boundary.rows_axis import OverRows
 from ..._execution.patch import ModulePatch
 from ...errors import NotLocalFriendlyError
 from ..direct_calls import Steps
@@ -32,7 +32,7 @@ from ..operators import ModuleOperators, RecordedOperator
 from ..parts import Parts, describe, keep_on_dtensors
 from .observe import BoundaryRecord, BoundaryRecords, replicated
 
-__all__ = ["RecordedLayouts", "Recording", "Recordings", "ReturnedRows"]
+__all__ = ["RecordedLayouts", "Recording", "Recordings"]
 
 Placements = tuple[Placement, ...]
 
@@ -40,13 +40,6 @@ logger = logging.getLogger("vescale.dmodule")
 
 MANY = 1 << 16  # calls of parts that may still be recomputed
 WARNS_AT = 32  # recordings after which a warning says that shapes keep changing
-
-
-class ReturnedRows(NamedTuple):
-    """A result of a call on the rows of all ranks: its placement on their axis, and its global shape."""
-
-    placement: Placement
-    shape: torch.Size
 
 
 @dataclass(eq=False)
@@ -63,7 +56,7 @@ class Recording:
         recomputed: parts that autograd called in backward.
         is_quiet: whether the forward drew no random numbers.
         mesh: of the operators.
-        returned: placements of the results on the axis of rows, in order, if the call ran on the rows of all ranks.
+        returned: layouts of the results on the axis of rows, in order, if the call ran on the rows of all ranks.
     """
 
     records: BoundaryRecords
@@ -75,7 +68,7 @@ class Recording:
     recomputed: set[str]
     is_quiet: bool
     mesh: DeviceMesh
-    returned: tuple[ReturnedRows | None, ...] = ()
+    returned: tuple[OverRows | None, ...] = ()
 
     def check(self) -> None:
         """Refuse layouts that only the order of calls distinguishes, if parts are recomputed.
@@ -266,7 +259,7 @@ class Recordings:
         self.gradients: dict[str, Placements] = {}
         self.quiet: set[Hashable] = set()
         self.seen: set[Hashable] = set()
-        self.returned: dict[Hashable, tuple[ReturnedRows | None, ...]] = {}
+        self.returned: dict[Hashable, tuple[OverRows | None, ...]] = {}
         self.recomputes = False
         self._runs: dict[tuple[str, int], tuple[RecordedLayouts, _torch.StorageWeakRef]] = {}
 

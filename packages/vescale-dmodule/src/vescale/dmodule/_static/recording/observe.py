@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from ... import _torch
 from ..._boundary.convert import as_dtensor, bring
 from ..._boundary.edges import averaged
-from ..._boundary.rows_axis import is_over_rows, part_of_rows
+from ..._boundary.rows_axis import OverRows, is_over_rows, part_of_rows
 
 __all__ = ["BoundaryRecord", "BoundaryRecords", "Observer", "Seen", "replicated"]
 
@@ -39,7 +39,7 @@ class BoundaryRecord:
         target: layout of the value after its conversion.
         gradient: layout of the gradient of the converted value; None if it has no gradient.
         dtype: of the value.
-        rows: placement on the axis of rows, if the call runs on the rows of all data-parallel ranks and the value is on
+        rows: layout on the axis of rows, if the call runs on the rows of all data-parallel ranks and the value is on
             their mesh. Layouts and shapes are then those of this rank's part (see `_boundary.rows_axis`).
     """
 
@@ -50,7 +50,12 @@ class BoundaryRecord:
     target: Placements | None
     gradient: Placements | None
     dtype: torch.dtype
-    rows: Placement | None = None
+    rows: OverRows | None = None
+
+    @property
+    def own(self) -> Placement:
+        """The placement on the axis of rows; values that are not on their mesh are equal on all ranks."""
+        return Replicate() if self.rows is None else self.rows.placement
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
@@ -73,7 +78,7 @@ class Seen:
             if not isinstance(grad, DTensor):
                 self.gradient = grad.detach().clone()
                 return
-            own = () if self.record.rows is None else (self.record.rows,)
+            own = () if self.record.rows is None else (self.record.own,)
             self.gradient_layout = tuple(grad.placements[len(own) :])
             num_summands = averaged(grad.device_mesh, (*own, *self.record.target))
             if self.is_summand and grad.placements[0].is_replicate():
@@ -83,7 +88,7 @@ class Seen:
     @property
     def is_summand(self) -> bool:
         """Whether the gradients of all data-parallel ranks must be added."""
-        return self.record.rows is not None and self.record.rows.is_replicate()
+        return self.record.rows is not None and self.record.own.is_replicate()
 
     def finished(self) -> BoundaryRecord:
         return BoundaryRecord(**{**vars(self.record), "gradient": self.gradient_layout})
@@ -140,6 +145,10 @@ class Observer:
             return self.watch(tensor, where)
         return self.watch(as_dtensor(tensor, self.mesh), where) if tensor.requires_grad else tensor
 
+    def watch_rows(self, tensor: Tensor, where: str) -> Tensor:
+        """Record an argument with a gradient. Others are plain on local tensors, also where they are DTensors here."""
+        return self.watch_argument(tensor, where) if tensor.requires_grad else tensor
+
     def note_local(self, tensor: Tensor, where: str) -> None:
         """Record a value of the run on local tensors, for the comparison."""
         self._note(self._record(where, tensor, None, None), _local(tensor), tensor)
@@ -160,7 +169,7 @@ class Observer:
     ) -> BoundaryRecord:
         shape, rows = tensor.shape, None
         if is_over_rows(tensor, self.mesh):
-            shape, rows = part_of_rows(tensor), tensor.placements[0]
+            shape, rows = part_of_rows(tensor), OverRows(tensor.placements[0], tensor.shape)
         arriving = tuple(_local(tensor).shape)
         return BoundaryRecord(where, arriving, tuple(shape), source, target, None, tensor.dtype, rows)
 
@@ -243,7 +252,7 @@ def _agree(old: BoundaryRecord, new: BoundaryRecord) -> bool:
     if old.shape == new.shape and None in (old.source, new.source):  # plain tensors are equal on all ranks
         return all(p.is_replicate() for p in (*(old.source or ()), *(new.source or ())))
     layouts = (old.shape, old.source, old.target) == (new.shape, new.source, new.target)
-    layouts &= (old.rows or Replicate()) == (new.rows or Replicate())
+    layouts &= old.own == new.own
     return layouts and (old.gradient == new.gradient or None in (old.gradient, new.gradient))
 
 
