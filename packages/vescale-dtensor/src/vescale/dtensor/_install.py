@@ -177,6 +177,12 @@ ROWS: tuple[Row, ...] = (
         decisions.CacheKeyPatch(dispatch.operators),
     ),
     Row(
+        "identity of meshes",
+        "operators",
+        "stock answers a call on a mesh with a result on an older, equal mesh, whose groups other ranks do not use",
+        decisions.identity_of_meshes(),
+    ),
+    Row(
         "loss_parallel",
         "operators",
         "at its end stock removes the handlers of its operators, ours among them",

@@ -7,18 +7,20 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 
 from .._containers import map_leaves
-from .patches import Op
+from .patches import AttributePatch, Op, PatchGroup
 
 __all__ = [
     "CacheKeyPatch",
     "Sharding",
     "decide",
     "forget_decisions",
+    "identity_of_meshes",
     "resharding",
     "shape_argument",
     "view_sharding",
@@ -99,6 +101,42 @@ def _longer(entry: RuntimeSchemaInfo | None, position: int | None, keywords: Seq
     first = entry.static_argnum if position is None else min(position, entry.static_argnum)
     names = list(dict.fromkeys([*(entry.static_kwargkey or ()), *keywords]))
     return dataclasses.replace(entry, static_argnum=first, static_kwargkey=names or None)
+
+
+def identity_of_meshes() -> PatchGroup:
+    """Return the patch after which caches tell meshes with other process groups apart. Such meshes stay equal.
+
+    Stock answers a call on one mesh with a result on an older, equal one. Where ranks differ in what they have cached,
+    some communicate in the groups of the older mesh, and all wait forever. Here the hash of a mesh is that of its
+    groups, and layouts on meshes of other groups are not equal (torch's cache in C++ compares them alone).
+    """
+
+    def hash_of(stock: Callable) -> Callable:
+        def of_groups(self: DeviceMesh) -> int:
+            if not getattr(self, "_hash", None):
+                self._hash = hash((stock(self), *map(id, _groups(self))))
+            return self._hash
+
+        return of_groups
+
+    def equality(stock: Callable) -> Callable:
+        def check_equals(self: DTensorSpec, other: object, skip_shapes: bool = False) -> bool:
+            if not stock(self, other, skip_shapes):
+                return False
+            return self.mesh is other.mesh or hash(self.mesh) == hash(other.mesh)
+
+        return check_equals
+
+    patches = (
+        AttributePatch((DeviceMesh,), "__hash__", hash_of),
+        AttributePatch((DTensorSpec,), "_check_equals", equality),
+    )
+    return PatchGroup(", ".join(patch.place for patch in patches), patches)
+
+
+def _groups(mesh: DeviceMesh) -> list:
+    """Return the process groups of a mesh: none on a rank outside, and of a mesh that only describes a layout."""
+    return [mesh.get_group(axis) for axis in range(len(getattr(mesh, "_dim_group_names", ())))]
 
 
 def forget_decisions() -> None:
