@@ -20,7 +20,8 @@ def doubled(mesh):
 @ranks(4)
 def test_results_are_on_the_mesh_of_their_operands():
     first, second = two_equal_meshes(2, 2)
-    assert first == second and first.get_group(0) is not second.get_group(0)
+    assert first == second
+    assert first.get_group(0) is not second.get_group(0)
     for mesh in (first, second, first, second):
         for _ in range(3):  # decided, then from a cache
             assert doubled(mesh).device_mesh is mesh
