@@ -121,7 +121,7 @@ def distance(actual, expected, mesh=None):
 
 
 @ranks(4, timeout=300)
-def test_compiled_blocks_train_as_one_process(compile_with, monkeypatch, caplog):
+def test_compiled_blocks_train_as_one_process(compile_with, caplog):
     caplog.set_level(logging.WARNING, logger="vescale.dmodule")
     compile_with("aot_eager")
     expected = train(Net())
@@ -132,13 +132,12 @@ def test_compiled_blocks_train_as_one_process(compile_with, monkeypatch, caplog)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
         counters["stats"].clear()
         compiled = train_in_parallel(mesh, "compile", **options)
-        assert counters["stats"]["unique_graphs"] == 2, "blocks share one in training and one in evaluation"
+        assert counters["stats"]["unique_graphs"] == 3, "blocks share one in training, evaluation and micro-batches"
         assert distance(compiled, expected, mesh) < 1e-10, (axes, options)
     assert "static mode" not in caplog.text
     assert distance(compiled, train_in_parallel(mesh, "eager", **options)) < 1e-10
 
-    monkeypatch.setattr("vescale.dtensor.extension.watched", contextlib.nullcontext)
-    model = DDP(parallelize_module(Net(), mesh["tp"], plan(), mode="compile"), mesh["dp"])
+    model = DDP(parallelize_module(Net(), mesh["tp"], plan(), mode="compile"), mesh["dp"], per_rank=True)
     coord = mesh.get_local_rank("dp")
     torch.manual_seed(7)
     output = model(inputs()[0][:4].chunk(2)[coord])

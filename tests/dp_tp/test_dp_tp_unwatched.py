@@ -58,7 +58,6 @@ def test_quiet_calls_are_not_watched():
 
     found = [total(), total()]
     assert layer.num_modes[-1] == 0
-    assert 1 in layer.num_modes, "the rehearsal is watched"
     with random.stream("philox", seed=1):
         model(x)
         assert layer.num_modes[-1] == 0, "nor are they in the other stream"
@@ -69,5 +68,4 @@ def test_quiet_calls_are_not_watched():
     Layer()  # takes the numbers that the reference has taken
     set_mode(layer, "static")
     found += [total(), total()]
-    assert layer.num_modes[-1] == 1
     torch.testing.assert_close(torch.stack(found), expected, rtol=1e-12, atol=0)

@@ -22,7 +22,8 @@ def test_in_both_modes(family):
 
 
 def test_rows_that_the_ranks_do_not_share_evenly():
-    assert zoo.run_family("mamba", ["dp 3 static"]) == {"dp 3 static": ("right", "")}
+    for family in ("mamba", "bert"):
+        assert zoo.run_family(family, ["dp 3 static"]) == {"dp 3 static": ("right", "")}
 
 
 def test_rows_of_each_rank_under_ddp():

@@ -120,6 +120,17 @@ class UsedTwice(nn.Module):
         return self.proj(h) + h * self.proj.weight.t()[1]
 
 
+class TiedWeight(nn.Module):
+    """A weight that is used with this rank's rows, and with all rows after an operator that gives them to all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, 8))
+
+    def forward(self, h):
+        return (h * self.weight).flip(0) * self.weight
+
+
 class ChosenTokens(nn.Module):
     """Tokens that one expert takes, as many in each step as it happens."""
 
@@ -141,6 +152,7 @@ BODIES = [
     LocalSizes,
     MaskedTargets,
     UsedTwice,
+    TiedWeight,
     ChosenTokens,
 ]
 R = {"dp": Shard(0), "tp": Replicate()}
@@ -236,7 +248,7 @@ def test_as_many_chosen_tokens_as_a_rank_has():
 @ranks(2)
 def test_each_rank_alone_is_another_program():
     for make in BODIES:
-        if make in (PositionDropout, UsedTwice, ChosenTokens):  # the same on each rank alone
+        if make in (PositionDropout, UsedTwice, TiedWeight, ChosenTokens):  # the same on each rank alone
             continue
         model, mine = build(make), rows(6).chunk(2)[dist.get_rank()]
         torch.manual_seed(1)
@@ -252,3 +264,37 @@ def test_each_rank_alone_is_another_program():
 def test_without_permission_to_communicate_it_is_refused():
     with pytest.raises((NotLocalFriendlyError, RuntimeError)):
         train(parallel(Contrast, 2), [6])
+
+
+class OneRow(nn.Module):
+    """Code that leaves out a call where there is one row only, as on the last of three ranks with five rows."""
+
+    def __init__(self, *, fails=False):
+        super().__init__()
+        self.fails, self.weight = fails, nn.Parameter(torch.linspace(1, 2, 8, dtype=torch.float64))
+
+    def forward(self, h):
+        number, positions = h.size(0), torch.arange(6)[None]
+        if number != len(positions):
+            positions = positions.expand(number, -1)
+        elif self.fails:
+            raise ValueError("one row only")
+        mask = torch.arange(number)[:, None, None] >= torch.arange(6)[None, :, None] - 3
+        h = h * self.weight * mask.expand(number, -1, 1) + positions[..., None]
+        return h.flip(0).square().mean()
+
+
+@ranks(3)
+def test_code_that_leaves_out_a_call_on_one_rank():
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+    for fails, size in ((False, 5), (True, 6)):
+        model = parallelize_module(OneRow(fails=fails), mesh, PLANS["dp",], mode="static", allow_implicit=True)
+        assert_same(train(model, [size]), train(OneRow(), [size]), "leaves out")
+
+
+@ranks(3)
+def test_code_that_fails_on_one_rank_is_refused_on_all():
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+    model = parallelize_module(OneRow(fails=True), mesh, PLANS["dp",], mode="static", allow_implicit=True)
+    with pytest.raises((NotLocalFriendlyError, ValueError), match=r"another rank|one row only"):
+        train(model, [5])

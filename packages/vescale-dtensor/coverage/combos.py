@@ -1,6 +1,7 @@
 """Choose placements of an operator's tensors: a few combinations in which every pair of placements occurs.
 
-A placement is written as text: ``R``, ``S0``, ``P``; on a mesh with two axes ``S0R``. Everything here is pure.
+A placement is written as text: ``R``, ``S0``, ``P`` for partial sums, ``A``, ``X`` and ``N`` for partial means, maxima
+and minima; on a mesh with two axes ``S0R``. Everything here is pure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-__all__ = ["combinations", "options", "parse"]
+__all__ = ["LETTER", "REDUCE_OPS", "alike", "combinations", "options", "parse"]
+
+REDUCE_OPS = {"P": "sum", "A": "avg", "X": "max", "N": "min"}
+LETTER = re.compile(r"([RPSAXN])(\d*)")
 
 
 def options(tensor: torch.Tensor, num_axes: int) -> list[str]:
@@ -27,8 +31,9 @@ def options(tensor: torch.Tensor, num_axes: int) -> list[str]:
 
 def parse(text: str) -> tuple[Placement, ...]:
     """Return the placements of a text such as ``S0R``."""
-    made = {"R": lambda _: Replicate(), "P": lambda _: Partial("sum"), "S": lambda dim: Shard(int(dim))}
-    return tuple(made[letter](dim) for letter, dim in re.findall(r"([RPS])(\d*)", text))
+    made = {"R": lambda _: Replicate(), "S": lambda dim: Shard(int(dim))}
+    made |= {letter: lambda _, op=op: Partial(op) for letter, op in REDUCE_OPS.items()}
+    return tuple(made[letter](dim) for letter, dim in LETTER.findall(text))
 
 
 def combinations(choices: Sequence[Sequence[str]], *, cap: int, seed: str) -> list[tuple[str, ...]]:
@@ -56,14 +61,18 @@ def combinations(choices: Sequence[Sequence[str]], *, cap: int, seed: str) -> li
 
 def _aligned(choices: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     """Return combinations that programs use: all tensors alike, and one tensor distributed."""
-    every = dict.fromkeys(option for options in choices for option in options)
-    alike = [tuple(option if option in options else options[0] for options in choices) for option in every]
     single = [
         tuple(option if i == j else other[0] for j, other in enumerate(choices))
         for i, options in enumerate(choices[:3])
         for option in options
     ]
-    return alike + single
+    return alike(choices) + single
+
+
+def alike(choices: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Return one combination for each placement: all tensors that can have it."""
+    every = dict.fromkeys(option for options in choices for option in options)
+    return [tuple(option if option in options else options[0] for options in choices) for option in every]
 
 
 def _rows(choices: Sequence[Sequence[str]], generator: random.Random):

@@ -16,7 +16,7 @@ from board import Board
 from combos import parse
 from compare import check_backward, check_leaves, is_differentiable, on_one_device, random_weight, same_when_finished
 from pieces import Mismatch, assemble, cut, part
-from plan import UNINITIALISED, Case, Plan, run_variant
+from plan import UNINITIALISED, Case, Plan, given_out, run_variant
 from records import LIMIT, decoded, described, encoded, head, same, unpacked
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -121,13 +121,16 @@ class Rank:
         if case.variant == "op":
             return run_variant(plan.op, "op", args, kwargs)
         with torch.no_grad():
-            out = None
-            if case.variant == "out":
-                like = run_variant(plan.op, "op", args, kwargs)
-                out = like.clone().zero_() if not isinstance(like, DTensor) else _like(like)
-                torch.default_generator.manual_seed(1234)
-            result = run_variant(plan.op, case.variant, args, kwargs, out)
-            return [result, out] if case.variant == "out" else result
+            if case.variant == "inplace":
+                return run_variant(plan.op, "inplace", args, kwargs)
+            if case.variant == "out":  # the first run, which says what the result is like, may write to its operands
+                args, kwargs = _torch.tree_map(_copied, arguments)
+            result = run_variant(plan.op, "op", args, kwargs)
+            if case.variant == "twice":
+                return [result, [_used(leaf) for leaf in _torch.tree_leaves(result)]]
+            (args, kwargs), out = arguments, given_out(result, _like)
+            torch.default_generator.manual_seed(1234)
+            return [run_variant(plan.op, "out", args, kwargs, out), out]
 
     def _backward(self, case: Case, mesh, inputs: list, result: object) -> dict:
         record: dict = {"gathers": 0, "collectives": 0}
@@ -156,7 +159,7 @@ class Rank:
         if partial:
             placements = [Partial() if isinstance(p, Replicate) else p for p in placements]
         local = part(whole, mesh.shape, mesh.get_coordinate(), placements, seed=number)
-        return _torch.make(local, leaf.shape, leaf.stride(), mesh, placements)
+        return _torch.make(local, whole.shape, whole.stride(), mesh, placements)
 
     # -------------------------------------------------------------------------------------------- judging
 
@@ -199,16 +202,18 @@ class Rank:
 
     def _check_forward(self, plan: Plan, case: Case, records: list[dict], expected: dict) -> None:
         mesh_shape = self.meshes[case.num_axes].shape
-        wanted = expected["results"] * (2 if case.variant == "out" else 1)
+        wanted = expected["results"]
         got = [
             decoded([record["results"][i] for record in records], mesh_shape) for i in range(len(records[0]["results"]))
         ]
         rtol = expected["rtol"]
-        try:
-            check_leaves(got, wanted, "result", rtol)
-        except Mismatch as finding:
-            if not same_when_finished(plan.samples[case.sample], got, expected, finding):
-                raise
+        readings = [got[: len(got) // 2], got[len(got) // 2 :]] if case.variant in ("out", "twice") else [got]
+        for reading in readings:
+            try:
+                check_leaves(reading, wanted, "result", rtol)
+            except Mismatch as finding:
+                if not same_when_finished(plan.samples[case.sample], reading, expected, finding):
+                    raise
         for i, whole in enumerate(expected["inputs"]):
             entries = [record["inputs"][i] for record in records]
             if all(entry is not None for entry in entries):
@@ -232,14 +237,27 @@ class Rank:
 
     def _reference(self, plan: Plan, case: Case) -> dict:
         """Return the results of one device, its arguments after the call, and its gradients."""
-        key = case.sample, "op" if case.variant == "out" else case.variant
+        key = case.sample, "op" if case.variant in ("out", "twice") else case.variant
         if key not in self._references:
             self._references[key] = on_one_device(plan, case.sample, key[1])
         return self._references[key]
 
 
-def _like(result: DTensor) -> DTensor:
+def _copied(leaf: object) -> object:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _used(leaf: object) -> object:
+    """Use a result, and return what the use gives: its values on every rank."""
+    if not isinstance(leaf, DTensor):
+        return leaf
+    return leaf.clone().redistribute(placements=[Replicate()] * leaf.device_mesh.ndim)
+
+
+def _like(result: torch.Tensor) -> torch.Tensor:
     """Return a tensor of zeros for ``out=``; in the placements of the result, which must not be partial."""
+    if not isinstance(result, DTensor):
+        return result.clone().zero_()
     mesh = result.device_mesh
     placements = [Replicate() if isinstance(p, Partial) else p for p in result.placements]
     whole = torch.zeros(result.shape, dtype=result.dtype)

@@ -5,7 +5,7 @@ The cut is `torch.chunk`, one mesh axis after another. The assembly cuts a tenso
     whole.flatten()[cut(arange(numel).view(shape), ...)] = local
 
 It checks that a rank's part has the size that its placements give, and that replicas agree. A partial tensor is split
-into random parts whose sum is exact (the values have 24 significant bits).
+into random parts whose sum, mean, maximum or minimum is exact (the values have 24 significant bits).
 """
 
 from __future__ import annotations
@@ -61,14 +61,19 @@ def _chunk(tensor: Tensor, num: int, index: int, dim: int) -> Tensor:
 
 
 def part(whole: Tensor, mesh_shape: Sequence[int], coord: Sequence[int], placements: Sequence[Placement], seed: int):
-    """Return a copy of the part that the rank at ``coord`` holds; the parts of partial axes sum to ``whole``."""
+    """Return a copy of the part that the rank at ``coord`` holds; those of partial axes reduce to ``whole``."""
     generator = torch.Generator().manual_seed(seed)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial):
-            shape = (mesh_shape[axis], *whole.shape)
-            parts = torch.randint(-12, 13, shape, generator=generator).to(whole.dtype) / 8
-            parts[-1] = whole - parts[:-1].sum(0)
-            whole = parts[coord[axis]]
+            size, op = mesh_shape[axis], placement.reduce_op
+            parts = torch.randint(-12, 13, (size, *whole.shape), generator=generator).to(whole.dtype)
+            parts = parts / 8 if whole.is_floating_point() or whole.is_complex() else parts
+            if op in ("max", "min"):
+                parts = whole - parts.abs() * (1 if op == "max" else -1)
+                parts[seed % size] = whole
+            else:
+                parts[-1] = (whole if op == "sum" else whole * size) - parts[:-1].sum(0)
+            whole = torch.empty_like(whole).copy_(parts[coord[axis]])  # in the memory order of the whole
     return cut(whole, mesh_shape, coord, placements).clone()
 
 
@@ -84,7 +89,7 @@ def assemble(
     """Assemble the shards of all ranks, given in the mesh's order.
 
     Raises:
-        Mismatch: A shard does not have the shape of its placements, or replicas differ.
+        Mismatch: A shard does not have the shape of its placements, replicas differ, or the parts have no reduction.
     """
     if (dtype := locals_[0].dtype) in SIGNED:  # torch has few operators for unsigned types
         signed = [local.view(SIGNED[dtype]) for local in locals_]
@@ -99,6 +104,8 @@ def assemble(
         held[coord] = local
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial):
+            if locals_[0].is_complex() and placement.reduce_op in ("max", "min"):
+                raise Mismatch(f"complex numbers have no order, but the placements are {placements}")
             held = _reduced(held, axis, mesh_shape[axis], REDUCE[placement.reduce_op])
     whole = torch.zeros(shape, dtype=locals_[0].dtype)
     flat, written = whole.view(-1), torch.zeros(whole.numel(), dtype=torch.bool)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import warnings
+from collections.abc import Callable, Iterator
 
+import _torch
 import samples as sampling
 import torch
-from combos import combinations, options
+from combos import alike, combinations, options
 from enlarge import enlarged, is_small
+from relations import related
 from samples import Sample
 
-__all__ = ["UNINITIALISED", "Case", "Plan", "make_plan", "run_variant"]
+__all__ = ["UNINITIALISED", "Case", "Plan", "given_out", "make_plan", "run_variant"]
 
 #: Operators with undefined values: only shapes, dtypes and placements are compared.
 UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
@@ -30,7 +34,7 @@ class Case:
 
     Attributes:
         sample: Label of the sample in the plan.
-        variant: ``op``, ``inplace`` or ``out``.
+        variant: ``op``, ``inplace``, ``out``, or ``twice``: the result is used, and then read again.
         placements: One text per tensor, see :mod:`combos`.
         partial_grad: Replicated results get their gradient as partial sums.
     """
@@ -77,7 +81,7 @@ class Plan:
         return self.op.full_name
 
 
-def make_plan(op, *, limit: int, cap: int, only: Case | None = None) -> Plan:
+def make_plan(op, *, limit: int, cap: int, only: Case | None = None, with_related: bool = False) -> Plan:
     """Choose samples that run on one device, and their placements.
 
     Args:
@@ -86,6 +90,7 @@ def make_plan(op, *, limit: int, cap: int, only: Case | None = None) -> Plan:
         cap: Number of combinations of placements for each of the first two samples. The other samples, two mesh axes
             and variants get fewer.
         only: Plan this case only.
+        with_related: Add what follows from a sample: dims from the end, other data, results that are used twice.
     """
     chosen, reason = sampling.choose(op, max(limit, NUM_LARGE))
     numbered = [sample for label, sample in chosen.items() if label.isdigit()]
@@ -93,6 +98,9 @@ def make_plan(op, *, limit: int, cap: int, only: Case | None = None) -> Plan:
         chosen |= enlarged(numbered[:NUM_LARGE], lambda sample: not _fails(op, sample, "op"))
     chosen = {label: sample for label, sample in chosen.items() if not label.isdigit() or int(label) < limit or only}
     main = ("0", "large0") if "large0" in chosen else ("0", "1")
+    base = "large0" if "large0" in chosen else "0"
+    if with_related and base in chosen and not _fails(op, chosen[base], "op"):
+        chosen |= related(chosen[base], lambda sample: _leaves(op, sample))
     plan = Plan(op, {}, [], reason)
     for label, sample in chosen.items():
         if (only is None and any(sample is other for other in plan.samples.values())) or (
@@ -104,7 +112,12 @@ def make_plan(op, *, limit: int, cap: int, only: Case | None = None) -> Plan:
             plan.skipped = plan.skipped or f"fails on one device: {failure}"
             continue
         plan.samples[label] = sample
-        plan.cases += [only] if only is not None else list(_cases(plan, label, cap, main))
+        if only is not None:
+            plan.cases.append(only)
+        elif label in ("dims", "other"):
+            plan.cases += _related_cases(plan, label, base, cap)
+        else:
+            plan.cases += _cases(plan, label, cap, main)
     if plan.cases:
         plan.skipped = ""
     return plan
@@ -118,13 +131,32 @@ def _cases(plan: Plan, label: str, cap: int, main: tuple):
     rows = combinations(single, cap=cap if is_main else few * 2, seed=seed)
     yield from (Case(label, "op", row, partial_grad=i % 4 == 3) for i, row in enumerate(rows))
     if is_main:
-        double = [options(tensor, 2) for tensor in whole]
-        yield from (Case(label, "op", row) for row in combinations(double, cap=few + 1, seed=seed)[1:])
+        yield from (Case(label, "op", row) for row in _on_two_axes(whole, few + 1, seed))
     if label in ("0", "2"):
         writes_out = plan.op.supports_out and plan.op.name not in IGNORE_OUT
         variants = {"inplace": plan.op.inplace_variant is not None, "out": writes_out}
         for variant in [name for name, exists in variants.items() if exists and not _fails(plan.op, sample, name)]:
-            yield from (Case(label, variant, row) for row in combinations(single, cap=few, seed=seed))
+            yield from (Case(label, variant, row) for row in combinations(single, cap=few + 2, seed=seed)[1:])
+
+
+def _on_two_axes(whole: list[torch.Tensor], num: int, seed: str) -> Iterator[tuple[str, ...]]:
+    """Yield distributed combinations for two mesh axes: half of them alike, half of them not."""
+    double, chooser = [options(tensor, 2) for tensor in whole], random.Random(seed)
+    rows = alike(double)[1:]
+    mixed = [tuple(chooser.choice(each) for each in double) for _ in range(num - num // 2)]
+    yield from dict.fromkeys([*chooser.sample(rows, min(len(rows), num // 2)), *mixed])
+
+
+def _related_cases(plan: Plan, label: str, base: str, cap: int) -> Iterator[Case]:
+    """Yield cases of a sample that was made from another one; those with other data have the other one's placements."""
+    single, few = [options(tensor, 1) for tensor in plan.samples[label].whole()], max(2, cap // 5)
+    if label == "dims":  # each dim is sharded once
+        yield from (Case(label, "op", row) for row in alike(single)[1 : few + 4])
+        return
+    rows = combinations(single, cap=cap, seed=f"{plan.name} {base}")[1:]
+    yield from (Case(label, "op", row) for row in rows[: few + 1])
+    if plan.name not in UNINITIALISED:
+        yield from (Case(label, "twice", row) for row in rows[-few:])
 
 
 def run_variant(op, variant: str, args: tuple, kwargs: dict, out=None):
@@ -143,12 +175,26 @@ def _fails(op, sample: Sample, variant: str) -> str:
         try:
             result = run_variant(op, "op" if variant == "out" else variant, *_copies(sample))
             if variant == "out":
-                if not isinstance(result, torch.Tensor):
-                    return "several results"
-                run_variant(op, variant, *_copies(sample), out=torch.empty_like(result))
+                run_variant(op, variant, *_copies(sample), out=given_out(result, torch.empty_like))
         except Exception as error:
             return f"{type(error).__name__}: {str(error)[:80]}"
     return ""
+
+
+def given_out(result: object, make: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    """Return what an operator writes its result to: a tensor that ``make`` gives for each tensor of the result."""
+    return make(result) if isinstance(result, torch.Tensor) else tuple(map(make, result))
+
+
+def _leaves(op, sample: Sample) -> list | None:
+    torch.manual_seed(5)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            args, kwargs = _copies(sample)
+            return _torch.tree_leaves(op(*args, **kwargs))
+        except Exception:
+            return None
 
 
 def _copies(sample: Sample) -> tuple[tuple, dict]:

@@ -24,9 +24,23 @@ import torch.nn.functional as F
 from pieces import Mismatch, close
 from torch.distributed.tensor import Replicate, Shard
 
-__all__ = ["Input", "LineFailed", "Program", "is_steady", "one_device", "run", "same_results", "variables_in", "weight"]
+__all__ = [
+    "DTYPES",
+    "RTOL",
+    "Input",
+    "LineFailed",
+    "Program",
+    "is_steady",
+    "one_device",
+    "run",
+    "same_results",
+    "variables_in",
+    "weight",
+]
 
-RTOL = 1e-10
+RTOL = {"float": 1e-10, "float32": 1e-4}
+NOISE = {"float": 1e-15, "float32": 3e-7}  # relative: what another order of additions may change
+DTYPES = {"float": torch.float64, "float32": torch.float32, "complex": torch.complex128}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,25 +49,31 @@ class Input:
 
     Attributes:
         shape: Its shape.
-        kind: ``"float"``, ``"bool"``, or ``"int5"``: indices below 5.
+        kind: ``"float"``, ``"float32"``, ``"complex"``, ``"bool"``, or ``"int5"``: indices below 5.
         placements: One letter for each mesh axis, and the dim of a shard: ``"S0R"``.
         requires_grad: Whether the program computes its gradient.
+        is_transposed: Whether its memory has the order of the transposed tensor.
     """
 
     shape: tuple[int, ...]
     kind: str
     placements: str
     requires_grad: bool = False
+    is_transposed: bool = False
 
     def value(self, number: int, noise: float = 0.0) -> torch.Tensor:
         """Return the values of input ``number``, those of floats changed by a relative ``noise``."""
-        generator = torch.Generator().manual_seed(1000 + number)
+        shape = self.shape[::-1] if self.is_transposed else self.shape
+        value = self._drawn(shape, torch.Generator().manual_seed(1000 + number), noise)
+        return value.permute(*range(value.ndim)[::-1]).clone() if self.is_transposed else value  # not a view
+
+    def _drawn(self, shape: tuple[int, ...], generator: torch.Generator, noise: float) -> torch.Tensor:
         if self.kind == "bool":
-            return torch.rand(self.shape, generator=generator) < 0.6
-        if self.kind != "float":
-            return torch.randint(int(self.kind.removeprefix("int")), self.shape, generator=generator)
-        value = torch.randn(self.shape, generator=generator, dtype=torch.float64)
-        return value * (1 + noise * torch.randn(self.shape, generator=generator, dtype=torch.float64))
+            return torch.rand(shape, generator=generator) < 0.6
+        if self.kind not in DTYPES:
+            return torch.randint(int(self.kind.removeprefix("int")), shape, generator=generator)
+        value = torch.randn(shape, generator=generator, dtype=DTYPES[self.kind])
+        return value * (1 + noise * torch.randn(shape, generator=generator, dtype=DTYPES[self.kind]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +84,11 @@ class Program:
     inputs: tuple[Input, ...]
     lines: tuple[str, ...]
     order: int = 0
+
+    @property
+    def precision(self) -> str:
+        """The least precise kind of its inputs: ``"float"`` or ``"float32"``."""
+        return "float32" if any(each.kind == "float32" for each in self.inputs) else "float"
 
     def replay_line(self) -> str:
         """Return the program as one line of text, which `parse_line` reads."""
@@ -139,7 +164,8 @@ def one_device(program: Program, noise: float = 0.0) -> dict[str, torch.Tensor |
 def weight(number: int, out: torch.Tensor) -> torch.Tensor:
     """Return the gradient of result ``number``: random, because the gradients of a plain sum hide errors."""
     generator = torch.Generator().manual_seed(99 + number)
-    return torch.randn(tuple(out.shape), generator=generator, dtype=torch.float64).to(out.dtype)
+    dtype = torch.complex128 if out.is_complex() else torch.float64
+    return torch.randn(tuple(out.shape), generator=generator, dtype=dtype).to(out.dtype)
 
 
 def is_steady(program: Program) -> dict[str, torch.Tensor | None] | None:
@@ -152,13 +178,14 @@ def is_steady(program: Program) -> dict[str, torch.Tensor | None] | None:
         if not all(torch.isfinite(v).all() for v in expected.values() if isinstance(v, torch.Tensor)):
             return None
         for _ in range(2):
-            same_results(one_device(program, noise=1e-15), expected, rtol=RTOL / 30)
+            noisy = one_device(program, noise=NOISE[program.precision])
+            same_results(noisy, expected, rtol=RTOL[program.precision] / 30)
     except (LineFailed, Mismatch):
         return None
     return expected
 
 
-def same_results(actual: dict, expected: dict, rtol: float = RTOL) -> None:
+def same_results(actual: dict, expected: dict, rtol: float) -> None:
     """Compare the results of two runs.
 
     Raises:

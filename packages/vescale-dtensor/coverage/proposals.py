@@ -3,7 +3,7 @@
 ====== =====================================================================================
 place  becomes
 ====== =====================================================================================
-{a}    a float tensor; {b} {c}: others, which may or may not fit: a line that fails is dropped
+{a}    a tensor; {b} {c}: others, which may or may not fit: a line that fails is dropped
 {i}    a tensor of indices, {m} a mask; {w}: a tensor that the line writes to
 {d}    a dim of {a} or {w}, negative half of the time, {e} another one
 {k}    True or False
@@ -11,11 +11,14 @@ place  becomes
 {p}    placements of {a} in code
 ====== =====================================================================================
 
-A template before which ``*`` stands needs distinct elements of {a}: the order of equal ones is not defined.
+The tensors {a}, {b}, {c} and {w} are of the kinds that the head of a template's group names: floats (real or complex)
+unless it says otherwise. A template before which ``*`` stands needs distinct elements of {a}: the order of equal ones
+is not defined.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 from collections.abc import Sequence
@@ -23,38 +26,42 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["TEMPLATES", "propose"]
+__all__ = ["GROUPS", "propose"]
 
 
-def _read(path: Path) -> dict[str, tuple[int, list[str]]]:
-    """Return how often a group is chosen, and its templates, by name."""
-    groups: dict[str, tuple[int, list[str]]] = {}
+@dataclasses.dataclass
+class Group:
+    """Templates, how often one of them is chosen, the kinds of {a}, and whether the lines are statements."""
+
+    often: float
+    kinds: tuple[str, ...]
+    is_statement: bool
+    templates: list[str]
+
+
+def _read(path: Path) -> list[Group]:
+    groups: list[Group] = []
     for line in path.read_text().splitlines():
-        if head := re.fullmatch(r"\[(\w+) (\d+)\]", line):
-            templates: list[str] = []
-            groups[head[1]] = int(head[2]), templates
+        if head := re.fullmatch(r"\[(.*?) ([\d.]+)(?: of (.*))?\]", line):
+            kinds = tuple((head[3] or "float").split())
+            groups.append(Group(float(head[2]), kinds, "writes" in head[1], []))
         elif line and not line.startswith("#"):
-            templates.append(line)
+            groups[-1].templates.append(line)
     return groups
 
 
-TEMPLATES = _read(Path(__file__).with_name("lines.txt"))
+GROUPS = _read(Path(__file__).with_name("lines.txt"))
+KINDS = {torch.float64: "float", torch.float32: "float", torch.complex128: "complex", torch.bool: "bool"}
 
 
 def propose(chooser: random.Random, tensors: dict[str, torch.Tensor], target: str, num_axes: int) -> str | None:
     """Return a line that may fail, or None where no tensor fits; a result is assigned to ``target``."""
-    groups = list(TEMPLATES)
-    (group,) = chooser.choices(groups, [TEMPLATES[name][0] for name in groups])
-    template = chooser.choice(TEMPLATES[group][1])
-    kinds = {
-        "float": [n for n, t in tensors.items() if t.dtype == torch.float64],
-        "bool": [n for n, t in tensors.items() if t.dtype == torch.bool],
-        "int": [n for n, t in tensors.items() if t.dtype == torch.int64],
-    }
-    if not kinds["float"]:
+    (group,) = chooser.choices(GROUPS, [group.often for group in GROUPS])
+    template = chooser.choice(group.templates)
+    fitting = [name for name, tensor in tensors.items() if _kind(tensor) in group.kinds]
+    if not fitting:
         return None
-    recent = kinds["float"][-3:]
-    main = chooser.choice(recent if chooser.random() < 0.6 else kinds["float"])
+    main = chooser.choice(fitting[-3:] if chooser.random() < 0.6 else fitting)
     values = _Values(chooser, tensors, main, num_axes)
     if template.startswith("*") and len(set(tensors[main].flatten().tolist())) < tensors[main].numel():
         return None
@@ -63,18 +70,26 @@ def propose(chooser: random.Random, tensors: dict[str, torch.Tensor], target: st
     def fill(match: re.Match) -> str:
         place = match[1]
         if place not in chosen:
-            kind = {"b": "float", "c": "float", "i": "int", "m": "bool"}.get(place)
-            if kind is None:
-                chosen[place] = getattr(values, place)()
+            dtype = {"i": torch.int64, "m": torch.bool}.get(place)
+            if place in "bc":
+                chosen[place] = _like(chooser, tensors, fitting, tensors[main].shape)
+            elif dtype is not None:
+                names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
+                chosen[place] = _like(chooser, tensors, names, tensors[main].shape)
             else:
-                chosen[place] = _like(chooser, tensors, kinds[kind], tensors[main].shape)
+                chosen[place] = getattr(values, place)()
         return chosen[place]
 
     try:
         line = re.sub(r"\{(\w)\}", fill, template.removeprefix("*"))
     except LookupError:
         return None
-    return line if group == "writes" else f"{target} = {line}"
+    return line if group.is_statement else f"{target} = {line}"
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """Return ``"float"``, ``"complex"``, ``"bool"`` or ``"int"``."""
+    return KINDS.get(tensor.dtype, "int")
 
 
 def _like(chooser: random.Random, tensors: dict, names: Sequence[str], shape: torch.Size) -> str:

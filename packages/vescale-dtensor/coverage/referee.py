@@ -33,7 +33,7 @@ import _torch
 import torch
 from combos import parse
 from pieces import Mismatch, cut, part
-from program import LineFailed, Program, run, same_results, weight
+from program import RTOL, LineFailed, Program, run, same_results, weight
 from records import decoded, described, encoded, head, unpacked
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -173,7 +173,7 @@ def _verdict(program: Program, replies: list[dict], expected: dict) -> Verdict:
             entries = [unpacked(result[name]) for result in results]
             actual[name] = decoded(entries, program.mesh) if entries[0] is not None else None
         name = ""
-        same_results(actual, expected)
+        same_results(actual, expected, RTOL[program.precision])
     except Mismatch as finding:
         return Verdict("wrong", "", f"{name + ': ' if name else ''}{finding}")
     return Verdict("right")
@@ -235,4 +235,4 @@ def _weight(number: int, out: torch.Tensor, mesh) -> torch.Tensor:
         return whole
     placements = [Replicate() if p.is_partial() or number % 2 else p for p in out.placements]
     local = cut(whole, mesh.shape, mesh.get_coordinate(), placements).clone()
-    return _torch.make(local, out.shape, out.stride(), mesh, placements)
+    return _torch.make(local, whole.shape, whole.stride(), mesh, placements)

@@ -6,7 +6,10 @@
     python packages/vescale-dtensor/coverage/run.py --ops '^add$' --case '0:op:S0,R'
 
 Four ranks on a mesh of four and on one of two by two; values, gradients, in-place and ``out=`` variants, changed
-arguments, shapes, dtypes; random operators with equal seeds. Verdicts: right (sharded, or by gathering), refused,
+arguments, shapes, dtypes; random operators with equal seeds. Without ``--stock`` also what follows from a sample: dims
+counted from the end, other data in the same process, results that are used and then read again.
+
+Verdicts: right (sharded, or by gathering), refused,
 wrong, diverged (ranks disagree or hang), died. Exit status 1 if anything was wrong, diverged or died (with ``--stock``
 always 0).
 """
@@ -44,7 +47,10 @@ def main() -> int:
     started = time.monotonic()
     only = Case.parse(options.case) if options.case else None
     operators = find_operators(re.compile(options.ops))
-    plans = [make_plan(op, limit=options.samples, cap=options.cap, only=only) for op in operators]
+    plans = [
+        make_plan(op, limit=options.samples, cap=options.cap, only=only, with_related=not options.stock)
+        for op in operators
+    ]
     num = sum(len(plan.cases) for plan in plans)
     print(f"{len(plans)} operators, {num} cases, planned in {time.monotonic() - started:.1f} s", flush=True)
     tallies = _run(plans, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from combos import parse
-from program import Input, Program
+from program import DTYPES, RTOL, Input, Program
 
 __all__ = ["script"]
 
@@ -19,16 +19,21 @@ def script(program: Program) -> str:
         lines="\n".join(f"    {line}" for line in program.lines),
         grad=f"torch.set_grad_enabled({program.order > 0})",
         order=program.order,
+        rtol=RTOL[program.precision],
     )
 
 
 def _described(number: int, each: Input) -> str:
-    value = f"(torch.randn({each.shape}, generator=generator({number}), dtype=torch.float64), "
-    if each.kind == "bool":
-        value = f"(torch.rand({each.shape}, generator=generator({number})) < 0.6, "
-    elif each.kind != "float":
-        value = f"(torch.randint({each.kind.removeprefix('int')}, {each.shape}, generator=generator({number})), "
-    return f"{value}{list(parse(each.placements))}, {each.requires_grad})"
+    shape, order = (each.shape[::-1], ".mT") if each.is_transposed else (each.shape, "")
+    if each.is_transposed and len(shape) != 2:
+        order = f".permute({', '.join(map(str, range(len(shape))[::-1]))})"
+    if each.kind in DTYPES:
+        value = f"torch.randn({shape}, generator=generator({number}), dtype={DTYPES[each.kind]})"
+    elif each.kind == "bool":
+        value = f"(torch.rand({shape}, generator=generator({number})) < 0.6)"
+    else:
+        value = f"torch.randint({each.kind.removeprefix('int')}, {shape}, generator=generator({number}))"
+    return f"({value}{order}, {list(parse(each.placements))}, {each.requires_grad})"
 
 
 _SCRIPT = """\
@@ -61,7 +66,8 @@ def shard(value, placements, requires_grad):
 
 
 def weight(number, out):
-    made = torch.randn(out.shape, generator=torch.Generator().manual_seed(99 + number), dtype=torch.float64)
+    dtype = torch.complex128 if out.is_complex() else torch.float64
+    made = torch.randn(out.shape, generator=torch.Generator().manual_seed(99 + number), dtype=dtype).to(out.dtype)
     return distribute_tensor(made, mesh, [Replicate()] * mesh.ndim, src_data_rank=None) if sharded(out) else made
 
 
@@ -93,5 +99,5 @@ expected = results([value.clone().requires_grad_(grad and {order} > 0) for value
 actual = results([shard(value, placements, grad and {order} > 0) for value, placements, grad in INPUTS])
 for name, value in expected.items():
     if isinstance(value, torch.Tensor):
-        torch.testing.assert_close(actual[name], value, rtol=1e-10, atol=1e-10, msg=lambda text: f"{{name}}: {{text}}")
+        torch.testing.assert_close(actual[name], value, rtol={rtol}, atol={rtol}, msg=lambda s: f"{{name}}: {{s}}")
 """

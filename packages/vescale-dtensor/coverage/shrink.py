@@ -8,11 +8,10 @@ import re
 import time
 from collections.abc import Callable, Iterator
 
-from program import Program, is_steady, variables_in
+from combos import LETTER
+from program import Input, Program, is_steady, variables_in
 
 __all__ = ["shrink"]
-
-LETTERS = re.compile(r"S\d|R|P")
 
 
 def shrink(program: Program, still_fails: Callable[[Program, dict], bool], *, seconds: float) -> Program:
@@ -51,13 +50,17 @@ def _candidates(program: Program) -> Iterator[Program]:
     yield from _without_an_input(program)
     yield from _on_fewer_axes(program)
     for number, each in enumerate(program.inputs):
-        letters = LETTERS.findall(each.placements)
+        letters = _letters(each)
         for axis, letter in enumerate(letters):
             if letter != "R":
                 simpler = "".join("R" if i == axis else other for i, other in enumerate(letters))
                 yield _with_input(program, number, placements=simpler)
         if each.requires_grad:
             yield _with_input(program, number, requires_grad=False)
+        if each.is_transposed:
+            yield _with_input(program, number, is_transposed=False)
+        if each.kind in ("float32", "complex"):
+            yield _with_input(program, number, kind="float")
     sizes = sorted({size for each in program.inputs for size in each.shape}, reverse=True)
     for size, smaller in itertools.product(sizes, (1, 2, 3)):
         if smaller < size:
@@ -98,11 +101,13 @@ def _on_fewer_axes(program: Program) -> Iterator[Program]:
             yield dataclasses.replace(program, mesh=(2,))
         return
     for axis in range(len(program.mesh)):
-        inputs = tuple(
-            dataclasses.replace(each, placements=LETTERS.findall(each.placements)[axis]) for each in program.inputs
-        )
+        inputs = tuple(dataclasses.replace(each, placements=_letters(each)[axis]) for each in program.inputs)
         lines = tuple(re.sub(r"\[([^][,]*\)), ([^][]*\))\]", rf"[\{axis + 1}]", line) for line in program.lines)
         yield dataclasses.replace(program, mesh=(program.mesh[axis],), inputs=inputs, lines=lines)
+
+
+def _letters(each: Input) -> list[str]:
+    return [letter + dim for letter, dim in LETTER.findall(each.placements)]
 
 
 def _with_input(program: Program, number: int, **changes: object) -> Program:

@@ -176,6 +176,8 @@ class World:
         if not behind:
             return Verdict("diverged", "all ranks hang in the operator") if min(still) > HUNG_S else None
         longest = min(still[rank] for rank in behind)
+        if longest < STUCK_AFTER_ERROR_S:
+            return None  # the others may go on, and write to the board while it is read
         ahead = [self._board.read(rank, first) for rank, (tick, _) in enumerate(ticks) if tick == first]
         errors = [record["error"] for record in ahead if isinstance(record, dict) and record.get("error")]
         if longest < (STUCK_AFTER_ERROR_S if errors else STUCK_S):

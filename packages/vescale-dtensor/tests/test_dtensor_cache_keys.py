@@ -2,7 +2,7 @@
 
 import torch
 
-from vescale.dtensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from vescale.dtensor import DTensor, Partial, Replicate, Shard, disabled, init_device_mesh
 from vescale_testing import ranks
 
 
@@ -49,3 +49,23 @@ def test_views_of_partial_sums_in_another_dtype():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     halves = DTensor.from_local(torch.full((2, 4), 0.75), mesh, [Partial()])
     assert torch.equal(halves.view(torch.int32).full_tensor(), torch.full((2, 4), 1.5).view(torch.int32))
+
+
+@ranks(3)
+def test_keywords_that_decide_which_dims_may_be_sharded(shard):
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    whole = torch.rand(3, 3, 3, generator=torch.Generator().manual_seed(1))
+    x, y = (shard(each, mesh, (Shard(0),)) for each in (whole, whole.flip(0)))
+    for dim in (1, 0, 2, -3, 0):
+        actual, expected = torch.linalg.cross(x, y, dim=dim), torch.linalg.cross(whole, whole.flip(0), dim=dim)
+        assert torch.equal(actual.full_tensor(), expected), dim
+
+
+def test_stock_leaves_that_keyword_out():
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    entries = propagator.op_to_schema_info | propagator.op_to_schema_info_for_single_dim_strategy
+    cross = torch.ops.aten.linalg_cross.default
+    assert entries[cross].static_kwargkey == ["dim"]
+    with disabled("operators"):
+        entries = propagator.op_to_schema_info | propagator.op_to_schema_info_for_single_dim_strategy
+        assert not entries[cross].static_kwargkey

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from vescale.dtensor import DTensor, Partial, Replicate, Shard, disabled, distribute_tensor, init_device_mesh
 from vescale_testing import ranks
@@ -13,8 +14,16 @@ VIEWS = {
     "a product": lambda x: (x @ x.t()).t().relu().t().view(-1),
     "three dims": lambda x: moved(x[None].permute(2, 0, 1)).permute(1, 2, 0).view(-1),
     "with ones": lambda x: torch.kron(x[:1].t(), x[:1].t()),
+    "softplus": lambda x: turned(functional.softplus(x[None].repeat(2, 1, 1) @ x.t())),
+    "hardtanh": lambda x: turned(functional.hardtanh(x[None].repeat(2, 1, 1) @ x.t())),
+    "copysign": lambda x: torch.copysign(x.t() * 2, (x * 3).t().contiguous()).t().contiguous().view(-1),
     "sorted": lambda x: x.t().sort(1).values.t().view(-1),
 }
+
+
+def turned(x):
+    """Return a view of a turned tensor: its gradient has another memory order than the tensor."""
+    return x.transpose(1, 2).reshape(2, -1)
 
 
 def moved(x):

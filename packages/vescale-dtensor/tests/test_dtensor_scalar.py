@@ -80,3 +80,14 @@ def test_outside_the_mesh_there_is_no_value():
     for question in (lambda: bool(above.any()), lambda: torch.equal(above, ~above)):
         with pytest.raises(UnsupportedOperator, match="this rank is not in its mesh, so that it cannot know the value"):
             question()
+
+
+@ranks(3)
+def test_lists_of_values_are_those_of_one_device(shard):
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    whole = torch.arange(20.0).view(5, 4)
+    x = shard(whole, mesh, (Shard(0),))
+    assert x.tolist() == whole.tolist()
+    assert x.sum(0).tolist() == whole.sum(0).tolist()
+    assert x.sum().tolist() == whole.sum().item()
+    assert x.to_local().tolist() != whole.tolist()

@@ -93,6 +93,20 @@ def test_free_false_refuses_cutting_a_replica_too(shard):
             rows + whole
 
 
+@ranks(4)
+def test_some_axes_only(shard):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    over_dp, over_tp = shard(X, mesh, [Shard(1), Replicate()]), shard(X, mesh, [Replicate(), Shard(1)])
+    with strict(axes=["tp"]):
+        torch.testing.assert_close(torch.softmax(over_dp, dim=1).full_tensor(), torch.softmax(X, dim=1))
+        with pytest.raises(ImplicitRedistributionError, match=r"aten\._softmax"):
+            torch.softmax(over_tp, dim=1)
+    with pytest.raises(ImplicitRedistributionError, match=r"aten\._softmax"), strict():
+        torch.softmax(over_dp, dim=1)
+    with pytest.raises(TypeError, match="axes"):
+        strict(axes="tp")
+
+
 @ranks(2)
 def test_interleaved_shards_may_be_gathered_if_asked_for(shard):
     whole = torch.arange(48.0).view(2, 6, 4).sin()

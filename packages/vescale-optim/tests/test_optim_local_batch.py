@@ -77,7 +77,7 @@ def test_dropout_that_is_recomputed_in_backward(recompute):
 
 
 def test_local_masks_are_seen(monkeypatch):
-    monkeypatch.setattr("vescale.optim.ddp.is_plain", lambda _module: False)  # so that no recording finds it
+    monkeypatch.setattr("vescale.optim.ddp.rows_program", lambda _module: None)  # so that no recording finds it
     monkeypatch.setattr("vescale.optim.ddp.attach_local_batch", lambda *_, **__: None)
     with pytest.raises(AssertionError):
         check(None, "wrapper")
@@ -97,7 +97,7 @@ def test_masks_that_differ_in_the_recomputation_are_seen(monkeypatch):
 
         module.forward = in_context
 
-    monkeypatch.setattr("vescale.optim.ddp.is_plain", lambda _module: False)
+    monkeypatch.setattr("vescale.optim.ddp.rows_program", lambda _module: None)
     monkeypatch.setattr("vescale.optim.ddp.attach_local_batch", around_the_wrapper_only)
     check(None, "wrapper")
     with pytest.raises(AssertionError):

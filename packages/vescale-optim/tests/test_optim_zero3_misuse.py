@@ -214,7 +214,7 @@ def test_another_tensor_over_the_memory_of_a_parameter():
     """What `vescale.dmodule` keeps to run a module on local tensors."""
     module, execution = Layers(), types.SimpleNamespace(any_rank=None)
     vars(module)["_vescale_execution"] = execution  # what parallelize_module leaves
-    model = wrapped(module)
+    model = wrapped(module, per_rank=True)
     weight = model.layers[0].weight
     with model.unsharded():
         other, copied = nn.Parameter(weight.detach()), nn.Parameter(weight.detach().clone())

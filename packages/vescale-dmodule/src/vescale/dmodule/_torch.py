@@ -32,6 +32,7 @@ __all__ = [
     "Collectives",
     "StorageWeakRef",
     "alias",
+    "awaited",
     "backward_number",
     "count_hooks",
     "direct_apply",
@@ -168,6 +169,15 @@ def alias(tensor: Tensor) -> Tensor:
     """Return a plain tensor over the memory of another, outside autograd."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach()
+
+
+def awaited(tensor: Tensor) -> Tensor:
+    """Return a tensor whose values can be read outside of torch functions: a guard waits for them, or refuses."""
+    kind = type(tensor)
+    if kind not in (Tensor, nn.Parameter, DTensor):
+        with no_function_modes():
+            kind.__torch_function__(Tensor.detach, (kind,), (tensor,), {})
+    return tensor
 
 
 def for_each(function: Callable, *columns: Iterable) -> None:
@@ -333,10 +343,8 @@ backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 def run_backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Run ``torch.autograd.backward`` without disabling function modes, which it would do."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    run = torch.autograd.graph._engine_run_backward  # as vescale.dtensor has replaced it
+    run(tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

@@ -23,14 +23,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ._exit import wait_for_gloo_threads
-from ._operators import fallback, first_arguments, forget_copies, operator_handlers, review, without_elements
+from ._operators import fallback, forget_copies, operator_handlers, review, without_elements
 from ._operators.attention import attention_handlers
 from ._operators.batch_norm import batch_norm_handlers
+from ._operators.blocks import on_blocks
 from ._operators.decompose import composite_handlers
 from ._operators.dims import seeing_counted_dims, with_counted_dims
 from ._operators.loss import loss_handlers
 from ._operators.metadata import assignable_data
-from ._operators.scalars import TAKING_NUMBERS, scalar_handlers, taking_complex_numbers
+from ._operators.scalars import TAKING_NUMBERS, as_lists, scalar_handlers, taking_complex_numbers
 from ._operators.vocabulary import vocab_handlers
 from ._placements.checkpoint import PROTOCOL, boxes, global_shape
 from ._placements.hooks import (
@@ -44,10 +45,10 @@ from ._placements.hooks import (
 from ._placements.interleaved import keep_interleaved
 from ._placements.redistribute import shard_gradient
 from ._placements.rules import decide
-from ._placements.types import InterleavedShard, RaggedShard
+from ._placements.types import BlockShard, InterleavedShard, RaggedShard
 from ._random.rules import handlers
 from ._random.stock.factories import make_as_one_device
-from ._torch import decisions, patches, plain, waits
+from ._torch import decisions, dispatch, patches, plain, waits
 from .debug._repr import repr_with_layout
 
 __all__ = ["FAMILIES", "ROWS", "Row", "disabled", "register"]
@@ -126,10 +127,16 @@ ROWS: tuple[Row, ...] = (
         patches.RulePatch(patches.PropagationRule(arguments=with_counted_dims), order=0),
     ),
     Row(
+        "blocks of uneven shards",
+        "operators",
+        "stock gathers a tensor with uneven shards to merge its dims, as every linear layer does, and all that follows",
+        patches.RulePatch(patches.PropagationRule(before=on_blocks), order=1),
+    ),
+    Row(
         "review of sharding",
         "operators",
         "stock decisions that are wrong for the shapes at hand; operators for which stock raises run on full operands",
-        patches.RulePatch(patches.PropagationRule(before=without_elements, on_error=fallback, after=review), order=2),
+        patches.RulePatch(patches.PropagationRule(before=without_elements, on_error=fallback, after=review), order=3),
     ),
     Row(
         "a bias added once",
@@ -159,10 +166,22 @@ ROWS: tuple[Row, ...] = (
         ),
     ),
     Row(
+        "lists of values",
+        "operators",
+        "stock refuses x.tolist(), because DTensor is a subclass of Tensor",
+        patches.dtensor_attribute("tolist", as_lists),
+    ),
+    Row(
         "cache keys",
         "operators",
         "stock answers topk(x, 2) after topk(x, 1) with the shape of the first call",
-        decisions.CacheKeyPatch(first_arguments),
+        decisions.CacheKeyPatch(dispatch.operators),
+    ),
+    Row(
+        "identity of meshes",
+        "operators",
+        "stock answers a call on a mesh with a result on an older, equal mesh, whose groups other ranks do not use",
+        decisions.identity_of_meshes(),
     ),
     Row(
         "loss_parallel",
@@ -174,7 +193,7 @@ ROWS: tuple[Row, ...] = (
         "rules of placements",
         "placements",
         "torch has no rules for operators on ragged shards and wrong ones for interleaved shards",
-        patches.RulePatch(patches.PropagationRule(before=decide, names=keep_interleaved), order=1),
+        patches.RulePatch(patches.PropagationRule(before=decide, names=keep_interleaved), order=2),
     ),
     Row(
         "redistribute_local_tensor",
@@ -205,7 +224,7 @@ ROWS: tuple[Row, ...] = (
         "safe to load",
         "placements",
         "torch.load(weights_only=True) reads tensors in our placements, as it reads those in torch's",
-        patches.SafeGlobalsPatch([InterleavedShard, RaggedShard]),
+        patches.SafeGlobalsPatch([BlockShard, InterleavedShard, RaggedShard]),
     ),
     Row(
         "repr",

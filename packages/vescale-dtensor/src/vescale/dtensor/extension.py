@@ -9,6 +9,9 @@ tensor into boxes. `chunk` returns the part of a dim that one rank holds, by the
 that offers ``__boxes__()`` and ``__global_shape__()`` is checkpointed by these boxes alone; no package needs to be
 imported for that.
 
+**Views of uneven shards.** A view that merges a dim with uneven shards and the dims after it is placed `BlockShard`.
+It ``is_shard()``, but ``placement == Shard(dim)`` does not find it, and its parts have other sizes than `chunk` gives.
+
 **Gradients of a parameter.** One `GradientReceiver` per parameter takes all its gradients, full or partial, from
 autograd and from the local tensors that stand in for a DTensor. `attach_gradient_receiver` replaces the receiver;
 `stand_in_for` delivers the gradients of a local leaf. ``vescale.dtensor._gradients`` has the picture and the
@@ -67,6 +70,8 @@ from ._layout.groups import group_of_ranks
 from ._layout.shards import Piece, local_shape, local_views, pieces
 from ._lost_ranks import Failures, first_line
 from ._operators.strict import on_implicit_redistribution
+from ._placements.types import BlockShard
+from ._random.global_position import in_batch_window
 from ._random.state import Position, random_position
 from ._random.streams import is_watched, is_watched_alone, unwatched, watched
 from ._rank_checks import (
@@ -86,6 +91,7 @@ from ._torch.waits import Waits, name_group, waits_of, waits_over
 from .debug._text import bytes_text, text_table
 
 __all__ = [
+    "BlockShard",
     "Box",
     "Fact",
     "Failures",
@@ -112,6 +118,7 @@ __all__ = [
     "gradient_receiver",
     "group_of_ranks",
     "has_gradient_hooks",
+    "in_batch_window",
     "input_facts",
     "is_equal",
     "is_watched",

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale.dmodule.rows import RowsProgram
+from vescale.dmodule.rows import JointCalls, PlannedRows, RowsProgram
 
 from . import _torch
 from ._gradients.rules import ReduceRules
@@ -21,9 +21,9 @@ __all__ = [
     "check_module",
     "check_shared_memory",
     "executions_of",
-    "is_plain",
     "mark_wrapped",
     "refuse_local_statistics",
+    "rows_program",
     "set_grad_dtype",
 ]
 
@@ -115,14 +115,18 @@ def executions_of(module: nn.Module) -> list[Any]:
     return [execution for execution in found if execution is not None]
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Return whether a module is neither parallelized over other axes, nor compiled."""
+def rows_program(module: nn.Module) -> type[RowsProgram] | type[PlannedRows] | None:
+    """Return what runs a module as one device runs it on the rows of all ranks; None if it cannot be recorded."""
+    if _torch.is_compiled(module):
+        return None
     tensors = itertools.chain(module.parameters(), module.buffers())
-    is_parallel = bool(executions_of(module)) or any(isinstance(tensor, DTensor) for tensor in tensors)
-    return not is_parallel and not _torch.is_compiled(module)
+    executions = executions_of(module)
+    if executions:
+        return PlannedRows if executions == [vars(module).get(_EXECUTION)] else None
+    return None if any(isinstance(tensor, DTensor) for tensor in tensors) else RowsProgram
 
 
-def refuse_local_statistics(module: nn.Module, rows: RowsProgram | None) -> None:
+def refuse_local_statistics(module: nn.Module, rows: JointCalls | None) -> None:
     """Make BatchNorm raise in training where its statistics would be those of the local batch."""
     for fqn, part in module.named_modules():
         if isinstance(part, _LOCAL_STATISTICS):
@@ -132,8 +136,7 @@ def refuse_local_statistics(module: nn.Module, rows: RowsProgram | None) -> None
                     raise RuntimeError(
                         f"{fqn!r} ({type(part).__name__}) normalizes by statistics of the local batch, which is not "
                         "what one device computes: the call is not recorded on the rows of all ranks, as in a "
-                        "pipeline, with a plan of vescale.dmodule, or if it is compiled; .eval() it, or pass "
-                        "per_rank=True to DDP"
+                        "pipeline, or if it is compiled; .eval() it, or pass per_rank=True to DDP"
                     )
 
             part.register_forward_pre_hook(refuse)

@@ -42,11 +42,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dmodule.rows import RowsProgram
 from vescale.dtensor.extension import Fact, checked
 
 from . import _torch
-from ._checks import is_plain, refuse_local_statistics
+from ._checks import refuse_local_statistics, rows_program
 from ._forward.global_mean import global_mean_scale
 from ._forward.ignored_outputs import IgnoredOutputs
 from ._forward.local_batch import attach_local_batch
@@ -70,9 +69,11 @@ class DDP(_torch.UnmovableModule):
     coords. Tied parameters are reduced once, frozen ones not at all. Gradients are reduced in any ``backward()`` that
     reaches the parameters, including one that a pipeline engine runs without calling this wrapper. Partial gradients
     are summed over the other axes once per step (`_gradients/partials.py`). Each rank's forward computes its part of
-    what one device computes for the rows of all ranks; see ``per_rank`` and `islands`. Modules with a plan of
-    `vescale.dmodule`, modules with compiled parts, and pipelines are not recorded for that: there random operators draw
-    as if dim 0 had the rows, BatchNorm is refused, and a loss that is no mean over rows is that of this rank's rows.
+    what one device computes for the rows of all ranks; see ``per_rank`` and `islands`. With a plan of
+    `vescale.dmodule` the rows are one more mesh axis of the module's programs; experts and local regions run on this
+    rank's rows. Modules with parts compiled by ``torch.compile``, modules of which only a part has a plan, and
+    pipelines are not recorded for that: there random operators draw as if dim 0 had the rows, BatchNorm is refused, and
+    a loss that is no mean over rows is that of this rank's rows.
 
     Attributes the wrapper does not have are looked up in the module; ``state_dict``, ``load_state_dict`` and
     ``named_parameters`` use the module's names. Copies of the module (``copy.deepcopy(model.module)``) are plain
@@ -248,8 +249,8 @@ class DDP(_torch.UnmovableModule):
         calls = self._calls = LocalCalls(axes.all.device_type, backward_ran=reducer.take_received, meet=self._meet)
         if options.per_rank:
             return
-        if is_plain(module):
-            self._rows = RowsProgram(module, axes.one_mesh, meet=self._meet, row_wise=row_wise)
+        if (kind := rows_program(module)) is not None:
+            self._rows = kind(module, axes.one_mesh, meet=self._meet, row_wise=row_wise)
         refuse_local_statistics(module, self._rows)
         attach_local_batch(module, axes.meshes, watch_draws=options.watch_draws, rows=self._rows)
         self._calls.attach(module)

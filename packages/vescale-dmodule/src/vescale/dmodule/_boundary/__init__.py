@@ -6,6 +6,7 @@
     convert         bring values to planned placements, differentiably
     hooks           the module hooks that do so; they share one Phase
     edges           between DTensors and local tensors, without communication
+    rows_axis       between the mesh of the plan and one with an axis of rows, without communication
     local_region    modules that run on local tensors in every mode
 
 Each file imports only those above it.

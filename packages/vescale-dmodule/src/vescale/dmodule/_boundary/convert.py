@@ -57,6 +57,8 @@ def bring(tensor: Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh, *
     if has_torch_function((tensor,)):
         return handle_torch_function(bring, (tensor,), tensor, placements, mesh, is_result=is_result)
     tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, mesh)
+    ahead = tensor.device_mesh.ndim - len(placements)  # an axis of rows, see `rows_axis`
+    placements = (*tensor.placements[:ahead], *placements)
     moved = tuple(tensor.placements) != placements
     summed = any(p.is_partial() for p in tensor.placements)
     if moved:

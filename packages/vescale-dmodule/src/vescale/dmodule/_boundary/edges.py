@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .. import _torch
 
-__all__ = ["aligned", "averaged", "depend_on", "local_shards", "unwrapped", "wrapped"]
+__all__ = ["aligned", "as_summand", "averaged", "depend_on", "local_shards", "unwrapped", "wrapped", "wrapper"]
 
 Placements = tuple[Placement, ...]
 
@@ -39,7 +39,7 @@ def wrapped(
 ) -> DTensor:
     """Return a local tensor as the shard of a DTensor; its gradient is first brought to ``gradient``, if given."""
     layout = mesh, placements, torch.Size(shape), local.shape, local.stride(), local.dtype
-    return _wrap(local, _wrapper(*layout), gradient, averaged(mesh, placements))
+    return _wrap(_torch.awaited(local), wrapper(*layout), gradient, averaged(mesh, placements))
 
 
 @_torch.unseen
@@ -72,7 +72,7 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if isinstance(grad, DTensor):
-            grad = _torch.local_of(grad) if ctx.gradient is None else _summand(grad, ctx.gradient)
+            grad = _torch.local_of(grad) if ctx.gradient is None else as_summand(grad, ctx.gradient)
         return grad if ctx.num_averaged == 1 else grad / ctx.num_averaged, None, None, None
 
 
@@ -92,11 +92,12 @@ class _Unwrap(torch.autograd.Function):
             )
         grad = grad if ctx.num_averaged == 1 else grad * ctx.num_averaged
         if grad.requires_grad:
+            grad = grad if _is_dense(grad.shape, grad.stride()) else grad.contiguous()
             return _from_local(grad, ctx.mesh, ctx.gradient, ctx.shape), None
-        return _wrapper(ctx.mesh, ctx.gradient, ctx.shape, grad.shape, grad.stride(), grad.dtype)(grad), None
+        return wrapper(ctx.mesh, ctx.gradient, ctx.shape, grad.shape, grad.stride(), grad.dtype)(grad), None
 
 
-def _summand(grad: DTensor, placements: Placements) -> Tensor:
+def as_summand(grad: DTensor, placements: Placements) -> Tensor:
     """Return the shard of a gradient in ``placements``; of a whole one that becomes partial, the first rank has all."""
     axes = [
         a for a, (p, old) in enumerate(zip(placements, grad.placements, strict=True)) if p.is_partial() and p != old
@@ -111,7 +112,7 @@ _wrap, _unwrap = _torch.direct_apply(_Wrap), _torch.direct_apply(_Unwrap)
 
 
 @functools.lru_cache(maxsize=NUM_LAYOUTS)
-def _wrapper(
+def wrapper(
     mesh: DeviceMesh,
     placements: Placements,
     shape: torch.Size,
@@ -119,9 +120,19 @@ def _wrapper(
     local_stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Callable[[Tensor], DTensor]:
-    """Return a function that makes DTensors of one layout, without autograd. To describe a layout is the slow part."""
-    local = torch.empty_strided(local_shape, local_stride, dtype=dtype, device="meta")
-    return _torch.wrapper_like(_from_local(local, mesh, placements, shape))
+    """Return a function that makes DTensors of one layout, without autograd. To describe a layout is the slow part.
+
+    The strides of a DTensor are those of a dense tensor, so the shard of an expanded tensor, or of a slice, is a copy.
+    """
+    is_dense, dense = _is_dense(local_shape, local_stride), _global_stride(local_stride, local_shape)
+    local = torch.empty_strided(local_shape, local_stride if is_dense else dense, dtype=dtype, device="meta")
+    wrap = _torch.wrapper_like(_from_local(local, mesh, placements, shape))
+    return wrap if is_dense else lambda tensor: wrap(tensor.new_empty_strided(local_shape, dense).copy_(tensor))
+
+
+def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    triples = zip(shape, stride, _global_stride(stride, shape), strict=True)
+    return 0 in shape or all(size == 1 or own == dense for size, own, dense in triples)
 
 
 def _from_local(local: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:

@@ -72,7 +72,7 @@ class CompiledProgram:
         """Return the patch that runs compiled blocks with some layouts; None while no compiler may run."""
         if may_compile():
             if layouts not in self._blocks:
-                self._blocks[layouts] = CompiledBlocks(self.parts, self.mesh, layouts)
+                self._blocks[layouts] = CompiledBlocks(self.parts, layouts.mesh or self.mesh, layouts)
             return self._blocks[layouts].patch()
         if not self._has_warned:
             self._has_warned = True

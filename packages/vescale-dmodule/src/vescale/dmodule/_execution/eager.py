@@ -37,7 +37,8 @@ from vescale.dtensor import strict
 from vescale.dtensor.extension import map_leaves, tensors_in
 
 from .. import _torch
-from .._boundary.convert import as_dtensor, is_plain
+from .._boundary.convert import as_dtensor, bring, is_plain, to_plain
+from .._boundary.rows_axis import lift, settled
 from .._gradients.sync import GradientSync
 from ..errors import ImplicitRedistributionError
 from .module_hooks import OwnHook
@@ -58,6 +59,8 @@ class EagerScope:
         allow_implicit: whether operators may redistribute their operands implicitly.
         sync: reduces partial gradients.
         attaches: whether parameters get the gradient hooks of ``sync`` when the outermost module is entered.
+        rows: the mesh of calls on the rows of all data-parallel ranks, see `_boundary.rows_axis`; None without any.
+            Operators may redistribute their operands over its first axis.
         path: names of the modules whose forward is running, outermost first.
         contexts: closed when the outermost of them ends.
     """
@@ -65,6 +68,7 @@ class EagerScope:
     allow_implicit: bool
     sync: GradientSync
     attaches: bool = True
+    rows: DeviceMesh | None = None
     path: list[str] = field(default_factory=list)
     contexts: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -74,7 +78,8 @@ class EagerScope:
                 self.sync.attach(module)
             self.contexts.enter_context(_Mixing(self))
             if not self.allow_implicit:
-                self.contexts.enter_context(strict(interleaved=True))
+                axes = None if self.rows is None else self.rows.mesh_dim_names[1:]
+                self.contexts.enter_context(strict(interleaved=True, axes=axes))
         self.path.append(name)
 
     def leave(self, name: str) -> None:
@@ -97,7 +102,7 @@ class _Mixing(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        mesh, mixed = _operands(args, kwargs)
+        mesh, mixed = _operands(args, kwargs, self.scope.rows)
         if mesh is None:
             return func(*args, **kwargs)
         if mixed:
@@ -105,7 +110,10 @@ class _Mixing(TorchFunctionMode):
         # for plain tensors that torch itself makes inside a composite operator
         before = _torch.replicate_plain_operands(allow=True)
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if mesh is not self.scope.rows or func in (bring, to_plain):  # see Note [boundaries are torch functions]
+                return result
+            return settled(result, tensors_in((args, kwargs)))
         except ImplicitRedistributionError as error:
             if self.scope.allow_implicit:  # the user's own `strict()`
                 raise
@@ -114,22 +122,38 @@ class _Mixing(TorchFunctionMode):
             _torch.replicate_plain_operands(allow=before)
 
     def _wrapped(self, func: Callable, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
-        """Return the arguments of a call with its plain tensors as replicated DTensors."""
+        """Return the arguments of a call with its plain tensors as replicated DTensors, and all on one mesh."""
         _check_destination(func, args, kwargs, self.scope.where)
         if func in CONCATENATIONS and args:
             args = (_without_legacy_empty(args[0]), *args[1:])
-        return map_leaves(lambda t: as_dtensor(t, mesh) if is_plain(t) else t, (args, kwargs), Tensor)
+
+        def wrap(tensor: Tensor) -> Tensor:
+            if is_plain(tensor):
+                return as_dtensor(tensor, mesh)
+            is_narrow = isinstance(tensor, DTensor) and tensor.device_mesh.ndim < mesh.ndim
+            return lift(tensor, mesh) if is_narrow and mesh == self.scope.rows else tensor
+
+        return map_leaves(wrap, (args, kwargs), Tensor)
 
 
-def _operands(args: tuple, kwargs: dict) -> tuple[DeviceMesh | None, bool]:
-    """Return the mesh of the first DTensor among the arguments, and whether there are plain tensors among them."""
+def _operands(args: tuple, kwargs: dict, rows: DeviceMesh | None) -> tuple[DeviceMesh | None, bool]:
+    """Return the mesh of the DTensors among the arguments, and whether there are tensors that are not on it.
+
+    Args:
+        args: of the call.
+        kwargs: of the call.
+        rows: the mesh of the rows of all ranks; a call with an operand on it runs on it.
+    """
     leaves = (*args, *kwargs.values()) if kwargs else args
     kinds = set(map(type, leaves))
     if not kinds <= ATOMS:
         leaves = list(tensors_in(leaves))
         kinds = set(map(type, leaves))
     mesh = next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
-    return mesh, not kinds.isdisjoint(PLAIN)
+    if rows is None or mesh is None:
+        return mesh, not kinds.isdisjoint(PLAIN)
+    sizes = {leaf.device_mesh.ndim for leaf in leaves if isinstance(leaf, DTensor)}
+    return (rows if rows.ndim in sizes else mesh), len(sizes) > 1 or not kinds.isdisjoint(PLAIN)
 
 
 def _without_legacy_empty(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -6,17 +6,20 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 from torch.utils.hooks import RemovableHandle
 
-from .._boundary.convert import to_plain
+from .._boundary.convert import bring, to_plain
 from .._boundary.hooks import Phase
+from .._boundary.rows_axis import is_over_rows
 from .._boundary.values import map_tensors
 from .._gradients.sync import GradientSync
 from .._static import StaticProgram
 from .._static.call import State
 from .._static.local_modules import local_forward
+from .._static.model import Rows
 from .._static.recording.observe import BoundaryRecord
 from ..errors import PlanError
 from .eager import EagerScope, hook_scope
@@ -44,6 +47,7 @@ class Execution:
         any_rank: a collective that returns whether a flag is set on any rank that must make the same calls. None means
             the ranks of the mesh, which get equal arguments. Data parallelism that communicates in forward sets it
             (ZeRO 3 of ``vescale.optim``), because a recording makes additional calls.
+        rows: the call in progress on the rows of all data-parallel ranks; None in other calls (see `_rows`).
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Execution:
         self.local_attributes = dict(local_attributes or {})
         self.modes: dict[str, str] = {"": mode} | dict.fromkeys(eager, "eager")
         self.any_rank: Callable[[bool], bool] | None = None
+        self.rows: Rows | None = None
         self.root: nn.Module | None = None
         self.program: StaticProgram | None = None
         self.parts: list[StaticProgram] = []
@@ -151,7 +156,7 @@ class Execution:
         if self.program is not None:
             return self.program.enter(module, args, kwargs)
         self.checks.enter(module, args, kwargs)
-        return None
+        return None if self.rows is None else self.rows.distribute(args, kwargs)
 
     def leave(self, module: nn.Module, args: tuple, output: object) -> object:
         """End a call of the root: replicated results become plain tensors, partial results are reduced first."""
@@ -162,7 +167,14 @@ class Execution:
             output = output if left is None else left
         else:
             self.checks.leave(output)
-        return None if output is None else map_tensors(to_plain, output)
+        return None if output is None else map_tensors(self._to_plain, output)
+
+    def _to_plain(self, tensor: Tensor) -> Tensor:
+        if not is_over_rows(tensor, self.mesh):
+            return to_plain(tensor)
+        settled = [Replicate() if p.is_partial() else p for p in tensor.placements[1:]]
+        tensor = bring(tensor, tuple(settled), self.mesh, is_result=True)
+        return tensor if self.rows is None or self.program is not None else to_plain(self.rows.part_of(tensor))
 
 
 def _can_be_local(module: nn.Module) -> bool:

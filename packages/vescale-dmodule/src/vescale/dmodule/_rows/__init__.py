@@ -1,12 +1,17 @@
 """A module on this rank's rows, with the results that one device has on the rows of all ranks.
 
 values     arguments for the rows of all ranks, and outputs to compare
-call       the call in progress, and what is recorded of calls that mix rows
-mode       operators that run on the rows of all ranks, and the gradients at their edges
-recording  dry runs that show which operators mix rows
-program    hooks of the module: record new calls, run recorded operators in later ones
+joint      recordings that all ranks make together, and their errors
+calls      hooks of the module: record each new call before it runs
+call       plain modules: the call in progress, and what is recorded of calls that mix rows
+mode       plain modules: operators that run on the rows of all ranks, and the gradients at their edges
+recording  plain modules: dry runs that show which operators mix rows
+program    plain modules: run recorded operators in later calls
+planned    modules with a plan: the rows are one more mesh axis of their programs
 """
 
+from .calls import JointCalls
+from .planned import PlannedRows
 from .program import RowsProgram
 
-__all__ = ["RowsProgram"]
+__all__ = ["JointCalls", "PlannedRows", "RowsProgram"]

@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale.dtensor.debug import CommLog
-from vescale.dtensor.extension import Position, bytes_text, random_position
+from vescale.dtensor.extension import Position, random_position
 
 from .. import _torch
+from .._static.operator_mode import log_text
 from .._static.operators import ModuleOperators, RecordedOperator
 from .._static.parts import describe
 from .values import WAY_OUT, Output
@@ -86,6 +87,5 @@ class RowsCall:
 
     def note_cost(self, name: str, operator: RecordedOperator, log: CommLog) -> None:
         """Note what an island communicates."""
-        num_bytes = sum(record.num_bytes for record in log)
-        self.num_bytes += num_bytes
-        self.costs[f"{operator} in {describe(name)}"] = f"{len(log)} collectives, {bytes_text(num_bytes)}"
+        self.num_bytes += sum(record.num_bytes for record in log)
+        self.costs[f"{operator} in {describe(name)}"] = log_text(log)

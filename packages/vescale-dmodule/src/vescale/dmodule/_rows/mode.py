@@ -1,16 +1,6 @@
 """Operators on the rows of all ranks, while everything around them runs on the rows of this rank.
 
-A rank that runs a module on its rows has its own copy of all other tensors, so each rank gives one summand of their
-gradients. Losses are means over ranks, and so are gradients, which here count N times on N ranks until their mean is
-taken::
-
-    placement of a value    local code has              gradient that local code gives and takes
-    Shard(d)                this rank's part            that of the part
-    Replicate               the value                   a summand of the gradient
-    Partial("sum")          a summand of the value      the gradient
-    Partial("avg")          a value, whose mean counts  a summand of the gradient; takes 1/N of the gradient
-
-So the placements of values decide those of gradients, and a recording needs no backward.
+The placements of values decide those of gradients (`_boundary.rows_axis`), so a recording needs no backward.
 """
 
 from __future__ import annotations
@@ -20,11 +10,10 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-
-from vescale.dtensor import debug
+from torch.distributed.tensor import DTensor, Placement
 
 from .._boundary.edges import unwrapped, wrapped
+from .._boundary.rows_axis import gradient_over_rows
 from .._static.operator_mode import OperatorHooks, OperatorMode, inactive
 from .._static.operators import RecordedOperator
 from .values import WAY_OUT
@@ -34,21 +23,15 @@ __all__ = ["RowWiseHooks", "RowsHooks", "from_all_rows", "on_all_rows"]
 
 def on_all_rows(local: Tensor, placements: Sequence[Placement], shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
     """Return a value of local code as a DTensor."""
-    gradient = tuple(map(_gradient, placements)) if local.requires_grad else None
+    gradient = tuple(map(gradient_over_rows, placements)) if local.requires_grad else None
     return wrapped(local, mesh, tuple(placements), shape=shape, gradient=gradient)
 
 
 def from_all_rows(value: DTensor) -> Tensor:
     """Return what local code has of a DTensor."""
     # `unwrapped` counts the gradient of a mean N times, and a mean over ranks takes that back
-    gradient = (p if p.is_partial("avg") else _gradient(p) for p in value.placements)
+    gradient = (p if p.is_partial("avg") else gradient_over_rows(p) for p in value.placements)
     return unwrapped(value, tuple(gradient))
-
-
-def _gradient(placement: Placement) -> Placement:
-    if placement.is_replicate():
-        return Partial()
-    return Replicate() if placement.is_partial() else placement
 
 
 class RowsMode(OperatorMode):
@@ -69,14 +52,6 @@ class RowsMode(OperatorMode):
 
     def _unwrapped(self, leaf: DTensor, _gradient: object) -> Tensor:
         return from_all_rows(leaf)
-
-    def _run(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> object:
-        if not self.call.checks or not operator.is_island:
-            return super()._run(operator, args, kwargs)
-        with debug.comm_log(mesh=self.mesh) as log:
-            result = super()._run(operator, args, kwargs)
-        self.call.note_cost(self.name, operator, log)
-        return result
 
     def _ways_out(self, **_kind: bool) -> str:
         return WAY_OUT

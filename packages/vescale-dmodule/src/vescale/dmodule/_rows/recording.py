@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import random as python_random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor import debug
-from vescale.dtensor.extension import Fact, Turns, bytes_text, check_facts, generator_fact, random_position
+from vescale.dtensor.extension import bytes_text, generator_fact, random_position
 
 from .._boundary.values import copied
 from .._execution.eager import EagerScope, hook_scope
@@ -22,36 +18,21 @@ from .._gradients.sync import GradientSync
 from .._static.operators import ModuleOperators
 from .._static.parts import Parts, describe
 from .._static.recording.calls import CallRecorder, Island, Place
-from .._static.recording.compare import highest, raise_together
+from .._static.recording.compare import highest
 from .._static.recording.dry_run import new_run, without_side_effects
 from .._static.recording.names import Names
 from .._static.recording.search import search
 from .call import RecordedRows, RowsCall
-from .values import WAY_OUT, Output, all_rows, argument_facts, difference, outputs_of
+from .joint import JointRecorder, no_draws_outside_torch
+from .values import Output, all_rows, difference, outputs_of
 
-__all__ = ["OwnError", "RowsRecorder"]
+__all__ = ["RowsRecorder"]
 
 logger = logging.getLogger("vescale.dmodule")
 
 
-class RanksDifferError(Exception):
-    """The ranks make different calls; the cause is the error about it."""
-
-
-class OwnError(Exception):
-    """The module fails on the rows of some rank alone, as it would without data parallelism.
-
-    Args:
-        error: to raise on ranks on whose rows it does not fail.
-    """
-
-    def __init__(self, error: RuntimeError):
-        super().__init__(str(error))
-        self.error = error
-
-
-class RowsRecorder:
-    """Records calls of a module. All ranks record the same calls together.
+class RowsRecorder(JointRecorder[RecordedRows]):
+    """Records calls of a module whose tensors are plain.
 
     Args:
         module: the module.
@@ -60,7 +41,6 @@ class RowsRecorder:
         row_wise: see `RowsProgram`.
 
     Attributes:
-        is_running: whether a dry run is in progress.
         keeps_draws: whether random operators in it are not this program's.
     """
 
@@ -71,73 +51,14 @@ class RowsRecorder:
         hook: Callable[[Mapping[str, ModuleOperators]], None],
         row_wise: frozenset[str],
     ):
-        self.module, self.call, self._hook, self._row_wise = module, call, hook, row_wise
-        self.mesh: DeviceMesh = call.mesh
-        self.is_running = self.keeps_draws = False
-        self._turns = Turns()
+        super().__init__(module, call.mesh)
+        self.call, self._hook, self._row_wise = call, hook, row_wise
+        self.keeps_draws = False
 
-    def record(self, args: tuple, kwargs: dict) -> RecordedRows | None:
-        """Record a call; return None if it mixes no rows. Collective over the ranks.
-
-        Raises:
-            RuntimeError: on every rank, if the call cannot be recorded.
-            ValueError: on every rank, if the ranks call the module with different shapes or arguments.
-            OwnError: on every rank, if the module fails on the rows of any rank.
-        """
-        found, error = None, None
-        self.is_running = True
-        try:
-            with torch.no_grad():
-                found = self._try(args, kwargs)
-        except OwnError:
-            raise
-        except RanksDifferError as raised:
-            error = raised.__cause__
-        except Exception as raised:
-            error = _cannot(type(self.module).__name__, raised)
-        finally:
-            self.is_running = self.keeps_draws = self.call.checks = self.call.is_open = False
-        raise_together(error, self.mesh)
-        return found
-
-    def _try(self, args: tuple, kwargs: dict) -> RecordedRows | None:
-        """Record a call.
-
-        Raises:
-            OwnError: on every rank, if the module fails on the rows of any rank.
-            Exception: it cannot be recorded.
-        """
-        found = error = None
-        for facts in argument_facts(args, kwargs):
-            self._compare(facts)
-        try:
-            found = self._find(args, kwargs)
-        except RanksDifferError:
-            raise
-        except Exception as raised:
-            error = raised
-        if highest(float(error is not None), self.mesh):
-            if highest(float(not self._works_alone(args, kwargs)), self.mesh):
-                elsewhere = RuntimeError("it fails on the rows of another rank; see the error there")
-                raise OwnError(_cannot(type(self.module).__name__, error or elsewhere))
-            raise error or RuntimeError("it fails on another rank; see the error there")
-        return found
-
-    def _compare(self, facts: Sequence[Fact]) -> None:
-        """Compare facts over the ranks, if they are to be compared at all.
-
-        Raises:
-            RanksDifferError: on every rank.
-        """
-        if not self._turns.is_on:
-            return
-        try:
-            check_facts(facts, self.mesh)
-        except ValueError as error:
-            raise RanksDifferError from error
+    def _end(self) -> None:
+        self.is_running = self.keeps_draws = self.call.checks = self.call.is_open = False
 
     def _works_alone(self, args: tuple, kwargs: dict) -> bool:
-        """Return whether the module runs on this rank's rows."""
         self.call.checks = self.call.is_open = False
         self.keeps_draws = True
         try:
@@ -211,7 +132,7 @@ class RowsRecorder:
         try:
             # ranks may have equal rows by chance, so what communicates mixes rows, whatever its values are
             with names.watching(parts.modules), debug.comm_log(mesh=self.mesh) as recorder.log, recorder.recording():
-                with _no_draws_outside_torch():
+                with no_draws_outside_torch():
                     return self._run(*all_rows(args, kwargs, self.mesh))
         finally:
             for handle in handles:
@@ -253,36 +174,3 @@ class RowsRecorder:
             differs = f"it {'draws' if moved else 'does not draw'} random numbers for the rows of all ranks alone"
         if differs is not None:
             raise RuntimeError(differs)
-
-
-def _cannot(name: str, reason: Exception) -> RuntimeError:
-    what = f"{type(reason).__name__}: {reason}" if str(reason) else f"a bare {type(reason).__name__}"
-    error = RuntimeError(
-        f"expected that {name} can run on the rows of all ranks, as one device does, but it cannot: {what}; {WAY_OUT}"
-    )
-    error.__cause__ = reason
-    return error
-
-
-@contextlib.contextmanager
-def _no_draws_outside_torch() -> Iterator[None]:
-    """Restore the generators of Python and numpy, and refuse that they were used.
-
-    Raises:
-        RuntimeError: naming what was used.
-    """
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = python_random.getstate(), numpy and numpy.random.get_state()
-    yield
-    used = []
-    if python_random.getstate() != python_state:
-        python_random.setstate(python_state)
-        used.append("random")
-    if numpy is not None and repr(numpy.random.get_state()) != repr(numpy_state):
-        numpy.random.set_state(numpy_state)
-        used.append("numpy.random")
-    if used:
-        raise RuntimeError(
-            f"its forward draws from {' and '.join(used)}, so every rank uses numbers of its own for its rows; draw "
-            "with torch"
-        )

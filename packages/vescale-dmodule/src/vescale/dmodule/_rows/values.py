@@ -17,7 +17,7 @@ from .._boundary.convert import is_plain
 from .._boundary.values import copied, describe_value, map_leaves
 from .._static.recording.compare import is_close
 
-__all__ = ["WAY_OUT", "Output", "all_rows", "argument_facts", "difference", "num_rows", "outputs_of"]
+__all__ = ["WAY_OUT", "Output", "all_rows", "argument_facts", "difference", "has_rows", "num_rows", "outputs_of"]
 
 WAY_OUT = (
     "if results need not be those of one device, pass per_rank=True to DDP: then every rank is a world of its own, as "
@@ -41,7 +41,7 @@ def argument_facts(args: tuple, kwargs: dict) -> Iterator[list[Fact]]:
     yield [Fact("the call of the module given to DDP", str(describe_value((args, kwargs))), _SAME_CALL)]
 
     def note(tensor: Tensor, where: str) -> Tensor:
-        if is_plain(tensor) and not _has_rows(tensor, rows):
+        if is_plain(tensor) and not has_rows(tensor, rows):
             value = f"values with checksum {checksum(tensor).item():016x}"
             common.append(Fact(f"the values of {where}", value, _SAME_VALUES))
         return tensor
@@ -55,7 +55,7 @@ def all_rows(args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
     rows = num_rows(args, kwargs)
 
     def distribute(tensor: Tensor, _where: str) -> Tensor:
-        if not is_plain(tensor) or not _has_rows(tensor, rows):
+        if not is_plain(tensor) or not has_rows(tensor, rows):
             return tensor
         return DTensor.from_local(tensor.detach(), mesh, [Shard(0)], run_check=False)
 
@@ -74,7 +74,8 @@ def num_rows(args: tuple, kwargs: dict) -> int | None:
     return sizes[0] if sizes else None
 
 
-def _has_rows(tensor: Tensor, rows: int | None) -> bool:
+def has_rows(tensor: Tensor, rows: int | None) -> bool:
+    """Return whether dim 0 of a tensor is that of the rows."""
     return tensor.ndim > 0 and tensor.shape[0] == rows
 
 
@@ -106,8 +107,8 @@ class Output:
 
     @property
     def must_be_reduced(self) -> bool:
-        """Whether the value on all rows is neither this rank's, nor a mean over ranks."""
-        return any(p.is_partial() and not p.is_partial("avg") for p in self.placements or ())
+        """Whether the value on all rows is neither this rank's, nor a loss, of which the mean over ranks counts."""
+        return any(p.is_partial() and (self.shape or not p.is_partial("avg")) for p in self.placements or ())
 
 
 def outputs_of(result: object) -> list[Output]:

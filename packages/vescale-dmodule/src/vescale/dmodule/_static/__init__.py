@@ -2,9 +2,11 @@
 
 Folder map; a file imports only files above it::
 
+    model              what a program uses of the parallelized model
     parts              full names; the submodules, eager parts and experts of a program
     movement/          from one layout to another: steps, collectives, conversions, interleaved
     direct_calls       boundaries without hooks
+    local_modules      embeddings, biases and attributes that must change for local tensors
     recording/observe  boundary records: one tensor at one boundary
     recording/names    which modules run
     operators          recorded random operators, by local shapes and by the order of calls
@@ -13,7 +15,6 @@ Folder map; a file imports only files above it::
     recording/dry_run  one call without side effects: the recording and the check
     recording/compare  the comparison of both dry runs
     local_parameters   plain leaves over the memory of DTensors, and their gradients
-    local_modules      embeddings, biases and attributes that must change for local tensors
     call               the call in progress: its state, values at its edges
     random_operators   random operators on shards draw what one device draws
     regions            parts in eager mode, experts

@@ -7,18 +7,23 @@ program changes the state (see ``program``).
 from __future__ import annotations
 
 import enum
+from collections.abc import Hashable
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from vescale.dtensor.debug import CommLog
+
 from .. import _torch
 from .._boundary.convert import to_plain
 from .._boundary.edges import unwrapped, wrapped
+from .._boundary.rows_axis import is_over_rows, lift, lower
 from ..errors import NotLocalFriendlyError
 from .movement.conversions import Conversion, compile_conversion
-from .operators import ModuleOperators
-from .parts import Parts
+from .operator_mode import log_text
+from .operators import ModuleOperators, RecordedOperator
+from .parts import Parts, describe
 from .recording.layouts import RecordedLayouts
 from .recording.observe import BoundaryRecord, Observer
 
@@ -40,7 +45,7 @@ class Call:
 
     Args:
         parts: of the program.
-        mesh: of the layouts.
+        plan_mesh: of the layouts of values.
         is_root: whether callers expect plain tensors (the full model) or DTensors (a part of it).
 
     Attributes:
@@ -50,15 +55,24 @@ class Call:
         layouts: the recorded layouts of the current or the last call.
         observer: collects boundary records during a dry run.
         silent: parameters that are shown as negative zeros, see ``LocalParameters.silent``.
+        signature: of the call, or of the last one.
+        costs: text about an island -> what it communicated in the forward of the check.
     """
 
-    def __init__(self, parts: Parts, mesh: DeviceMesh, *, is_root: bool):
-        self.parts, self.mesh, self.is_root = parts, mesh, is_root
+    def __init__(self, parts: Parts, plan_mesh: DeviceMesh, *, is_root: bool):
+        self.parts, self.plan_mesh, self.is_root = parts, plan_mesh, is_root
         self.state = State.IDLE
         self.number = self.depth = 0
         self.layouts = RecordedLayouts()
         self.observer: Observer | None = None
         self.silent: dict[int, DTensor] = {}
+        self.signature: Hashable = None
+        self.costs: dict[str, str] = {}
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of recorded operators: that of the plan, or a wider one with an axis of rows ahead."""
+        return self.layouts.mesh or self.plan_mesh
 
     @property
     def is_open(self) -> bool:
@@ -73,6 +87,10 @@ class Call:
     def operators_of(self, name: str) -> ModuleOperators | None:
         """Return the recorded operators of a module; None if it does not run on local tensors, or has none."""
         return self.layouts.operators.get(name) if self.is_open else None
+
+    def note_cost(self, name: str, operator: RecordedOperator, log: CommLog) -> None:
+        """Note what an island in a module communicates."""
+        self.costs[f"{operator} in {describe(name)}"] = log_text(log)
 
     def convert(self, tensor: Tensor, _placements: object, where: str, *, is_result: bool) -> Tensor:
         """Run the recorded conversion of one value at a planned boundary.
@@ -119,6 +137,7 @@ class Call:
     def localize(self, tensor: Tensor, where: str) -> Tensor:
         """Return an argument of the program as a local tensor."""
         if isinstance(tensor, DTensor):
+            tensor = lower(tensor, self.plan_mesh) if is_over_rows(tensor, self.plan_mesh) else tensor
             local = _torch.local_of(tensor)
             if tensor.requires_grad:
                 local = unwrapped(tensor, self.record(where, local).gradient)
@@ -138,8 +157,16 @@ class Call:
         local = self.noted(local, where)
         if record.source is None:
             return local
-        step = self.layouts.steps.get(where, {}).get(local.shape) if self.is_root else None
-        return self.wrap(local, record) if step is None else step(local)
+        if self.is_root:
+            step = self.layouts.steps.get(where, {}).get(local.shape)
+            return self.wrap(local, record) if step is None else step(local)
+        return self.over_rows(self.wrap(local, record), record)
+
+    def over_rows(self, tensor: DTensor, record: BoundaryRecord) -> DTensor:
+        """Return a value as code on the rows of all data-parallel ranks has it, if the recorded call ran on these."""
+        return (
+            tensor if record.rows is None else lift(tensor, self.mesh, record.rows.placement, shape=record.rows.shape)
+        )
 
     def wrap(self, local: Tensor, record: BoundaryRecord, *, pins_gradient: bool = True) -> DTensor:
         """Return a local value as the DTensor of eager mode.
@@ -152,6 +179,6 @@ class Call:
         """
         if record.gradient is None and local.requires_grad:
             # backward raises: no layout is recorded for this gradient
-            local = compile_conversion(Conversion(record.shape, record.source, record.source), self.mesh)(local)
+            local = compile_conversion(Conversion(record.shape, record.source, record.source), self.plan_mesh)(local)
         gradient = record.gradient if pins_gradient else None
-        return wrapped(local, self.mesh, record.source, shape=record.shape, gradient=gradient)
+        return wrapped(local, self.plan_mesh, record.source, shape=record.shape, gradient=gradient)

@@ -29,10 +29,11 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
-from vescale.dtensor import extension
+from vescale.dtensor import debug, extension
 
 from .. import _torch
 from .._boundary.edges import unwrapped, wrapped
+from .._boundary.rows_axis import settled
 from .._execution.module_hooks import OwnHook
 from ..errors import NotLocalFriendlyError
 from .operators import ModuleOperators, RecordedOperator
@@ -60,6 +61,14 @@ class ProgramCall(Protocol):
 
     def operators_of(self, name: str) -> ModuleOperators | None:
         """Return the recorded operators of a module; None if it runs unchanged now, or has none."""
+
+    def note_cost(self, name: str, operator: RecordedOperator, log: debug.CommLog) -> None:
+        """Note what an island in a module communicates, in a call that checks a recording."""
+
+
+def log_text(log: debug.CommLog) -> str:
+    """Return the number of collectives in a log, and their size."""
+    return f"{len(log)} collectives, {extension.bytes_text(sum(record.num_bytes for record in log))}"
 
 
 class QuietCall:
@@ -172,8 +181,17 @@ class OperatorMode(TorchFunctionMode):
         return function in self.operators.functions and self is _running[-1]
 
     def _run(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> object:
+        if self.call.checks and operator.is_island:
+            with debug.comm_log(mesh=self.mesh) as log:
+                result = self._run_on_dtensors(operator, args, kwargs)
+            self.call.note_cost(self.name, operator, log)
+            return result
+        return self._run_on_dtensors(operator, args, kwargs)
+
+    def _run_on_dtensors(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> object:
         with _torch.plain_operands_replicated():  # composite operators create plain tensors
-            return operator.function(*args, **kwargs)
+            result = operator.function(*args, **kwargs)
+        return settled(result, _torch.tree_leaves((args, kwargs))) if operator.over_rows else result
 
     def _ways_out(self, *, is_random: bool = False) -> str:
         """Return the fixes, for error messages."""

@@ -28,8 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.overrides import resolve_name
 
-from vescale.dtensor.extension import chunk
+from vescale.dtensor.extension import BlockShard, chunk
 
+from .._boundary.rows_axis import gradient_over_rows
 from .movement.steps import without_partials
 from .recording.observe import replicated
 
@@ -76,8 +77,8 @@ class Operand(NamedTuple):
 
         An example are the tokens that an expert takes.
         """
-        sharded = {p.dim for p in self.placements if type(p) is Shard}
-        known = all(type(p) is Shard or p.is_replicate() or p.is_partial() for p in self.placements)
+        sharded = {p.dim for p in self.placements if type(p) in (Shard, BlockShard)}
+        known = all(type(p) in (Shard, BlockShard) or p.is_replicate() or p.is_partial() for p in self.placements)
         if len(local_shape) != len(self.shape) or not known:
             return None
         if any(local_shape[dim] != self.local_shape[dim] for dim in sharded):
@@ -106,6 +107,8 @@ class RecordedOperator:
         part: the part of the result that local code has, of an island whose result is whole on all ranks.
         totals: layouts of the gradients of an island's operands, with what other operators add to them; by place.
         is_seen: whether the operands are as local code had them when the recording was checked, not as recorded.
+        over_rows: whether the first axis of the layouts is that of the rows of data-parallel ranks (see
+            `_boundary.rows_axis`): there the placement of an operand decides that of its gradient.
     """
 
     function: Callable
@@ -118,15 +121,18 @@ class RecordedOperator:
     part: Part | None = None
     totals: dict[int, Placements] = field(default_factory=dict)
     is_seen: bool = False
+    over_rows: bool = False
 
     def gradient_of(self, place: int) -> Placements:
         """Return the layout in which an island gives the gradient of an operand: one that local code can add to.
 
         Where all ranks have the operand, and other operators give partial gradients of it, so does the island.
         """
-        own = without_partials(self.operands[place].placements)
+        placements = self.operands[place].placements
+        own = without_partials(placements)
         total = self.totals.get(place, own)
-        return tuple(t if o.is_replicate() and t.is_partial() else o for o, t in zip(own, total, strict=True))
+        both = [t if o.is_replicate() and t.is_partial() else o for o, t in zip(own, total, strict=True)]
+        return tuple([gradient_over_rows(placements[0]), *both[1:]] if self.over_rows else both)
 
     @property
     def local_shapes(self) -> tuple[torch.Size, ...]:

@@ -29,6 +29,7 @@ class Parts:
         eager: names of the outermost eager parts.
         experts: regions of experts, by name.
         switches: modules with a switch for activation checkpointing.
+        row_wise: names of parts that run on this rank's rows while all else is recorded on those of all ranks.
     """
 
     module: nn.Module
@@ -37,6 +38,7 @@ class Parts:
     eager: list[str]
     experts: dict[str, ExpertRegion] = field(default_factory=dict)
     switches: list[nn.Module] = field(default_factory=list)
+    row_wise: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, module: nn.Module, name: str, eager: frozenset[str]) -> Parts:
@@ -59,6 +61,10 @@ class Parts:
     def is_eager(self, name: str) -> bool:
         """Return whether a part is eager, by itself or inside an eager part."""
         return any(is_inside(name, part) for part in self.eager)
+
+    def is_watched(self, name: str) -> bool:
+        """Return whether recorded operators of a part may run on DTensors."""
+        return not self.is_eager(name) and not any(is_inside(name, part) for part in self.row_wise)
 
     def local(self) -> dict[str, nn.Module]:
         """Return the modules that run on local tensors."""

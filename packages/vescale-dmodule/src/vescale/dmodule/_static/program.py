@@ -34,56 +34,39 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
-from .._boundary.hooks import Phase
 from .._boundary.values import describe_value, map_leaves
 from .._compile.blocks import CompiledProgram
-from .._execution.eager import EagerScope, hook_scope
+from .._execution.eager import hook_scope
 from .._execution.module_hooks import hook_calls
 from .._execution.patch import ModulePatch
-from .._execution.rank_checks import RankChecks
-from .._gradients.sync import GradientSync
 from .._report.ranges import is_watched
-from ..errors import NotLocalFriendlyError
 from .call import Call, State
 from .direct_calls import direct_calls
 from .local_modules import local_rows, silent_axes
-from .local_parameters import LocalParameter, LocalParameters
+from .local_parameters import LocalParameters
+from .model import Model
 from .operator_mode import OperatorHooks, QuietCall
-from .parts import Parts, join, keep_on_dtensors
+from .parts import Parts, join
 from .recording.calls import CallRecorder, Island, Place
-from .recording.compare import difference, highest, raise_together
-from .recording.dry_run import Run, check, new_run, record
+from .recording.compare import add_rows, difference, highest, raise_together
+from .recording.dry_run import Run, check, keep_or_refuse, new_run, record
 from .recording.layouts import RecordedLayouts, Recording, Recordings
 from .recording.search import search
 from .regions import EagerPart, ExpertsPart, experts_gradients
 
-__all__ = ["Model", "StaticProgram"]
+__all__ = ["StaticProgram"]
 
 logger = logging.getLogger("vescale.dmodule")
 
 AGREES, DIFFERS, FAILS = range(3)  # how the check of a recording ends
-
-
-class Model(Protocol):
-    """The attributes of the parallelized model that its programs use."""
-
-    mesh: DeviceMesh
-    root: nn.Module
-    phase: Phase
-    scope: EagerScope
-    sync: GradientSync
-    checks: RankChecks
-    any_rank: Callable[[bool], bool] | None
-    local_attributes: dict[str, dict[str, object]]
 
 
 class StaticProgram:
@@ -212,6 +195,8 @@ class StaticProgram:
         if call.state is State.EAGER_ONCE or call.depth > 1:  # eager arguments, or arguments from inside the module
             return None
         edge = call.localize if call.is_open else call.observer.watch_argument
+        if self.model.rows is not None and call.is_root and not call.is_open:
+            edge = call.observer.watch_rows
         where = self.parts.edge("enters")
         return map_leaves(edge, args, where), map_leaves(edge, kwargs, where) if kwargs else kwargs
 
@@ -276,6 +261,7 @@ class StaticProgram:
         self._refresh()
         recordings, signature = self.recordings, self._signature(args, kwargs)
         layouts = self._find(signature)
+        self.call.signature = signature
         checks = self.model.checks if self.call.is_root else None
         if layouts is None:
             if checks is not None:
@@ -294,11 +280,18 @@ class StaticProgram:
                 self._quiet_call.begin()
         return True
 
+    def prepare(self, args: tuple, kwargs: dict) -> None:
+        """Record a call if its signature is new, and do not run it. Collective over the mesh."""
+        if self.call.state is State.IDLE:
+            self._prepare(args, kwargs)
+            self._quiet_call.end(self.parts.name, well=False)
+
     def _signature(self, args: tuple, kwargs: dict) -> Hashable:
-        device = self.model.mesh.device_type
+        device = self.call.plan_mesh.device_type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         values = *map(describe_value, args), describe_value(kwargs) if kwargs else None
-        return torch.is_grad_enabled(), self.parts.module.training, dtype, *self.parts.checkpointing(), *values
+        mode = torch.is_grad_enabled(), self.parts.module.training, self.model.rows is not None
+        return *mode, dtype, *self.parts.checkpointing(), *values
 
     def _find(self, signature: Hashable) -> RecordedLayouts | None:
         """Return the recorded layouts of a call; None if any rank must record it, because all ranks record together."""
@@ -319,15 +312,19 @@ class StaticProgram:
             NotLocalFriendlyError: the module is wrong on local tensors; raised on all ranks.
             Exception: any error of the module itself in eager mode.
         """
-        model, error, level = self.model, None, FAILS
+        error, level, mesh = None, FAILS, self._mesh
+        rows = self.model.rows
+        self.parts.row_wise = frozenset() if rows is None else rows.row_wise
         try:
             eager, recording, islands = self._run_on_dtensors(args, kwargs)
-            local = new_run(model.mesh)
+            local = new_run(self.call.plan_mesh)
             self._adopt(recording)
             with self._dry_run(State.CHECKING, local):
                 self._refresh()
                 self._expect_gradients(checked=local)
-                check(local, self.parts, args, kwargs)
+                check(local, eager, self.parts, args, kwargs)
+            for run in (local, eager) if rows is not None else ():
+                add_rows(run, eager, mesh)
             error = difference(eager, local, self.parts)
             level = AGREES if error is None else DIFFERS
         except Exception as found:
@@ -336,26 +333,37 @@ class StaticProgram:
         finally:
             if self.parameters is not None:
                 self._expect_gradients()
-        if highest(level, model.mesh) == DIFFERS:
+        if highest(level, mesh) == DIFFERS:
             nudged = self._run_nudged(eager, islands, args, kwargs)
             error = error and difference(eager, local, self.parts, nudged)
-        raise_together(error, model.mesh)
+        raise_together(error, mesh)
         self.recordings.assign(signature, self.call.layouts, is_quiet=recording.is_quiet, parts=self.parts)
+        self.recordings.returned[signature] = recording.returned
 
     def _run_nudged(self, eager: Run, islands: Mapping[Place, Island], args: tuple, kwargs: dict) -> Run:
         """Record a call again, to measure how far rounding errors reach (see ``recording.rounding``)."""
-        run = new_run(self.model.mesh, eager.observer.changed)
-        self._run(run, CallRecorder(run.names, self.model.mesh, islands, keeps=False, nudges=True), args, kwargs)
+        run = new_run(self.call.plan_mesh, eager.observer.changed)
+        self._run(run, self._recorder(run, islands, keeps=False, nudges=True), args, kwargs)
+        if self.model.rows is not None:
+            add_rows(run, eager, self._mesh)
         return run
+
+    @property
+    def _mesh(self) -> DeviceMesh:
+        """The ranks that make the call together."""
+        return self.call.plan_mesh if self.model.rows is None else self.model.rows.mesh
+
+    def _recorder(self, run: Run, islands: Mapping[Place, Island], **options: bool) -> CallRecorder:
+        return CallRecorder(run.names, self._mesh, islands, over_rows=self.model.rows is not None, **options)
 
     def _run_on_dtensors(self, args: tuple, kwargs: dict) -> tuple[Run, Recording, Mapping[Place, Island]]:
         """Record a call; again, if it changes results in place or has islands that were not known before."""
         model, changed = self.model, frozenset()
         islands: dict[Place, Island] = {}
-        searches = model.scope.allow_implicit
+        searches = model.scope.allow_implicit or model.rows is not None
         while True:
-            run = new_run(model.mesh, changed)
-            recorder = CallRecorder(run.names, model.mesh, islands, keeps=searches)
+            run = new_run(self.call.plan_mesh, changed)
+            recorder = self._recorder(run, islands, keeps=searches)
             recording = self._run(run, recorder, args, kwargs)
             if recording is None:
                 changed |= run.observer.newly_changed()
@@ -369,12 +377,16 @@ class StaticProgram:
     def _run(self, run: Run, recorder: CallRecorder, args: tuple, kwargs: dict) -> Recording | None:
         with self._dry_run(State.RECORDING, run):
             self.model.phase.convert = run.observer.convert
-            return record(run, recorder, self.parts, self.model.scope, args, kwargs)
+            rows = self.model.rows
+            if rows is not None and self.call.is_root:
+                args, kwargs = rows.distribute(args, kwargs)
+            with contextlib.nullcontext(()) if rows is None else rows.log() as recorder.log:
+                return record(run, recorder, self.parts, self.model.scope, args, kwargs)
 
     def _islands(self, recording: Recording, recorder: CallRecorder, args: tuple, kwargs: dict) -> dict[Place, Island]:
         """Search for operators that must run on DTensors. Collective over the mesh."""
-        call, run = self.call, new_run(self.model.mesh)
-        before, call.layouts = call.layouts, recording.forward_layouts(self.model.mesh, self._returns)
+        call, run = self.call, new_run(self.call.plan_mesh)
+        before, call.layouts = call.layouts, recording.forward_layouts(call.plan_mesh, self._returns)
         try:
             with self._dry_run(State.CHECKING, run):
                 self._refresh()
@@ -404,7 +416,7 @@ class StaticProgram:
     def _adopt(self, recording: Recording) -> None:
         """Adopt the layouts of a recording and hook the parts that it names."""
         call, recordings = self.call, self.recordings
-        call.layouts = recordings.adopt(recording, self.model.mesh, self._returns)
+        call.layouts = recordings.adopt(recording, call.plan_mesh, self._returns)
         recordings.gradients = experts_gradients(self.parts, call.layouts.tokens) | recordings.gradients
         self._hook_random_operators(recording.operators)
         for name in recording.recomputed:
@@ -480,20 +492,5 @@ class StaticProgram:
         gradients = self.recordings.gradients
         layouts = {} if checked is not None else gradients
         for parameter in self.parameters:
-            keeps = None if parameter.name in layouts else functools.partial(_keep_or_refuse, parameter, checked)
+            keeps = None if parameter.name in layouts else functools.partial(keep_or_refuse, parameter, checked)
             parameter.expect(gradients.get(parameter.name), keeps)
-
-
-def _keep_or_refuse(parameter: LocalParameter, checked: Run | None, leaf: Tensor) -> None:
-    """Keep a gradient for the dry run that checks; outside of it, refuse a gradient that is not recorded."""
-    gradient, leaf.grad = leaf.grad, None
-    if gradient is None:
-        return  # autograd runs this hook once per pass, even if the gradient is None
-    if checked is None:
-        raise NotLocalFriendlyError(
-            f"parameter {parameter.name!r}: expected no gradient, as when static mode recorded this call, but got one; "
-            f"if a branch depends on data, {keep_on_dtensors(parameter.name.rpartition('.')[0])}, otherwise call "
-            'set_mode(model, "static"), which discards recordings'
-        )
-    earlier, _ = checked.gradients.get(parameter.name, (None, None))
-    checked.gradients[parameter.name] = (gradient if earlier is None else earlier + gradient, None)

@@ -17,6 +17,7 @@ from .. import _torch
 from .._boundary.convert import Convert
 from .._boundary.edges import unwrapped
 from .._boundary.hooks import Phase
+from .._boundary.rows_axis import is_over_rows, lower
 from .._boundary.values import map_leaves
 from .._experts import ExpertRegion, listed_gradients
 from ..errors import NotLocalFriendlyError
@@ -85,7 +86,7 @@ class EagerPart:
         record = self.call.record(where, local)
         if record.source is None:
             return local
-        wrapped = self.call.wrap(local, record, pins_gradient=False)
+        wrapped = self.call.over_rows(self.call.wrap(local, record, pins_gradient=False), record)
         self.originals[id(wrapped)] = wrapped, local
         return wrapped
 
@@ -94,6 +95,7 @@ class EagerPart:
 
     def _unwrap(self, value: Tensor, where: str) -> Tensor:
         if isinstance(value, DTensor):
+            value = lower(value, self.call.plan_mesh) if is_over_rows(value, self.call.plan_mesh) else value
             local = _torch.local_of(value)
             record = self.call.record(where, local)
             value = unwrapped(value, record.gradient) if value.requires_grad else local

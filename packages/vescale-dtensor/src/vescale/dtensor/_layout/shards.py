@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from .._placements.types import InterleavedShard, RaggedShard
+from .._placements.types import BlockShard, InterleavedShard, RaggedShard
 from .._torch.placements import StridedShard
 from ..errors import UnsupportedPlacement
 from .boxes import Box, chunk, flat_range_boxes, index_from
@@ -160,7 +160,7 @@ def _runs(
             if ragged is not None:
                 raise ValueError(f"expected at most one RaggedShard, got placements {placements}")
             ragged = placement, size, index
-        elif isinstance(placement, (Shard, StridedShard)):
+        elif isinstance(placement, (Shard, StridedShard, BlockShard)):
             _check_dim(placement, shape)
             runs[placement.dim] = _cut(runs[placement.dim], placement, size, index)
         elif not placement.is_replicate():
@@ -187,17 +187,23 @@ def _check_dim(placement: Placement, shape: tuple[int, ...]) -> None:
             f"{placement!r} needs a dim made of {placement.k} equal parts; dim {placement.dim} of shape {shape} has "
             f"size {shape[placement.dim]}, which {placement.k} does not divide"
         )
+    if isinstance(placement, BlockShard) and shape[placement.dim] % placement.block:
+        raise ValueError(
+            f"{placement!r} needs a dim of whole blocks; dim {placement.dim} of shape {shape} has size "
+            f"{shape[placement.dim]}, which {placement.block} does not divide"
+        )
 
 
 def _cut(runs: Runs, placement: Placement, size: int, index: int) -> Runs:
     """Return the part of one dim's runs that the rank at ``index`` of an axis of ``size`` holds."""
     total = sum(length for _, length in runs)
     num_parts = placement.split_factor if isinstance(placement, StridedShard) else 1
+    block = placement.block if isinstance(placement, BlockShard) else 1
     kept = []
     for part in range(num_parts):
         first, count = chunk(total, num_parts, part)
-        start, length = chunk(count, size, index)
-        kept += _select(runs, first + start, length)
+        start, length = chunk(count // block, size, index)
+        kept += _select(runs, first + start * block, length * block)
     return _merge(kept)
 
 

@@ -14,7 +14,7 @@ their speed::
     copies      writes to views that are copies, and to tensors with such views
     metadata    in-place changes of shape
     versions    writes that autograd does not count
-    attention, batch_norm, loss, vocabulary, lookup, scalars, solvers   operators with algorithms of their own
+    attention, batch_norm, convolution, loss, vocabulary, lookup, scalars, solvers   operators with own algorithms
     operands    the tensors among the arguments
     strict      refuse implicit redistributions
 
@@ -23,6 +23,6 @@ Source of the tables: the sweep over torch's own operator database in the folder
 
 from .copies import forget_copies
 from .review import review, without_elements
-from .tables import fallback, first_arguments, operator_handlers
+from .tables import fallback, operator_handlers
 
-__all__ = ["fallback", "first_arguments", "forget_copies", "operator_handlers", "review", "without_elements"]
+__all__ = ["fallback", "forget_copies", "operator_handlers", "review", "without_elements"]

@@ -178,7 +178,7 @@ def _write(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
 
     Raises:
         UnsupportedOperator: it writes to a tensor and to a view of it that is a copy; the memory layout of the copied
-            tensor has changed since the view was made.
+            tensor has changed since the view was made; elements of an expanded tensor share memory.
     """
     run = _BEFORE.get(op) or dispatch.stock_dispatch
     _forget_freed()
@@ -190,6 +190,7 @@ def _write(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
         raise UnsupportedOperator.for_operands(
             op, written[:2], "it writes to a tensor and to a view of it, which is a copy here: use two operators"
         )
+    _refuse_expanded(op, written, [base for key, base in _BASES.items() if key in keys | above])
     gathered = [_refresh(copy, op) for _, copy in views]
     result = run(op, args, kwargs)
     for number, (view, copy) in enumerate(views):
@@ -202,6 +203,14 @@ def _write(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     if not _BASES:
         forget_copies()
     return result
+
+
+def _refuse_expanded(op: dispatch.Op, written: Sequence[DTensor], bases: Sequence[_Base]) -> None:
+    for copy in (copy for base in bases for copy in _below(base)):
+        meta = copy.base_spec.tensor_meta
+        if any(size > 1 and stride == 0 for size, stride in zip(meta.shape, meta.stride, strict=True)):
+            way_out = "elements of an expanded tensor share memory, and a view of it is a copy here: clone() it first"
+            raise UnsupportedOperator.for_operands(op, written, way_out)
 
 
 def _key(tensor: DTensor) -> int:

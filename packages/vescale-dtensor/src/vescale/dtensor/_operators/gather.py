@@ -10,10 +10,6 @@ redistribution: :func:`vescale.dtensor.strict` refuses it and :func:`vescale.dte
 
 A view of a gathered tensor is a copy; ``copies`` handles writes to it. A rank outside the mesh computes only the shapes
 of the results.
-
-Convolutions keep the stock rule under one condition. Each sample is convolved on its own, so an input sharded over the
-batch and a replicated weight need no communication, and the weight's gradient is a sum over ranks. Stock DTensor does
-the same. Its rules for all other cases (channels, space, partial operands) fail on some ranks or return another value.
 """
 
 from __future__ import annotations
@@ -24,16 +20,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .._containers import map_leaves
 from .._placements.rules import refuse_ragged
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .copies import remember_copy
-from .operands import are_norms, check_operands, dtensors, empty_axes, mesh_of, written_arguments
+from .operands import are_norms, check_operands, dtensors, mesh_of, written_arguments
 
-__all__ = ["convolution", "gather", "gather_axes", "gather_in_layout", "whole_placements"]
+__all__ = ["gather", "gather_axes", "gather_in_layout", "whole_placements"]
 
 
 def gather(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
@@ -188,21 +184,3 @@ def _wrap(
 
 def _was_cut(operand: object) -> bool:
     return isinstance(operand, DTensor) and not all(p.is_replicate() for p in dispatch.placements_of(operand))
-
-
-NUM_OPERANDS = {"convolution": 1, "convolution_backward": 2}  # that have a batch: input; grad_output and input
-
-
-def convolution(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
-    """Run the stock rule if only the batch is sharded, alike in all operands with a batch dim; otherwise gather."""
-    batched = args[: NUM_OPERANDS[op.overloadpacket.__name__]]
-    others = [arg for arg in args[len(batched) :] if isinstance(arg, DTensor)]
-    placements = {dispatch.placements_of(tensor) if isinstance(tensor, DTensor) else None for tensor in batched}
-    fits = (
-        len(placements) == 1
-        and None not in placements
-        and all(p == Shard(0) or p.is_replicate() for p in next(iter(placements)))
-        and all(p.is_replicate() for tensor in others for p in dispatch.placements_of(tensor))
-        and not any(map(empty_axes, batched))
-    )
-    return dispatch.stock_dispatch(op, args, kwargs) if fits else gather(op, args, kwargs)

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from .._placements.types import BlockShard
 from .._torch import dispatch
 from .vocabulary import axes_sharded_on, local_index, operand, reduced, shards_or_whole
 
@@ -135,7 +136,7 @@ class _Parts:
     @property
     def batch_axes(self) -> list[int]:
         """The mesh axes that shard the targets."""
-        return [axis for axis, placement in enumerate(self.target_placements) if placement.is_shard()]
+        return [axis for axis, placement in enumerate(self.target_placements) if not placement.is_replicate()]
 
     @property
     def class_axes(self) -> list[int]:
@@ -154,9 +155,10 @@ def _of_targets(placements: Sequence[Placement], class_dim: int) -> tuple[Placem
     """Return placements without the class dim: Replicate where it was sharded, and later dims shifted left by one."""
 
     def one(placement: Placement) -> Placement:
-        if not isinstance(placement, Shard) or placement.dim == class_dim:
+        if not isinstance(placement, (Shard, BlockShard)) or placement.dim == class_dim:
             return Replicate()
-        return Shard(placement.dim - (placement.dim > class_dim))
+        dim = placement.dim - (placement.dim > class_dim)
+        return BlockShard(dim, placement.block) if isinstance(placement, BlockShard) else Shard(dim)
 
     return tuple(map(one, placements))
 

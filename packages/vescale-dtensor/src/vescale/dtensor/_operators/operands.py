@@ -14,11 +14,21 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from .._containers import tensors_in
 from .._layout.boxes import chunk
+from .._placements.types import BlockShard
 from .._torch import dispatch
 from .._torch.plain import counts_as_replicated
 from ..errors import UnsupportedOperator
 
-__all__ = ["are_norms", "check_operands", "dtensors", "empty_axes", "mesh_of", "uneven_axes", "written_arguments"]
+__all__ = [
+    "are_norms",
+    "block_axes",
+    "check_operands",
+    "dtensors",
+    "empty_axes",
+    "mesh_of",
+    "uneven_axes",
+    "written_arguments",
+]
 
 
 def dtensors(args: tuple, kwargs: dict) -> Iterator[DTensor]:
@@ -62,6 +72,11 @@ def written_arguments(op: dispatch.Op, args: tuple, kwargs: dict) -> Iterator[Te
 def are_norms(tensor: DTensor) -> bool:
     """Return whether the values of the ranks are norms of parts."""
     return any(map(dispatch.is_norm, dispatch.placements_of(tensor)))
+
+
+def block_axes(tensor: DTensor) -> tuple[int, ...]:
+    """Return the mesh axes along which ``tensor`` is sharded in blocks."""
+    return tuple(axis for axis, p in enumerate(dispatch.placements_of(tensor)) if isinstance(p, BlockShard))
 
 
 def empty_axes(tensor: DTensor) -> tuple[int, ...]:

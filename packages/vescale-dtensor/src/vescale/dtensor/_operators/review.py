@@ -17,15 +17,23 @@ does not redistribute        the operator uses their local parts in the wrong   
 keyword operands             placements
 treats an empty list of      the result is marked as sharded over a reduced dim         all dims
 dims as no dims to reduce
-converts a partial tensor    the partial values are rounded, not their sum              the tensor is reduced first
-to a coarser dtype
+converts a partial tensor    the partial values are rounded, not their sum; complex     the tensor is reduced first
+to a coarser dtype, partial  numbers have no maximum
+maxima to complex numbers
 gives partial truths (any)   several ranks with True count as several: any(0).sum()     the result is reduced at once
+asks parts of sums for       any() of parts that add up to zero is True                 the sums are reduced first
+truths
+runs on partial maxima or    the maximum of the results is not the result of the        the extremes are taken first
+minima                       maximum, except of :data:`MONOTONE` operators
 gives norms of parts, which  norm(dim=0).sum() has another value, norm.neg_() no sign   the result is reduced at once
 count as partial sums
-fills a partial tensor       every rank's part is the value, so the sum is n times it   the first rank holds the value
+fills a partial tensor, or   every rank's part is the value, so the sum is n times it   the first rank holds the value;
+makes one like it                                                                       the new tensor is replicated
 merges or splits dims in     a rank's part of the view is no view of its part           those axes are gathered first
 shards of several axes, or
 in interleaved ones
+reshapes a tensor of another a shard with a dim of size 1 may have other strides        a contiguous copy
+order in memory              (_unsafe_view)
 views uneven shards, or      bytes of an element lie on two ranks; the bits are those   those axes are gathered first
 sums, in another dtype       of parts of a sum
 indexes with an index of     index and source are sharded at different positions        full operands
@@ -64,10 +72,17 @@ from .copies import remember_copy
 from .gather import gather, gather_axes, whole_placements
 from .gradients import zeros_around
 from .lookup import look_up
-from .operands import are_norms, dtensors, empty_axes, is_sharded, uneven_axes, written_arguments
+from .operands import are_norms, block_axes, dtensors, empty_axes, is_sharded, uneven_axes, written_arguments
 from .solvers import SOLVERS, align_batches
 
-__all__ = ["EMPTY_IS_FINE", "review", "whole_where_empty", "without_elements"]
+__all__ = [
+    "EMPTY_IS_FINE",
+    "is_fine_where_empty",
+    "review",
+    "view_of_copy",
+    "whole_where_empty",
+    "without_elements",
+]
 
 Instead = Callable[[], object]
 
@@ -144,13 +159,28 @@ REDUCTIONS = frozenset({"amax", "amin", "mean", "nansum", "std", "sum", "var", "
 OF_NORMS = frozenset({"_to_copy", "cat", "clone", "linalg_vector_norm", "stack"})
 """Operators that leave norms of parts, which only lists of norms have, as they are, or take their norm."""
 
+OF_NEW_VALUES = ("empty_like", "full_like", "new_full", "new_ones", "ones_like")
+"""Operators that make a tensor like another one; torch's gradients keep their parts in `new_empty_strided`."""
+
+EXTREMES = ("max", "min")
+
+MONOTONE = frozenset(
+    {"_to_copy", "_unsafe_view", "alias", "cat", "clone", "copy_", "detach", "expand", "index_select", "permute"}
+    | {"reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "t", "transpose", "unbind"}
+    | {"unsqueeze", "view", "view_as_real", "diagonal", "unfold", "zeros_like", "new_zeros", "select_backward"}
+    | {"slice_backward", "amax", "amin", "max", "min", "embedding"}
+)
+"""Operators after which the maximum of partial results is the result of the maximum."""
+
 SHAPED = frozenset({"_reshape_alias", "_unsafe_view", "reshape", "view", "view_copy"})
 """Operators that give a tensor another shape."""
 
 
 def without_elements(op: dispatch.Op, args: tuple, kwargs: dict, _schema: object) -> object:
     """Give another shape to a tensor without elements, for which stock's rule would never end; else NotImplemented."""
-    if op.overloadpacket.__name__ not in SHAPED or not isinstance(args[0], DTensor) or args[0].numel():
+    if op.overloadpacket.__name__ not in SHAPED or op._overloadname == "dtype":
+        return NotImplemented
+    if not isinstance(args[0], DTensor) or args[0].numel():
         return NotImplemented
     keeps_shape = tuple(args[1]) == tuple(args[0].shape)  # so that the placements stay
     return NotImplemented if keeps_shape else gather(op, args, kwargs)
@@ -168,9 +198,11 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
     if torch.Tag.pointwise in op.tags and _adds_a_number(args, decision):
         return whole if dispatch.written_arguments(op) else functools.partial(_of_whole, op, args, kwargs)
     if dispatch.is_view(op) and _is_moved(args[0], decision):
-        return functools.partial(_view_of_copy, op, args, kwargs, decision.needed[0].placements)
+        return functools.partial(view_of_copy, op, args, kwargs, decision.needed[0].placements)
+    if name == "_unsafe_view" and not args[0].is_contiguous():
+        return functools.partial(op, args[0].contiguous(), *args[1:], **kwargs)
     if name in ("view", "_unsafe_view") and (axes := _misfitting_axes(args[0], decision.output)):
-        return functools.partial(_view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
+        return functools.partial(view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
     if name in SOLVERS and (instead := align_batches(op, args, kwargs, decision)):
         return instead
     if name in INDEXING and _has_other_shape(args):
@@ -180,18 +212,22 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
     if decision.output is not None and any(map(dispatch.is_masked, decision.output.placements)):
         runs_on_shards = name == "gather" and args[0].dtype != torch.bool  # there is no sum of booleans
         return functools.partial(look_up, op, args, kwargs) if runs_on_shards else whole
+    if (name in ("all", "any") and _is_partial(args[0])) or (name not in MONOTONE and _keeps_extremes(args, decision)):
+        return whole if dispatch.written_arguments(op) else functools.partial(_of_whole, op, args, kwargs)
     if name in ("all", "any") and decision.output is not None and _has_partial(decision.output.placements):
         extreme = Partial("max" if name == "any" else "min")
+        if dispatch.written_arguments(op):
+            return whole
         return functools.partial(_reduced, op, args, kwargs, decision, extreme)
     if name in REDUCTIONS and args[0].ndim and len(args) > 1 and args[1] == []:
         return functools.partial(op, args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
-    if name == "_to_copy" and _is_partial(args[0]) and _rounds(args[0].dtype, kwargs.get("dtype")):
+    if name == "_to_copy" and _is_partial(args[0]) and _changes_parts(args[0], kwargs.get("dtype")):
         return functools.partial(_of_whole, op, args, kwargs)
-    if name in ("fill_", "empty_like") and _is_partial(args[0]):
+    if name in ("fill_", *OF_NEW_VALUES) and _is_partial(args[0]):
         return whole if name == "fill_" else functools.partial(_like_whole, op, args, kwargs)
     if name == "select_backward" or (name == "slice_backward" and uneven_axes(args[0])):
         return functools.partial(zeros_around, op, args, kwargs)
-    if not _is_fine_where_empty(op, name) and any(map(empty_axes, dtensors(args, kwargs))):
+    if not is_fine_where_empty(op, name) and any(map(empty_axes, dtensors(args, kwargs))):
         return functools.partial(whole_where_empty, op, args, kwargs)
     if name == "linalg_vector_norm" and any(map(dispatch.is_norm, decision.output.placements)):
         return functools.partial(_reduced, op, args, kwargs, decision, None)
@@ -255,14 +291,15 @@ def _misfitting_axes(tensor: DTensor, output: dispatch.Spec | None) -> tuple[int
     return partial if fits else (*partial, *(axis for axis, is_asked in enumerate(asked) if is_asked))
 
 
-def _view_of_copy(op: dispatch.Op, args: tuple, kwargs: dict, placements: tuple[Placement, ...]) -> object:
+def view_of_copy(op: dispatch.Op, args: tuple, kwargs: dict, placements: tuple[Placement, ...]) -> object:
     """Return a view of the redistributed operand, and record that its memory is a copy."""
     local = dispatch.redistributed(args[0], placements, for_op=op)
     remember_copy(args[0], placements, local)
     return op(dispatch.wrap(local, args[0].device_mesh, placements, args[0]), *args[1:], **kwargs)
 
 
-def _is_fine_where_empty(op: dispatch.Op, name: str) -> bool:
+def is_fine_where_empty(op: dispatch.Op, name: str) -> bool:
+    """Return whether an operator is right where a rank has no elements."""
     return torch.Tag.pointwise in op.tags or name in EMPTY_IS_FINE or name.startswith("_foreach")
 
 
@@ -323,13 +360,37 @@ def _masked_write(op: dispatch.Op, args: tuple) -> Instead | None:
     return functools.partial(fill, tensor, indices[0], value)
 
 
-def _rounds(source: torch.dtype, target: torch.dtype | None) -> bool:
-    """Return whether a conversion loses digits, so that partial values must not be converted one by one."""
+def _changes_parts(tensor: DTensor, target: torch.dtype | None) -> bool:
+    """Return whether a conversion loses digits or the order, so that partial values must not be converted alone."""
+    source = tensor.dtype
     if target is None or target == source:
         return False
     if not (target.is_floating_point or target.is_complex):
         return True
-    return source.is_floating_point and torch.finfo(target).eps > torch.finfo(source).eps
+    if target.is_complex and _has_extremes(tensor):
+        return True
+    is_float = source.is_floating_point or source.is_complex
+    return is_float and torch.finfo(target).eps > torch.finfo(source).eps
+
+
+def _has_extremes(value: object) -> bool:
+    """Return whether a tensor has partial maxima or minima."""
+    return isinstance(value, DTensor) and any(p.is_partial(o) for p in dispatch.placements_of(value) for o in EXTREMES)
+
+
+def _keeps_extremes(args: tuple, decision: dispatch.Decision) -> bool:
+    """Return whether stock would run the operator on partial maxima or minima."""
+    needed = args if decision.needed is None else decision.needed
+    pairs = zip(leaves(args), leaves(needed), strict=False)
+    return any(_has_extremes(given) and any(map(_is_extreme, _placements(spec))) for given, spec in pairs)
+
+
+def _is_extreme(placement: Placement) -> bool:
+    return any(placement.is_partial(op) for op in EXTREMES)
+
+
+def _placements(value: object) -> tuple[Placement, ...]:
+    return tuple(getattr(value, "placements", ()))
 
 
 def _of_whole(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
@@ -368,8 +429,7 @@ def _like_whole(op: dispatch.Op, args: tuple, kwargs: dict) -> DTensor:
     """Return a new tensor like a partial one, with Replicate in place of Partial, so that its values count once."""
     tensor = args[0]
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-    local = op(dispatch.local_tensor(tensor), *args[1:], **kwargs)
-    return dispatch.wrap(local, tensor.device_mesh, placements, tensor)
+    return op(dispatch.wrap(dispatch.local_tensor(tensor), tensor.device_mesh, placements, tensor), *args[1:], **kwargs)
 
 
 def whole_where_empty(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
@@ -381,10 +441,10 @@ def whole_where_empty(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
         return gather(op, args, kwargs)
 
     if dispatch.is_view(op):
-        return _view_of_copy(op, args, kwargs, whole_placements(args[0], empty_axes(args[0])))
+        return view_of_copy(op, args, kwargs, whole_placements(args[0], empty_axes(args[0])))
 
     def bring(tensor: Tensor) -> Tensor:
-        axes = empty_axes(tensor) if isinstance(tensor, DTensor) else ()
+        axes = (*empty_axes(tensor), *block_axes(tensor)) if isinstance(tensor, DTensor) else ()
         return gather_axes(op, tensor, axes) if axes else tensor
 
     return dispatch.stock_dispatch(op, map_leaves(bring, args, Tensor), map_leaves(bring, kwargs, Tensor))

@@ -1,9 +1,11 @@
-"""Python values of sharded tensors: ``x.sum().item()``, ``if mask.any():``, ``torch.equal(x, y)``.
+"""Python values of sharded tensors: ``x.sum().item()``, ``if mask.any():``, ``torch.equal(x, y)``, ``x.tolist()``.
 
 Stock DTensor reads this rank's local number. For a partial sum that is only a part of the value, so ranks silently take
 different branches. Here the value is reduced first. That is an implicit redistribution, refused where those are
 refused. Two tensors are compared shard by shard, and the ranks of their mesh reduce the answer. (Stock DTensor reduces
 over all ranks of the program, which hangs on a sub-mesh, and it cannot compare tensors of different shapes.)
+
+Stock refuses ``x.tolist()``, as of every subclass of `Tensor`; here it is the list of all values, on every rank.
 
 On a rank outside the mesh these operators are refused: it holds no values and takes part in no collective of the mesh.
 
@@ -17,21 +19,27 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.overrides import handle_torch_function, has_torch_function
 
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .operands import check_operands
 
-__all__ = ["TAKING_NUMBERS", "scalar_handlers", "taking_complex_numbers"]
+__all__ = ["TAKING_NUMBERS", "as_lists", "scalar_handlers", "taking_complex_numbers"]
 
 TAKING_NUMBERS = ("__eq__", "__ne__", "__pow__", "__rpow__", "__rsub__", "eq", "ne", "pow")
 """Methods that pass a number to an operator as it is."""
 
 
 def scalar_handlers() -> dict[dispatch.Op, dispatch.Handler]:
-    """Return the handlers of ``item()``, which ``bool()``, ``int()`` and ``float()`` call, and of ``torch.equal``."""
-    return {torch.ops.aten._local_scalar_dense.default: _item, torch.ops.aten.equal.default: _equal}
+    """Return the handlers of ``item()``, of ``torch.equal``, and of products with numbers that torch itself forms.
+
+    ``bool()``, ``int()`` and ``float()`` call ``item()``.
+    """
+    aten = torch.ops.aten
+    return {aten._local_scalar_dense.default: _item, aten.equal.default: _equal, aten.mul.Scalar: _times_number}
 
 
 def taking_complex_numbers(stock: Callable) -> Callable:
@@ -40,10 +48,34 @@ def taking_complex_numbers(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def method(self: DTensor, *args: object, **kwargs: object) -> object:
         if len(args) == 1 and type(args[0]) is complex:
-            args = (torch.tensor(args[0], dtype=torch.result_type(self, args[0]), device=self.device),)
+            args = (_as_tensor(args[0], self),)
         return stock(self, *args, **kwargs)
 
     return method
+
+
+def as_lists(stock: Callable) -> Callable:
+    """Return the method ``tolist`` of a DTensor: the global values as a number or as nested lists."""
+
+    @functools.wraps(stock)
+    def tolist(self: DTensor) -> object:
+        if has_torch_function((self,)):
+            return handle_torch_function(DTensor.tolist, (self,), self)
+        _refuse_outside(torch.ops.aten._local_scalar_dense.default, self)
+        return dispatch.redistributed(self, [Replicate()] * self.device_mesh.ndim, for_op="tolist").tolist()
+
+    return tolist
+
+
+def _as_tensor(number: complex, operand: Tensor) -> Tensor:
+    """Return a number as a 0-dim tensor of the dtype that it gives the result of an operator with ``operand``."""
+    return torch.tensor(number, dtype=torch.result_type(operand, number), device=operand.device)
+
+
+def _times_number(_op: dispatch.Op, args: tuple, _kwargs: dict) -> object:
+    """Multiply by a number as by a tensor; torch does so in complex convolutions."""
+    tensor, number = args
+    return torch.ops.aten.mul.Tensor(tensor, _as_tensor(number, tensor))
 
 
 def _item(op: dispatch.Op, args: tuple, kwargs: dict) -> float | int | bool | complex:

@@ -57,6 +57,7 @@ class strict:  # noqa: N801 - used like a function
             the gradient of such an operand is sharded.
         interleaved: whether an operator may gather an operand whose shards are interleaved. A view that merges a
             sharded dim into another gives interleaved shards, and only some of DTensor's operators accept those.
+        axes: Names of the mesh axes on which it is forbidden; by default all.
 
     Raises:
         ImplicitRedistributionError: inside, naming operator, placements, shape, mesh, source line and the way out.
@@ -67,11 +68,19 @@ class strict:  # noqa: N801 - used like a function
         ...     y = torch.softmax(x, dim=1)      # x is Shard(1): an error; Shard(0) is fine
     """
 
-    @checked("free", "interleaved")
-    def __init__(self, *, mode: Literal["raise", "warn"] = "raise", free: bool = True, interleaved: bool = False):
+    @checked("free", "interleaved", "axes")
+    def __init__(
+        self,
+        *,
+        mode: Literal["raise", "warn"] = "raise",
+        free: bool = True,
+        interleaved: bool = False,
+        axes: Sequence[str] | None = None,
+    ):
         if mode not in ("raise", "warn"):
             raise ValueError(f'expected mode="raise" or mode="warn", got {mode!r}')
         self.mode, self.free, self.interleaved = mode, free, interleaved
+        self.axes = None if axes is None else frozenset(axes)
         self._logged: set[tuple[str, SourceLine | None]] = set()
         self._watches: list[Watch] = []
 
@@ -96,6 +105,10 @@ class strict:  # noqa: N801 - used like a function
         before, after = source.placements, target.placements
         if self.interleaved:
             before = tuple(q if is_strided_shard(p) else p for p, q in zip(before, after, strict=True))
+        if self.axes is not None:
+            names = source.mesh.mesh_dim_names or ("",) * source.mesh.ndim
+            watched = (name in self.axes for name in names)
+            before = tuple(p if here else q for p, q, here in zip(before, after, watched, strict=True))
         layouts = source.mesh.shape, before, after
         if not communicates(*layouts) and (self.free or not _changes(*layouts)):
             return

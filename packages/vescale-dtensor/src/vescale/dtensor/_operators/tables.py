@@ -12,13 +12,15 @@ import functools
 import torch
 
 from .._torch import dispatch
+from .convolution import convolution, convolution_backward
 from .decompose import compose
-from .gather import convolution, gather, gather_in_layout
+from .gather import gather, gather_in_layout
+from .memory_order import OTHERWISE_ORDERED, ordered
 from .metadata import change_metadata
 from .review import whole_where_empty
 from .versions import count_writes, writes_lists
 
-__all__ = ["fallback", "first_arguments", "operator_handlers"]
+__all__ = ["fallback", "operator_handlers"]
 
 # Stock normalizes over the local batch only, updates running statistics from it, and aborts if those are sharded.
 GATHER: tuple[str, ...] = (
@@ -100,31 +102,20 @@ AS_STRIDED: tuple[str, ...] = ("as_strided", "as_strided_copy", "as_strided_scat
 # Operators with a handler of torch's own; `review` does not see them.
 WHOLE_WHERE_EMPTY: tuple[str, ...] = ("argmax", "argmin")
 
-CONVOLUTION: tuple[str, ...] = ("convolution", "convolution_backward")
-
-
-# Torch caches sharding decisions by the shapes and placements of the operands, and by the other arguments from a
-# registered position on. For the operators below that position comes after an argument that decides the shape of the
-# result, or there is none: topk(x, 2) after topk(x, 1) reports the shape of the first call, x.view(dtype) the dtype of
-# the first call. This table gives, by operator, the position of the first argument that must be in the key.
-FIRST_ARGUMENT = {
-    "_index_put_impl_": 3,
-    "histc": 1,
-    "index_put": 3,
-    "index_put_": 3,
-    "kthvalue": 1,
-    "topk": 1,
-    "view.dtype": 1,
-}
-
 
 @functools.cache
 def operator_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return a handler for every operator that stock DTensor guesses or has a wrong rule for."""
-    rules = ((GATHER, gather), (COMPOSE, compose), (CONVOLUTION, convolution))
-    rules += ((AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty))
+    rules = (
+        (GATHER, gather),
+        (COMPOSE, compose),
+        (("convolution",), convolution),
+        (("convolution_backward",), convolution_backward),
+    )
+    rules += ((AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty), (OTHERWISE_ORDERED, ordered))
     table = {op: change_metadata for op in dispatch.operators() if _changes_metadata(op)}
     table |= {op: gather for op in dispatch.operators() if _is_guess(op)}
+    table |= {op: fallback for op in dispatch.operators() if _is_misnamed(op)}
     table |= {op: count_writes for op in dispatch.operators() if writes_lists(op)}
     return table | {op: rule for names, rule in rules for name in names if (op := dispatch.overload(name)) is not None}
 
@@ -139,6 +130,18 @@ def _is_guess(op: dispatch.Op) -> bool:
     return op.name().removeprefix("aten::") not in GUESSED_RIGHT
 
 
+def _is_misnamed(op: dispatch.Op) -> bool:
+    """Return whether stock, which goes by names, errs about what ``op`` writes.
+
+    To stock an operator whose name ends in ``_`` writes to its first operand and returns it, ``x << 1``
+    (``__lshift__``) as well; ``torch.sort(x, out=...)``, an overload without "out" in its name, returns new tensors.
+    """
+    if dispatch.is_random(op) or dispatch.is_composite(op):
+        return False
+    packet, _, overload = op.name().removeprefix("aten::").partition(".")
+    return dispatch.schema(op).is_mutable != (packet.endswith("_") or "out" in overload)
+
+
 def fallback(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run an operator for which stock DTensor finds no placements, or raises an error looking for them."""
     if op.overloadpacket in _OF_STORAGE:
@@ -151,8 +154,3 @@ _OF_STORAGE = frozenset(
     for name in ("resize_", "resize_as_", "resize", "set_", "set_data", "record_stream", "_resize_output_")
     if hasattr(torch.ops.aten, name)
 )
-
-
-def first_arguments() -> dict[dispatch.Op | None, int]:
-    """Return the position of the first argument in the cache key by operator; None stands for one torch lacks."""
-    return {dispatch.overload(name): position for name, position in FIRST_ARGUMENT.items()}

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from .._placements.types import BlockShard
 from .._torch import dispatch
 from .._torch.plain import counts_as_replicated
 from ..errors import UnsupportedOperator
@@ -61,7 +62,7 @@ def axes_sharded_on(tensor: Tensor, dim: int) -> list[int]:
 
 def shards_or_whole(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """Return the placements with everything but contiguous shards (Partial, strided) replaced by Replicate."""
-    return tuple(p if type(p) is Shard else Replicate() for p in placements)
+    return tuple(p if type(p) in (Shard, BlockShard) else Replicate() for p in placements)
 
 
 def operand(op: dispatch.Op, tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
@@ -125,7 +126,7 @@ def _embedding(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
 
 def _embedding_axis(weight: Placement, indices: Placement, ndim: int) -> tuple[Placement, Placement, Placement]:
     """Return the placements of weight, indices and output on one mesh axis."""
-    if type(indices) is Shard:
+    if type(indices) in (Shard, BlockShard):
         return Replicate(), indices, indices
     if weight == Shard(ROWS):
         return weight, Replicate(), Partial()

@@ -18,7 +18,7 @@ The sum stays partial, which costs no communication and can still be reduce-scat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,12 +31,13 @@ from .collectives import in_group_order
 from .move import redistribute_shard, reduce_axes, reducible_together
 from .plan import Placements
 from .redistribute import is_own, redistribute
-from .types import RaggedShard
+from .types import BlockShard, RaggedShard
 
 __all__ = [
     "add_whole_once",
     "for_own_placements",
     "has_ragged",
+    "in_memory_order",
     "redistribute_method",
     "redistribute_shards",
     "refuse_to_guess",
@@ -69,8 +70,8 @@ def refuse_to_guess(stock: Callable) -> Callable:
 
 
 def has_ragged(placements: Placements) -> bool:
-    """Return whether a ragged placement is among some placements."""
-    return any(isinstance(placement, RaggedShard) for placement in placements)
+    """Return whether a ragged placement, or one of blocks, is among some placements: torch knows no shapes of both."""
+    return any(isinstance(placement, (BlockShard, RaggedShard)) for placement in placements)
 
 
 def redistribute_method(stock: Callable) -> Callable:
@@ -123,15 +124,18 @@ def _in_memory_order(moved, given, spec):
     if moved is given or meta is None or is_tracing():
         return moved
     order = sorted(range(len(meta.shape)), key=lambda dim: -meta.stride[dim])
-    if order == sorted(order) or 0 in meta.stride:
-        return moved
+    return moved if order == sorted(order) or 0 in meta.stride else in_memory_order(moved, order)
+
+
+def in_memory_order(shard: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a shard whose dims are in memory in an order, from the slowest to the fastest; itself if they are."""
     strides, numel = [0] * len(order), 1
     for dim in reversed(order):
         strides[dim] = numel
-        numel *= max(1, moved.shape[dim])
-    if moved.stride() == tuple(strides):
-        return moved
-    return torch.empty_strided(moved.shape, strides, dtype=moved.dtype, device=moved.device).copy_(moved)
+        numel *= max(1, shard.shape[dim])
+    if shard.stride() == tuple(strides):
+        return shard
+    return torch.empty_strided(shard.shape, strides, dtype=shard.dtype, device=shard.device).copy_(shard)
 
 
 def _reduced_together(local, current, target):

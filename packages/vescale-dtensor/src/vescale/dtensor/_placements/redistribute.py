@@ -23,20 +23,20 @@ from .._torch.placements import DTensorSpec, StridedShard, current_mesh, local_o
 from .collectives import in_group_order
 from .move import redistribute_shard
 from .plan import is_axis_order, without_partials
-from .types import InterleavedShard, RaggedShard
+from .types import BlockShard, InterleavedShard, RaggedShard
 
 __all__ = ["distribute_tensor", "is_own", "normalized", "redistribute", "shard_gradient"]
 
 
 def is_own(placements: Sequence[Placement], mesh: DeviceMesh) -> bool:
-    """Return whether veScale redistributes a layout: it has ragged or interleaved shards.
+    """Return whether veScale redistributes a layout: it has shards that torch lacks.
 
     Torch redistributes strided shards that only express an order of the mesh axes (FSDP2 over tensor parallel). It
     keeps that order, also for uneven shards. Torch's operator rules also produce strided shards that are interleaved.
     """
     if _TORCHS.issuperset(map(type, placements)):  # the only cost for torch's own placements: one check of the types
         return False
-    if any(isinstance(placement, (InterleavedShard, RaggedShard)) for placement in placements):
+    if any(isinstance(placement, (BlockShard, InterleavedShard, RaggedShard)) for placement in placements):
         return True
     strided = any(isinstance(placement, StridedShard) for placement in placements)
     return strided and not is_axis_order(tuple(placements), tuple(mesh.shape))

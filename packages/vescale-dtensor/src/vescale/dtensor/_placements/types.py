@@ -1,10 +1,11 @@
-"""Two placements that torch lacks: interleaved shards of a merged dim, and ragged shards of flattened leading dims.
+"""Placements that torch lacks: interleaved shards of a merged dim, ragged shards, and shards of blocks.
 
     InterleavedShard(0, 3) over 2 ranks, n = 6        RaggedShard((0, 1), (1, 3)) over 2 ranks, shape (2, 4)
     rows  q q | k k | v v                             0 0 1 1      4 units of 2 elements in row-major order:
     rank  0 1 | 0 1 | 0 1                             1 1 1 1      the first for rank 0, three for rank 1
 
-Both are values: immutable, hashable, picklable, equal if their fields are equal. Their repr can be evaluated.
+`BlockShard` is what a view of an uneven shard has. All are values: immutable, hashable, picklable, equal if their
+fields are equal. Their repr can be evaluated.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed.tensor import Placement
 from .._checked import checked
 from .._torch.placements import StridedShard
 
-__all__ = ["InterleavedShard", "RaggedShard"]
+__all__ = ["BlockShard", "InterleavedShard", "RaggedShard"]
 
 
 class InterleavedShard(StridedShard):
@@ -142,5 +143,52 @@ class RaggedShard(Placement):
 
     def __repr__(self) -> str:
         return f"RaggedShard(dims={self.dims}, local_units={self.local_units})"
+
+    __str__ = __repr__
+
+
+class BlockShard(Placement):
+    """Shard a dim in blocks: view dim ``dim`` of size n as (n / block, block) and shard the first factor.
+
+    A view that merges a dim with uneven shards and the dims after it has this placement::
+
+        (5, 12)   Shard(0) over 3 ranks         2 + 2 + 1 rows
+        (60,)     BlockShard(0, 12)             24 + 24 + 12 elements; Shard(0) would be 20 + 20 + 20
+
+    Operators treat it as ``Shard(dim)``. The numbers of blocks follow ``torch.chunk``; ``block`` must divide n.
+
+    Args:
+        dim: the tensor dim, not negative.
+        block: number of elements that stay together.
+
+    Example:
+        >>> BlockShard(0, 12)
+        BlockShard(dim=0, block=12)
+    """
+
+    def __init__(self, dim: int, block: int):
+        super().__init__()
+        if dim < 0 or block < 1:
+            raise ValueError(
+                f"BlockShard expects a dim counted from the front and a positive size of blocks, got dim={dim}, "
+                f"block={block}; pass BlockShard(0, 12) for rows of 12 elements"
+            )
+        self.dim, self.block = dim, block
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Return whether this shards ``dim``, or any dim."""
+        return dim is None or dim == self.dim
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockShard) and (self.dim, self.block) == (other.dim, other.block)
+
+    def __hash__(self) -> int:
+        return hash((BlockShard, self.dim, self.block))
+
+    def __reduce__(self) -> tuple:
+        return BlockShard, (self.dim, self.block)
+
+    def __repr__(self) -> str:
+        return f"BlockShard(dim={self.dim}, block={self.block})"
 
     __str__ = __repr__

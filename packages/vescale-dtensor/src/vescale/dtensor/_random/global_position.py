@@ -45,6 +45,11 @@ class BatchWindow:
 WINDOWS: ContextVar[tuple[BatchWindow, ...]] = ContextVar("vescale_batch_windows", default=())
 
 
+def in_batch_window() -> bool:
+    """Return whether the running code is in `random.local_batch` or `random.micro_batches`."""
+    return bool(WINDOWS.get())
+
+
 @dataclass(frozen=True, eq=False)
 class GlobalPosition:
     """The boxes of a global tensor that a rank holds.

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import (
     return_and_correct_aliasing,
 )
 
-from .patches import Decision, Handler, Op, handler_table, stock_handlers
+from .patches import Decision, Handler, Op, decision_of, handler_table, stock_handlers
 from .recording import storage_key, written_arguments
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "argument_names",
     "as_stored",
     "become",
+    "decision_of",
     "decomposition",
     "dispatch_modes",
     "from_spec",
@@ -74,6 +75,7 @@ __all__ = [
     "storage_key",
     "storage_of",
     "take_memory",
+    "with_layout",
     "wrap",
     "written_arguments",
 ]
@@ -250,6 +252,11 @@ def spec_like(spec: Spec, placements: Sequence[Placement], meta: Tensor) -> Spec
     """Return the spec of a tensor on the same mesh, with shape, strides and dtype of ``meta``."""
     tensor_meta = TensorMeta(torch.Size(meta.shape), tuple(meta.stride()), meta.dtype)
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=tensor_meta)
+
+
+def with_layout(spec: Spec, placements: Sequence[Placement]) -> Spec:
+    """Return the spec of the same tensor in other placements."""
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
 
 
 def from_spec(local: Tensor, spec: Spec) -> DTensor:

@@ -33,6 +33,7 @@ __all__ = [
     "PropagationRule",
     "RulePatch",
     "SafeGlobalsPatch",
+    "decision_of",
     "division_into_partials",
     "dtensor_attribute",
     "global_shape_of_local",
@@ -371,9 +372,7 @@ def _propagation(stock: Callable) -> Callable:
             return run(op, args, kwargs)
         if not isinstance(sharding, OutputSharding):
             return sharding
-        schema = sharding.redistribute_schema if sharding.needs_redistribute else None
-        output = sharding.output_spec if isinstance(sharding.output_spec, DTensorSpec) else None
-        decision = Decision(None if schema is None else tuple(schema.args_schema), output)
+        decision = decision_of(sharding)
         for review in (rule.after for rule in rules if rule.after is not None):
             if (instead := review(op, args, kwargs, decision)) is not None:
                 return instead()
@@ -382,6 +381,13 @@ def _propagation(stock: Callable) -> Callable:
         return sharding
 
     return propagate
+
+
+def decision_of(sharding: OutputSharding) -> Decision:
+    """Return what rules see of a decision."""
+    schema = sharding.redistribute_schema if sharding.needs_redistribute else None
+    output = sharding.output_spec if isinstance(sharding.output_spec, DTensorSpec) else None
+    return Decision(None if schema is None else tuple(schema.args_schema), output)
 
 
 def _named(name: Callable[[DTensorSpec], tuple[Placement, ...]], spec: object) -> object:

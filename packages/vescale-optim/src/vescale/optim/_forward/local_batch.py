@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.dmodule.rows import RowsProgram
+from vescale.dmodule.rows import JointCalls
 from vescale.dtensor import extension, random
 
 from .. import _torch
@@ -119,7 +119,7 @@ class _LocalBatch(threading.local):
         self,
         meshes: Sequence[DeviceMesh],
         draws: _Draws | None,
-        rows: RowsProgram | None = None,
+        rows: JointCalls | None = None,
         *,
         compiles: bool = False,
     ):
@@ -222,7 +222,7 @@ def attach_local_batch(
     meshes: Sequence[DeviceMesh],
     *,
     watch_draws: bool = False,
-    rows: RowsProgram | None = None,
+    rows: JointCalls | None = None,
 ) -> None:
     """Make every call of ``module``, or of a part of it, run as this rank's part of the batch.
 

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from vescale.dtensor import extension
 
 from ... import _torch
 from ..._boundary.convert import as_dtensor, bring, to_plain
+from ..._boundary.rows_axis import gradient_over_rows, lift, settled
 from ...errors import NotLocalFriendlyError
 from ..operators import ModuleOperators, Operand, Part, RecordedOperator
 from ..parts import Parts, describe, is_inside, ways_out
@@ -88,6 +89,9 @@ class KeptCall:
         communicates: whether an operand was redistributed implicitly, or the log shows a collective.
         averages: whether an operand or the result is a mean over ranks; its local gradients are no layout of DTensors.
         whole: mesh axes whose ranks all have the whole result; empty if it is not one tensor, or has a gradient.
+        shape: of that result, the same on all ranks.
+        trained: the operands that are parameters.
+        cuts: mesh axes along which ranks have parts of an operand or of the result.
     """
 
     operator: RecordedOperator
@@ -98,6 +102,9 @@ class KeptCall:
     communicates: bool
     averages: bool
     whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    trained: list[Tensor]
+    cuts: set[int]
 
 
 class CallRecorder(TorchFunctionMode):
@@ -109,20 +116,29 @@ class CallRecorder(TorchFunctionMode):
         islands: the calls that are known to run on DTensors in static mode.
         keeps: whether to keep the values of all calls, to find out which others must.
         nudges: whether to change every result by rounding errors (see ``rounding``).
+        over_rows: whether the first axis of the mesh is that of the rows of data-parallel ranks, ahead of a plan.
 
     Attributes:
         drawn: all random operators, by module, and all calls with a generator argument.
         kept: the values of the calls, if they are kept.
         communicating: calls whose backward redistributed an operand implicitly.
+        mesh: of the recorded layouts.
         log: of collectives, if operators that communicate in their own rules count as communicating.
     """
 
     def __init__(
-        self, names: Names, mesh: DeviceMesh, islands: Mapping[Place, Island], *, keeps: bool, nudges: bool = False
+        self,
+        names: Names,
+        mesh: DeviceMesh,
+        islands: Mapping[Place, Island],
+        *,
+        keeps: bool,
+        nudges: bool = False,
+        over_rows: bool = False,
     ):
         super().__init__()
-        self._nudges = nudges
-        self._names, self._mesh, self._islands, self._keeps = names, mesh, islands, keeps
+        self._nudges, self._over_rows = nudges, over_rows
+        self._names, self.mesh, self._islands, self._keeps = names, mesh, islands, keeps
         self._calls: dict[ModuleCall, list[RecordedOperator]] = {}
         self._first: dict[str, int] = {}  # number of the first call of each module
         self._communicates = False
@@ -144,17 +160,20 @@ class CallRecorder(TorchFunctionMode):
             shards = {id(operands[i]): self._sharded(operands[i], island.operands[i]) for i in island.operands}
             args, kwargs = _torch.tree_map(lambda leaf: shards.get(id(leaf), leaf), (args, kwargs))
             operands = [shards.get(id(tensor), tensor) for tensor in operands]
-        operator = RecordedOperator(func, [_describe(tensor, self._mesh) for tensor in operands], draws=False)
+        described = [_describe(tensor, self.mesh) for tensor in operands]
+        operator = RecordedOperator(func, described, draws=False, over_rows=self._over_rows)
         if island is not None:
             operator.is_island, operator.constants, operator.part = True, island.constants, island.part
             _watch_operands(operands, operator, written=island.written)
             kept = {id(operands[i]) for i in island.written}
             args, kwargs = _torch.tree_map(lambda leaf: leaf if id(leaf) in kept else _pinned(leaf), (args, kwargs))
-        before, versions = extension.random_position(self._mesh.device_type), [_version(t) for t in operands]
+        before, versions = extension.random_position(self.mesh.device_type), [_version(t) for t in operands]
         self._communicates, num_collectives = False, len(self.log)
         result = func(*args, **kwargs)
+        if self._over_rows and any(isinstance(t, DTensor) and t.device_mesh.ndim == self.mesh.ndim for t in operands):
+            result = settled(result, operands)
         self._communicates |= len(self.log) > num_collectives
-        operator.draws = extension.random_position(self._mesh.device_type) != before
+        operator.draws = extension.random_position(self.mesh.device_type) != before
         operator.written = tuple(i for i, t in enumerate(operands) if _version(t) != versions[i])
         if place is not None:
             self._calls.setdefault(self._names.path[-1], []).append(operator)
@@ -170,7 +189,7 @@ class CallRecorder(TorchFunctionMode):
         results = [leaf for leaf in _torch.tree_leaves(result) if not any(leaf is tensor for tensor in written)]
         for leaf in (*results, *written):
             if isinstance(leaf, DTensor):
-                _watch(leaf, operator)
+                _watch(leaf, operator, self.mesh)
         return result
 
     @contextlib.contextmanager
@@ -216,18 +235,46 @@ class CallRecorder(TorchFunctionMode):
             operands={i: _value(operands[i]) for i in operator.written},
             returned=[places.get(id(leaf)) for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)],
             communicates=self._communicates,
-            averages=any(map(_is_mean, (*operands, *_torch.tree_leaves(result)))),
+            averages=any(map(self._is_mean, (*operands, *_torch.tree_leaves(result)))),
             whole=() if places else self._whole(result),
+            shape=tuple(result.shape) if isinstance(result, Tensor) else (),
+            trained=[t for t in operands if isinstance(t, DTensor) and t.is_leaf and t.requires_grad],
+            cuts=_cut_axes((*operands, *_torch.tree_leaves(result))),
         )
 
+    def _is_mean(self, leaf: object) -> bool:
+        """Return whether a value is a mean over ranks; this rank's mean over its rows is what local code has."""
+        if not isinstance(leaf, DTensor):
+            return False
+        is_ahead = self._over_rows and leaf.device_mesh.ndim == self.mesh.ndim
+        return any(p.is_partial("avg") for p in leaf.placements[is_ahead:])
+
+    def apart(self) -> set[Place]:
+        """Return the calls that use a parameter as a whole on all ranks, where others use it for parts: a tied weight.
+
+        Its gradient is a sum of whole and of partial ones, which local code cannot add.
+        """
+        uses: dict[int, dict[Place, KeptCall]] = {}
+        for place, call in self.kept.items():
+            for tensor in call.trained:
+                uses.setdefault(id(tensor), {})[place] = call
+        found: set[Place] = set()
+        for calls in uses.values():
+            for axis in range(self.mesh.ndim):
+                whole = {place for place, call in calls.items() if axis not in call.cuts}
+                if len(whole) < len(calls):
+                    found |= whole
+        return found
+
     def _sharded(self, tensor: Tensor, placements: tuple[Placement, ...]) -> DTensor:
-        tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self._mesh)
+        tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.mesh)
+        tensor = lift(tensor, self.mesh) if tensor.device_mesh.ndim < self.mesh.ndim else tensor
         return tensor.redistribute(placements=placements)
 
     def _whole(self, result: object) -> tuple[int, ...]:
         if not isinstance(result, Tensor) or result.requires_grad:
             return ()
-        placements = result.placements if isinstance(result, DTensor) else replicated(self._mesh)
+        placements = _describe(result, self.mesh).placements
         return tuple(axis for axis, placement in enumerate(placements) if placement.is_replicate())
 
     def _note_communication(self, sequence_number: int | None) -> None:
@@ -258,10 +305,10 @@ class CallRecorder(TorchFunctionMode):
         each = [(call.name, operator) for call, found in self._calls.items() for operator in found]
         functions = {operator.function for _, operator in each if operator.draws or operator.is_island}
         owners = {name for name, op in each if op.needs_dtensors or (all_draws and op.draws)}
-        owners = {name for name in owners if not parts.is_eager(name)}
+        owners = set(filter(parts.is_watched, owners))
         calls: dict[str, tuple[list, list]] = {}
         for call in self._names.calls:
-            if any(is_inside(call.name, owner) for owner in owners) and not parts.is_eager(call.name):
+            if any(is_inside(call.name, owner) for owner in owners) and parts.is_watched(call.name):
                 noted = [operator for operator in self._calls.get(call, ()) if operator.function in functions]
                 calls.setdefault(call.name, ([], []))[call.is_repeat].append(noted)
         return {name: _joined(name, *both) for name, both in calls.items() if any(map(any, both))}
@@ -291,12 +338,15 @@ def _joined(name: str, calls: list[list[RecordedOperator]], repeats: list[list[R
 
 def _describe(tensor: Tensor, mesh: DeviceMesh) -> Operand:
     if isinstance(tensor, DTensor):
-        return Operand(_torch.local_of(tensor).shape, tensor.shape, tuple(tensor.placements))
+        ahead = replicated(mesh)[tensor.device_mesh.ndim :]  # on the mesh of a plan: equal on the axis of rows
+        return Operand(_torch.local_of(tensor).shape, tensor.shape, (*ahead, *tensor.placements))
     return Operand(tensor.shape, tensor.shape, replicated(mesh))
 
 
-def _is_mean(leaf: object) -> bool:
-    return isinstance(leaf, DTensor) and any(p.is_partial("avg") for p in leaf.placements)
+def _cut_axes(leaves: Iterable[object]) -> set[int]:
+    return {
+        a for leaf in leaves if isinstance(leaf, DTensor) for a, p in enumerate(leaf.placements) if not p.is_replicate()
+    }
 
 
 def _value(tensor: Tensor) -> Tensor:
@@ -326,20 +376,28 @@ def _note_total(operator: RecordedOperator, place: int, grad: Tensor) -> None:
         operator.totals[place] = tuple(grad.placements)
 
 
-def _watch(result: DTensor, operator: RecordedOperator) -> None:
+def _watch(result: DTensor, operator: RecordedOperator, mesh: DeviceMesh) -> None:
     """Note the layout of the gradient of a result, or of an operand that the operator wrote.
 
-    On local tensors the gradient of a shard is the shard of the gradient, also where DTensor makes a full one.
+    On local tensors the gradient of a shard is the shard of the gradient, also where DTensor makes a full one. On the
+    axis of rows the placement of the result decides it.
     """
     position = len(operator.gradients)
     operator.gradients.append(None)
     placements = tuple(result.placements)
     if not result.requires_grad:
         return
+    ahead: tuple[Placement, ...] = ()
+    if operator.over_rows:
+        own = _describe(result, mesh).placements[0]
+        ahead = (
+            own if own.is_partial("avg") else gradient_over_rows(own),
+        )  # `unwrapped` counts that of a mean N times
 
     def note(grad: Tensor) -> None:
         if isinstance(grad, DTensor):
             pairs = zip(placements, grad.placements, strict=True)
-            operator.gradients[position] = tuple(own if own.is_shard() else here for own, here in pairs)
+            layout = tuple(own if own.is_shard() else here for own, here in pairs)
+            operator.gradients[position] = (*ahead, *layout[len(ahead) - mesh.ndim :])
 
     result.register_hook(note)

@@ -17,15 +17,50 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ... import _torch
 from ...errors import NotLocalFriendlyError
 from ..parts import Parts, likely_cause
 from .dry_run import Run
-from .observe import Seen
+from .observe import Seen, replicated
 from .rounding import allowed, bound_of
 
-__all__ = ["difference", "highest", "is_close", "maxima", "raise_together"]
+__all__ = ["add_rows", "difference", "highest", "is_close", "maxima", "raise_together"]
+
+
+def add_rows(run: Run, like: Run, mesh: DeviceMesh) -> None:
+    """Add up, over data-parallel ranks, the gradients of values that all of them have. Collective over the mesh.
+
+    Args:
+        run: receives the sums.
+        like: the recording, which decides on every rank what is added.
+        mesh: the ranks, along its first axis.
+    """
+    pairs = list(itertools.zip_longest(like.observer.seen, run.observer.seen[: len(like.observer.seen)]))
+    pairs = [(theirs.gradient, mine) for theirs, mine in pairs if theirs.is_summand and theirs.gradient is not None]
+    expected = [*(gradient for gradient, _ in pairs), *(gradient for gradient, _ in like.gradients.values())]
+    mine = [*(seen and seen.gradient for _, seen in pairs), *(run.gradients.get(n, (None,))[0] for n in like.gradients)]
+    if not expected:
+        return
+    fitting = [
+        m if m is not None and m.shape == e.shape else torch.zeros_like(e) for m, e in zip(mine, expected, strict=True)
+    ]
+    flat = torch.cat([value.reshape(-1).to(torch.promote_types(value.dtype, torch.float64)) for value in fitting])
+    flat = torch.view_as_real(flat) if flat.is_complex() else flat
+    placements = [Partial(), *[Replicate()] * (mesh.ndim - 1)]
+    total = DTensor.from_local(flat, mesh, placements, run_check=False).redistribute(placements=replicated(mesh))
+    flat = _torch.local_of(total)
+    flat = torch.view_as_complex(flat) if flat.ndim > 1 else flat
+    split = zip(flat.split([e.numel() for e in expected]), expected, strict=True)
+    sums = [part.view(e.shape).to(e.dtype) for part, e in split]
+    for (_, seen), value in zip(pairs, sums, strict=False):
+        if seen is not None and (seen.gradient is None or seen.gradient.shape == value.shape):
+            seen.gradient = value
+    for name, value in zip(like.gradients, sums[len(pairs) :], strict=True):
+        gradient, layout = run.gradients.get(name, (None, None))
+        if gradient is None or gradient.shape == value.shape:
+            run.gradients[name] = value, layout
 
 
 def difference(eager: Run, local: Run, parts: Parts, nudged: Run | None = None) -> NotLocalFriendlyError | None:

@@ -31,17 +31,18 @@ from vescale.dtensor import extension, random
 from ... import _torch
 from ..._boundary.convert import as_dtensor
 from ..._boundary.edges import aligned
+from ..._boundary.rows_axis import OverRows, is_over_rows, lower
 from ..._boundary.values import copied, map_leaves
 from ..._execution.eager import EagerScope, hook_scope
 from ...errors import NotLocalFriendlyError
-from ..local_parameters import MEMORY
-from ..parts import Parts, describe, join, likely_cause
+from ..local_parameters import MEMORY, LocalParameter
+from ..parts import Parts, describe, join, keep_on_dtensors, likely_cause
 from .calls import CallRecorder
 from .layouts import Recording
 from .names import Names
 from .observe import BoundaryRecords, Observer, replicated
 
-__all__ = ["Run", "check", "new_run", "record", "without_side_effects"]
+__all__ = ["Run", "check", "keep_or_refuse", "new_run", "record", "without_side_effects"]
 
 BUILTIN = (list, set, dict)
 SET_DATA = Tensor.data.__set__
@@ -61,12 +62,14 @@ class Run:
         names: the running and recomputed modules.
         gradients: local gradients of the parameters by name; in the recording with their layouts.
         buffers: local values of the buffers after the call, by name.
+        seeds: the gradients from which backward starts, if the call runs on the rows of all data-parallel ranks.
     """
 
     observer: Observer
     names: Names
     gradients: Gradients = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    seeds: list[DTensor | None] = field(default_factory=list)
 
 
 def new_run(mesh: DeviceMesh, changed: frozenset[str] = frozenset()) -> Run:
@@ -97,6 +100,7 @@ def record(
     mesh, module = run.observer.mesh, parts.module
     buffers = _dtensor_buffers(parts)
     handles = hook_scope(module, parts.name, scope)
+    returned: list[OverRows | None] = []
     try:
         with without_side_effects(module), run.names.watching(parts.modules):
             before = extension.random_position(mesh.device_type)
@@ -105,8 +109,13 @@ def record(
                 if run.observer.newly_changed():
                     return None
                 is_quiet = extension.random_position(mesh.device_type) == before
+                map_leaves(lambda tensor, _where: returned.append(_rows_of(tensor, mesh)) or tensor, output, "")
                 if torch.is_grad_enabled():
-                    _differentiate(output)
+                    leaves = _starts(output)
+                    seeds = list(map(_weights, leaves))
+                    run.seeds += [_of_rows(*pair, mesh) for pair in zip(leaves, seeds, strict=True)]
+                    if leaves:
+                        _torch.run_backward(leaves, seeds)
             run.gradients.update(_gradients(parts))
             run.buffers.update(_buffers(parts, buffers, mesh))
     finally:
@@ -121,14 +130,17 @@ def record(
         gradients={name: layout for name, (_, layout) in run.gradients.items()},
         recomputed=run.names.recomputed,
         is_quiet=is_quiet,
+        mesh=recorder.mesh,
+        returned=tuple(returned),
     )
 
 
-def check(run: Run, parts: Parts, args: tuple, kwargs: dict) -> None:
+def check(run: Run, eager: Run, parts: Parts, args: tuple, kwargs: dict) -> None:
     """Run a call on local tensors.
 
     Args:
         run: receives the results; the hooks of local parameters add gradients to it.
+        eager: the recording.
         parts: the module.
         args: of the call.
         kwargs: of the call.
@@ -140,7 +152,7 @@ def check(run: Run, parts: Parts, args: tuple, kwargs: dict) -> None:
     with without_side_effects(parts.module), run.names.watching(parts.modules):
         output = _call_locally(run, parts, copied(args), copied(kwargs))
         if torch.is_grad_enabled():
-            _differentiate_locally(output)
+            _differentiate_locally(output, eager.seeds)
         _add_gradients(run, _gradients(parts))
         run.buffers.update(_buffers(parts, buffers, mesh))
 
@@ -158,9 +170,12 @@ def _call_locally(run: Run, parts: Parts, args: tuple, kwargs: dict) -> object:
         ) from error
 
 
-def _differentiate_locally(output: object) -> None:
+def _differentiate_locally(output: object, seeds: list[DTensor | None]) -> None:
     try:
-        _differentiate(output)
+        leaves = _starts(output)
+        seeds = seeds if len(seeds) == len(leaves) else [None] * len(leaves)
+        if leaves:
+            _torch.run_backward(leaves, [_seed(*pair) for pair in zip(leaves, seeds, strict=True)])
     except NotLocalFriendlyError:
         raise
     except Exception as error:
@@ -171,15 +186,13 @@ def _differentiate_locally(output: object) -> None:
         ) from error
 
 
-def _differentiate(output: object) -> None:
-    """Run backward from the results of a module; the docstring of this file says from which."""
+def _starts(output: object) -> list[Tensor]:
+    """Return the results of a module from which backward starts; the docstring of this file says which."""
     leaves: list[Tensor] = []
     map_leaves(lambda tensor, _where: leaves.append(tensor) or tensor, output, "")
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     scalars = [leaf for leaf in leaves if leaf.ndim == 0]
-    chosen = scalars or leaves
-    if chosen:
-        _torch.run_backward(chosen, [_weights(leaf) for leaf in chosen])
+    return scalars or leaves
 
 
 def _weights(output: Tensor) -> Tensor:
@@ -187,6 +200,27 @@ def _weights(output: Tensor) -> Tensor:
     if isinstance(value, DTensor) and any(isinstance(p, Partial) for p in value.placements):
         value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
     return value.cos()
+
+
+def _rows_of(tensor: Tensor, mesh: DeviceMesh) -> OverRows | None:
+    return OverRows(tensor.placements[0], tensor.shape) if is_over_rows(tensor, mesh) else None
+
+
+def _of_rows(value: Tensor, seed: Tensor, mesh: DeviceMesh) -> DTensor | None:
+    """Return what this rank has of the gradient of a result, where each data-parallel rank gives a summand."""
+    if not is_over_rows(value, mesh):
+        return None
+    wide, own = value.device_mesh, value.placements[0]
+    seed = lower(seed, mesh)
+    if own.is_partial("avg"):
+        return seed / wide.size(0)
+    return seed if own.is_shard() or own.is_partial() or not wide.get_local_rank(0) else torch.zeros_like(seed)
+
+
+def _seed(result: Tensor, of_rows: DTensor | None) -> Tensor:
+    if of_rows is None or is_over_rows(result, of_rows.device_mesh):
+        return _weights(result)
+    return of_rows if isinstance(result, DTensor) else of_rows.full_tensor()
 
 
 # ------------------------------------------------------------------------------------------------- results
@@ -225,6 +259,21 @@ def _add_gradients(run: Run, others: Gradients) -> None:
         run.gradients[name] = gradient, layout
 
 
+def keep_or_refuse(parameter: LocalParameter, checked: Run | None, leaf: Tensor) -> None:
+    """Keep a gradient for the dry run that checks; outside of it, refuse a gradient that is not recorded."""
+    gradient, leaf.grad = leaf.grad, None
+    if gradient is None:
+        return  # autograd runs this hook once per pass, even if the gradient is None
+    if checked is None:
+        raise NotLocalFriendlyError(
+            f"parameter {parameter.name!r}: expected no gradient, as when static mode recorded this call, but got one; "
+            f"if a branch depends on data, {keep_on_dtensors(parameter.name.rpartition('.')[0])}, otherwise call "
+            'set_mode(model, "static"), which discards recordings'
+        )
+    earlier, _ = checked.gradients.get(parameter.name, (None, None))
+    checked.gradients[parameter.name] = (gradient if earlier is None else earlier + gradient, None)
+
+
 def _dtensor_buffers(parts: Parts) -> dict[str, DTensor]:
     buffers = parts.module.named_buffers()
     return {join(parts.name, name): buffer for name, buffer in buffers if isinstance(buffer, DTensor)}
@@ -237,6 +286,8 @@ def _buffers(parts: Parts, before: dict[str, DTensor], mesh: DeviceMesh) -> dict
         old, new = before.get(join(parts.name, name)), buffer
         if old is not None and not isinstance(new, DTensor):
             new = as_dtensor(new, mesh)
+        if is_over_rows(new, mesh):
+            new = lower(new.redistribute(placements=(Replicate(), *new.placements[1:])), mesh)
         if isinstance(new, DTensor):
             same = old is not None and old.shape == new.shape
             new = new.redistribute(placements=old.placements if same else replicated(mesh))

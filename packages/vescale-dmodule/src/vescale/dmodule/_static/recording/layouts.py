@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from ... import _torch
+from ..._boundary.rows_axis import OverRows
 from ..._execution.patch import ModulePatch
 from ...errors import NotLocalFriendlyError
 from ..direct_calls import Steps
@@ -54,6 +55,8 @@ class Recording:
         gradients: layouts of the local gradients of parameters, by name.
         recomputed: parts that autograd called in backward.
         is_quiet: whether the forward drew no random numbers.
+        mesh: of the operators.
+        returned: layouts of the results on the axis of rows, in order, if the call ran on the rows of all ranks.
     """
 
     records: BoundaryRecords
@@ -64,6 +67,8 @@ class Recording:
     gradients: dict[str, Placements]
     recomputed: set[str]
     is_quiet: bool
+    mesh: DeviceMesh
+    returned: tuple[OverRows | None, ...] = ()
 
     def check(self) -> None:
         """Refuse layouts that only the order of calls distinguishes, if parts are recomputed.
@@ -132,6 +137,7 @@ class RecordedLayouts:
         drawn: all random operators, by module.
         tokens: layouts of the tokens of experts, by name of the experts.
         calls: the patch of direct calls with these layouts; made at its first use.
+        mesh: of recorded operators: that of the plan, or a wider one with an axis of rows; None before a recording.
     """
 
     records: BoundaryRecords = field(default_factory=BoundaryRecords)
@@ -142,10 +148,11 @@ class RecordedLayouts:
     drawn: dict[str, list[RecordedOperator]] = field(default_factory=dict)
     tokens: dict[str, Placements] = field(default_factory=dict)
     calls: ModulePatch | None = None
+    mesh: DeviceMesh | None = None
 
     def fits(self, new: Recording) -> bool:
         """Return whether another recording can be added."""
-        if not self.records.fits(new.records):
+        if self.mesh != new.mesh or not self.records.fits(new.records):
             return False
         if any(self.tokens.get(name, layout) != layout for name, layout in new.tokens.items()):
             return False
@@ -165,6 +172,7 @@ class RecordedLayouts:
             mesh: of the layouts.
             returns: name of the boundary where replicated results become plain tensors; None if they stay DTensors.
         """
+        self.mesh = new.mesh
         self.records.add(new.records)
         self.changed |= new.changed
         for key in new.records.known:
@@ -241,6 +249,7 @@ class Recordings:
         gradients: layouts of the local gradients of parameters, by name.
         quiet: signatures of calls that draw no random numbers.
         seen: signatures of calls without gradients that ran once in eager mode.
+        returned: by signature, the results of calls on the rows of all ranks.
         recomputes: whether a recorded call recomputed parts in backward.
     """
 
@@ -250,6 +259,7 @@ class Recordings:
         self.gradients: dict[str, Placements] = {}
         self.quiet: set[Hashable] = set()
         self.seen: set[Hashable] = set()
+        self.returned: dict[Hashable, tuple[OverRows | None, ...]] = {}
         self.recomputes = False
         self._runs: dict[tuple[str, int], tuple[RecordedLayouts, _torch.StorageWeakRef]] = {}
 

@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from vescale.dtensor.extension import chunk
+from vescale.dtensor.extension import BlockShard, chunk
 
 from ..operators import Part
 from .calls import KeptCall, Place
 
 __all__ = ["LocalSizes"]
 
-Way = tuple[int, int]
-"""A mesh axis, and the dim that it cuts."""
+Way = tuple[int, int, int]
+"""A mesh axis, the dim that it cuts, and how many elements of the dim it keeps together."""
 
 
 class LocalSizes:
@@ -45,7 +45,7 @@ class LocalSizes:
         self._ways: dict[Place, list[Way]] = {}
         operands = [operand for call in kept.values() for operand in call.operator.operands]
         self._cut = {
-            (axis, operand.shape[p.dim])
+            (axis, operand.shape[p.dim], getattr(p, "block", 1))
             for operand in operands
             for axis, p in enumerate(operand.placements)
             if p.is_shard()
@@ -55,7 +55,10 @@ class LocalSizes:
         """Return the parts of the recorded result that have the shape of the local one; empty if it is not cut."""
         whole, ways = self._kept[place].result.shape, self._candidates(place)
         found = [self._part(place, way) for way in ways]
-        fits = [mine.shape == (*whole[:dim], length, *whole[dim + 1 :]) for dim, _, length in found]
+        fits = [
+            mine.shape == (*whole[:dim], length, *whole[dim + 1 :]) and start + length <= whole[dim]
+            for dim, start, length in found
+        ]
         self._flags[place] = [mine.shape != whole, *(not fit for fit in fits)]
         return list(itertools.compress(found, fits)) if mine.shape != whole else []
 
@@ -93,21 +96,24 @@ class LocalSizes:
         for i, source in self._operands.get(place, {}).items():
             if ways := self._ways.get(source):
                 # several axes fit only if their parts are equal: that of the other operands needs no communication
-                axis, dim = next((way for way in ways if way[0] in sharded), ways[0])
+                axis, dim, block = next((way for way in ways if way[0] in sharded), ways[0])
                 before = recorded[i].placements
-                found[i] = (*before[:axis], Shard(dim), *before[axis + 1 :])
+                placement = Shard(dim) if block == 1 else BlockShard(dim, block)
+                found[i] = (*before[:axis], placement, *before[axis + 1 :])
         return found
 
     def _flags_of(self, place: Place) -> list[bool]:
-        return self._flags.get(place, [False] + [True] * len(self._candidates(place)))
+        return self._flags.get(place, [False] * (1 + len(self._candidates(place))))  # it made no such call
 
     def _candidates(self, place: Place) -> list[Way]:
         """Return the axes that cut any tensor of the program with a dim of this size."""
         call = self._kept[place]
-        sizes = call.result.shape if call.whole else ()
-        return [(axis, dim) for axis in call.whole for dim, size in enumerate(sizes) if (axis, size) in self._cut]
+        sizes = call.shape if call.whole else ()  # not the local sizes, which other axes may cut unevenly
+        cuts = sorted(self._cut)
+        return [(a, dim, block) for a, cut, block in cuts if a in call.whole for dim, s in enumerate(sizes) if s == cut]
 
     def _part(self, place: Place, way: Way) -> Part:
-        axis, dim = way
-        size = self._kept[place].result.shape[dim]
-        return dim, *chunk(size, self._mesh.size(axis), self._mesh.get_local_rank(axis))
+        axis, dim, block = way
+        number = self._kept[place].shape[dim] // block
+        start, length = chunk(number, self._mesh.size(axis), self._mesh.get_local_rank(axis))
+        return dim, start * block, length * block

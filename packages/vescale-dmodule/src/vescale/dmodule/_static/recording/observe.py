@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from ... import _torch
 from ..._boundary.convert import as_dtensor, bring
 from ..._boundary.edges import averaged
+from ..._boundary.rows_axis import OverRows, is_over_rows, part_of_rows
 
 __all__ = ["BoundaryRecord", "BoundaryRecords", "Observer", "Seen", "replicated"]
 
@@ -38,6 +39,8 @@ class BoundaryRecord:
         target: layout of the value after its conversion.
         gradient: layout of the gradient of the converted value; None if it has no gradient.
         dtype: of the value.
+        rows: layout on the axis of rows, if the call runs on the rows of all data-parallel ranks and the value is on
+            their mesh. Layouts and shapes are then those of this rank's part (see `_boundary.rows_axis`).
     """
 
     where: str
@@ -47,6 +50,12 @@ class BoundaryRecord:
     target: Placements | None
     gradient: Placements | None
     dtype: torch.dtype
+    rows: OverRows | None = None
+
+    @property
+    def own(self) -> Placement:
+        """The placement on the axis of rows; values that are not on their mesh are equal on all ranks."""
+        return Replicate() if self.rows is None else self.rows.placement
 
     @property
     def key(self) -> tuple[str, tuple[int, ...]]:
@@ -69,8 +78,17 @@ class Seen:
             if not isinstance(grad, DTensor):
                 self.gradient = grad.detach().clone()
                 return
-            self.gradient_layout = tuple(grad.placements)
-            self.gradient = _torch.local_of(grad).detach() / averaged(grad.device_mesh, self.record.target)
+            own = () if self.record.rows is None else (self.record.own,)
+            self.gradient_layout = tuple(grad.placements[len(own) :])
+            num_summands = averaged(grad.device_mesh, (*own, *self.record.target))
+            if self.is_summand and grad.placements[0].is_replicate():
+                num_summands *= grad.device_mesh.size(0)
+            self.gradient = _torch.local_of(grad).detach() / num_summands
+
+    @property
+    def is_summand(self) -> bool:
+        """Whether the gradients of all data-parallel ranks must be added."""
+        return self.record.rows is not None and self.record.own.is_replicate()
 
     def finished(self) -> BoundaryRecord:
         return BoundaryRecord(**{**vars(self.record), "gradient": self.gradient_layout})
@@ -81,7 +99,7 @@ class Observer:
     """Collects boundary records while a module runs.
 
     Attributes:
-        mesh: of the placements.
+        mesh: of the placements of the plan.
         running: returns the name of the running module.
         changed: boundaries whose results are changed in place by the callers of their modules.
         seen: the records, in the order of the calls.
@@ -100,13 +118,13 @@ class Observer:
         use. Hooks on an alias that is changed in place see no gradient, so such a result stays the same object.
         """
         tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.mesh)
-        source = tuple(tensor.placements)
+        source = self._placements(tensor)
         if is_result and tensor.requires_grad and source == placements and where not in self.changed:
             tensor = _alias(tensor)
         out = bring(tensor, placements, self.mesh, is_result=is_result)
         if is_result:
             self._results.append((where, out, out._version))
-        self._note(_record(where, tensor, source, tuple(out.placements)), _local(out), out)
+        self._note(self._record(where, tensor, source, self._placements(out)), _local(out), out)
         return out
 
     def newly_changed(self) -> frozenset[str]:
@@ -116,9 +134,9 @@ class Observer:
 
     def watch(self, tensor: Tensor, where: str) -> Tensor:
         """Record a value of the eager run unchanged; return an alias, so that its gradient has one record only."""
-        layout = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
+        layout = self._placements(tensor) if isinstance(tensor, DTensor) else None
         out = _alias(tensor) if tensor.requires_grad else tensor
-        self._note(_record(where, tensor, layout, layout), _local(out), out)
+        self._note(self._record(where, tensor, layout, layout), _local(out), out)
         return out
 
     def watch_argument(self, tensor: Tensor, where: str) -> Tensor:
@@ -127,9 +145,13 @@ class Observer:
             return self.watch(tensor, where)
         return self.watch(as_dtensor(tensor, self.mesh), where) if tensor.requires_grad else tensor
 
+    def watch_rows(self, tensor: Tensor, where: str) -> Tensor:
+        """Record an argument with a gradient. Others are plain on local tensors, also where they are DTensors here."""
+        return self.watch_argument(tensor, where) if tensor.requires_grad else tensor
+
     def note_local(self, tensor: Tensor, where: str) -> None:
         """Record a value of the run on local tensors, for the comparison."""
-        self._note(_record(where, tensor, None, None), _local(tensor), tensor)
+        self._note(self._record(where, tensor, None, None), _local(tensor), tensor)
 
     @_torch.unseen
     def _note(self, record: BoundaryRecord, value: Tensor, tensor: Tensor) -> None:
@@ -137,6 +159,19 @@ class Observer:
         if tensor.requires_grad:
             _torch.hook_first(tensor, seen.note_gradient)  # before the boundary redistributes it
         self.seen.append(seen)
+
+    def _placements(self, tensor: DTensor) -> Placements:
+        """Return the placements on the axes of the plan."""
+        return tuple(tensor.placements[-self.mesh.ndim :])
+
+    def _record(
+        self, where: str, tensor: Tensor, source: Placements | None, target: Placements | None
+    ) -> BoundaryRecord:
+        shape, rows = tensor.shape, None
+        if is_over_rows(tensor, self.mesh):
+            shape, rows = part_of_rows(tensor), OverRows(tensor.placements[0], tensor.shape)
+        arriving = tuple(_local(tensor).shape)
+        return BoundaryRecord(where, arriving, tuple(shape), source, target, None, tensor.dtype, rows)
 
     def records(self) -> Iterator[BoundaryRecord]:
         """Yield the records, with the layouts of the gradients that backward computed."""
@@ -150,11 +185,6 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _record(where: str, tensor: Tensor, source: Placements | None, target: Placements | None) -> BoundaryRecord:
-    arriving = tuple(_local(tensor).shape)
-    return BoundaryRecord(where, arriving, tuple(tensor.shape), source, target, None, tensor.dtype)
 
 
 class BoundaryRecords:
@@ -222,6 +252,7 @@ def _agree(old: BoundaryRecord, new: BoundaryRecord) -> bool:
     if old.shape == new.shape and None in (old.source, new.source):  # plain tensors are equal on all ranks
         return all(p.is_replicate() for p in (*(old.source or ()), *(new.source or ())))
     layouts = (old.shape, old.source, old.target) == (new.shape, new.source, new.target)
+    layouts &= old.own == new.own
     return layouts and (old.gradient == new.gradient or None in (old.gradient, new.gradient))
 
 

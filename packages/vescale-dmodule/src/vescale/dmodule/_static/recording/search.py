@@ -12,6 +12,9 @@ of all ranks are compared, because an island communicates: it is one on all rank
 Code also makes tensors of sizes that it reads: zeros for a state, a mask, positions. In the recording these are whole
 on all ranks, and local code makes this rank's part. If the values of the part are those of the whole tensor, as for
 zeros, local code is right. If not (positions, random numbers), the island makes the whole tensor and returns the part.
+
+Code that asks for a size may leave out a call on local tensors, or make one more (``if rows != 1``). A call is compared
+with the next recorded one of its function, and not compared if there is none. The check, which follows, compares all.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -29,10 +32,11 @@ from torch.overrides import TorchFunctionMode
 
 from ... import _torch
 from ..._boundary.values import copied
+from ..local_modules import local_forward
 from ..operators import Part
 from ..parts import Parts, describe
 from .calls import CallRecorder, Island, KeptCall, Place, is_metadata
-from .compare import is_close
+from .compare import is_close, raise_together
 from .dry_run import Run, without_side_effects
 from .local_sizes import LocalSizes
 from .names import Names
@@ -58,11 +62,15 @@ def search(
         kwargs: of the call.
         local_means: whether local code may have a mean of its own values where the recording has one over ranks.
     """
-    found = _Search(recorder, run.names, parts, run.observer.mesh, local_means=local_means)
-    with without_side_effects(parts.module), run.names.watching(parts.modules):
-        arguments, keywords = copied(args), copied(kwargs)
-        with found.running():
-            parts.module(*arguments, **keywords)
+    found, error = _Search(recorder, run.names, parts, recorder.mesh, local_means=local_means), None
+    try:
+        with without_side_effects(parts.module), run.names.watching(parts.modules):
+            arguments, keywords = copied(args), copied(kwargs)
+            with found.running():
+                parts.module(*arguments, **keywords)
+    except Exception as failed:  # the others go on to a collective
+        error = failed
+    raise_together(error, recorder.mesh)
     islands = found.islands()
     if islands:
         texts = [f"{recorder.kept[place].operator} in {describe(run.names.calls[place[0]].name)}" for place in islands]
@@ -84,8 +92,10 @@ class _Search(TorchFunctionMode):
     def __init__(self, recorder: CallRecorder, names: Names, parts: Parts, mesh: DeviceMesh, *, local_means: bool):
         super().__init__()
         self._kept, self._names, self._parts, self._mesh = recorder.kept, names, parts, mesh
+        # their local code makes other calls
+        self._replaced = {name for name, part in parts.modules.items() if local_forward(part) is not None}
         self._number_of: Mapping[int, int] = defaultdict(int)  # of the next call in a call of a module
-        self._found = set(recorder.communicating)
+        self._found = recorder.communicating | recorder.apart()
         if not local_means:
             self._found |= {place for place, call in recorder.kept.items() if call.averages}
         self._constants: dict[Place, dict[int, tuple[object, object]]] = {}
@@ -124,8 +134,8 @@ class _Search(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_metadata(func):
             return func(*args, **kwargs)
-        place, call = self._next()
-        if call is None or call.operator.function != func or not self._is_local(self._names.running):
+        place, call = self._next(func)
+        if call is None or not self._is_local(self._names.running):
             return func(*args, **kwargs)
         leaves = _torch.tree_leaves((args, kwargs))
         operands = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -170,15 +180,19 @@ class _Search(TorchFunctionMode):
 
     def _is_local(self, name: str) -> bool:
         """Return whether the code of a module is the same on local tensors."""
-        return not self._parts.is_eager(name) and name not in self._parts.experts
+        return self._parts.is_watched(name) and name not in self._parts.experts and name not in self._replaced
 
-    def _next(self) -> tuple[Place, KeptCall | None]:
+    def _next(self, function: Callable) -> tuple[Place, KeptCall | None]:
+        """Return the place of the next call of a function in the recorded call of the module, None if there is none."""
         if not self._names.path:
             return (0, 0), None
         number = self._names.path[-1].number
-        place = number, self._number_of[number]
-        self._number_of[number] += 1
-        return place, self._kept.get(place)
+        position = self._number_of[number]
+        while (call := self._kept.get((number, position))) is not None and call.operator.function != function:
+            position += 1
+        if call is not None:
+            self._number_of[number] = position + 1
+        return (number, position), call
 
     def _compare_constants(self, place: Place, call: KeptCall, constants: list[object]) -> None:
         if len(constants) == len(call.constants):

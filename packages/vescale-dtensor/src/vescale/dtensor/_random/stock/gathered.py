@@ -22,8 +22,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ..._placements.types import BlockShard
 from ..._torch import dispatch
 from ...errors import UnsupportedRandomOperator
 from ..global_position import WINDOWS, GlobalPosition, local_of, position_of
@@ -68,7 +69,9 @@ def _full(op: dispatch.Op, tensor: Tensor) -> Tensor:
         way_out = "call it outside random.local_batch: its random numbers depend on the values of the whole batch"
     elif tensor.device_mesh.get_coordinate() is None:
         way_out = "this rank is not in its mesh, and the random numbers depend on its values: call it inside only"
-    elif not all(isinstance(p, (Shard, Replicate)) or dispatch.is_strided_shard(p) for p in tensor.placements):
+    elif not all(
+        isinstance(p, (Shard, BlockShard, Replicate)) or dispatch.is_strided_shard(p) for p in tensor.placements
+    ):
         way_out = "redistribute it to Shard or Replicate first"
     else:
         full = dispatch.redistributed(tensor, [Replicate()] * tensor.device_mesh.ndim, for_op=op)
@@ -199,9 +202,15 @@ def _with_full_rows(op: dispatch.Op, p: Tensor) -> Tensor:
     kept = tuple(each if _is_over_rows(each, p.ndim) else Replicate() for each in p.placements)
     if kept == p.placements:
         return p
-    if not all(isinstance(each, (Shard, Replicate)) or dispatch.is_strided_shard(each) for each in p.placements):
+    if not all(
+        isinstance(each, (Shard, BlockShard, Replicate)) or dispatch.is_strided_shard(each) for each in p.placements
+    ):
         raise UnsupportedRandomOperator.for_tensor(op, p, "redistribute it to Shard(0) or Replicate first")
     return dispatch.wrap(dispatch.redistributed(p, kept, for_op=op), p.device_mesh, kept, p)
+
+
+def _can_be_gathered(placement: Placement) -> bool:
+    return isinstance(placement, (Shard, BlockShard, Replicate)) or dispatch.is_strided_shard(placement)
 
 
 def _is_over_rows(placement: object, ndim: int) -> bool:
