@@ -20,7 +20,8 @@ of all.
 
 A rank that is about to do what all ranks must do together, and that others may not do now (a call with new shapes, a
 step without a backward), first meets them in the store (`Failures.meet`). Ranks that wait for a collective find the
-open meeting there, too: they and the rank in the meeting wait for each other, which is an error on all of them.
+open meeting there, too. If it stays open for `Failures.PATIENCE`, they and the rank in the meeting wait for each other,
+which is an error on all of them.
 
 The packages that wait for collectives and do not import each other have a copy of this file. A test compares the
 copies.
@@ -78,7 +79,7 @@ class Failures:
 
     Attributes:
         POLL: How long a rank waits for a collective before it checks whether another rank has seen a failure.
-        PATIENCE: Seconds for the ranks to answer after one of them has seen a failure.
+        PATIENCE: Seconds for the ranks to answer after one of them has seen a failure, or to come to a meeting.
     """
 
     POLL = timedelta(seconds=1)
@@ -138,7 +139,7 @@ class Failures:
         Raises:
             RuntimeError: If other ranks wait for this one in a meeting, or the work has failed.
         """
-        awaited: list[Failures] = []
+        since: dict[tuple[Failures, int], float] = {}
         while True:
             began = time.monotonic()
             try:
@@ -151,10 +152,11 @@ class Failures:
                     raise
             if self.seen():
                 return True
-            # Twice in a row: a meeting may end, and the work with it.
-            before, awaited = awaited, [each for each in _meetings if each.is_meeting()]
-            for each in awaited:
-                if each in before:
+            # Not at once: this rank may come to the meeting when its collective has ended.
+            open_ones = [(each, number) for each in _meetings if (number := each.meeting()) is not None]
+            since = {one: since.get(one, began) for one in open_ones}
+            for (each, _), opened in since.items():
+                if self.rank in each.ranks and time.monotonic() - opened > self.PATIENCE:
                     raise _MeetingError(each)
 
     def can_meet(self) -> Failures:
@@ -190,12 +192,12 @@ class Failures:
         except dist.DistError as error:
             raise RuntimeError(self.describe(what, first_line(error))) from error
 
-    def is_meeting(self) -> bool:
-        """Return whether ranks wait in a meeting for others."""
+    def meeting(self) -> int | None:
+        """Return the number of the meeting in which ranks wait for others; None if there is none."""
         try:
-            return bool(self._store.check(["meeting"]))
+            return self._store.add("arrived", 0) // len(self.ranks) if self._store.check(["meeting"]) else None
         except _STORE_ERRORS:
-            return False  # of an earlier process group, or its host is gone, which `seen` reports
+            return None  # of an earlier process group, or its host is gone, which `seen` reports
 
     def seen(self) -> bool:
         """Return whether another rank has seen a failure."""
