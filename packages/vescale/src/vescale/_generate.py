@@ -11,19 +11,20 @@ from typing import Any
 
 from torch import nn
 
+from vescale.dmodule import describe
 from vescale.dmodule.plans import plan_for
 from vescale.dtensor.extension import checked
 from vescale.plan import Cluster, Constraints, ModelProfile, Plan, profile
 from vescale.plan import generate_plan as search
 
 
-@checked("model", "cluster", "constraints", "module_plan")
+@checked
 def generate_plan(
     model: nn.Module | ModelProfile,
     cluster: Cluster,
     constraints: Constraints,
     *,
-    module_plan: Mapping[str, Mapping[str, Any]] | None = None,
+    module_plan: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Choose degrees, ZeRO stage and micro-batches for a model on a cluster.
 
@@ -38,7 +39,7 @@ def generate_plan(
         The first plan in the order of preference that fits memory; see ``vescale.plan.generate_plan``.
 
     Raises:
-        ValueError: no plan fits; the text has the nearest miss.
+        ValueError: no plan fits; the text has the nearest miss. Or the module plan does not fit the model.
     """
     if isinstance(model, ModelProfile):
         return search(model, cluster, constraints)
@@ -48,11 +49,21 @@ def generate_plan(
             module_plan = plan_for(model)
         except ValueError as error:
             refusal, module_plan = str(error), {}
+    else:
+        _check(model, module_plan)
     found = profile(model, tp_sharded=sharded_patterns(model, module_plan))
     return search(dataclasses.replace(found, tp_refusal=refusal), cluster, constraints)
 
 
-def sharded_patterns(model: nn.Module, module_plan: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _check(model: nn.Module, module_plan: Mapping[str, Any]) -> None:
+    """Refuse what `parallelize` would refuse later."""
+    try:
+        describe(model, {"tp": 1}, module_plan)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"generate_plan: expected a module_plan that fits the model, got another: {error}") from error
+
+
+def sharded_patterns(model: nn.Module, module_plan: Mapping[str, Any]) -> list[str]:
     """Return the regular expressions of a module plan that shard parameters of this model."""
     patterns = [
         pattern

@@ -24,7 +24,8 @@ says when. `generator_fact`, `input_facts`, `module_facts` and `checksum` make f
 
 **Lost ranks.** `Failures` waits for a collective. If it fails, the error names the collective and the lost ranks.
 
-**Arguments.** `checked` checks arguments of a public function by their annotations.
+**Arguments.** `checked` checks arguments of a public function by their annotations; `Condition`, `one_of` and the types
+`Count`, `Size`, `NonNegative` and `FilePath` say which values an annotated type has.
 
 **Nested values.** `leaves`, `tensors_in` and `map_leaves` walk lists, tuples, dicts and, if asked to, dataclasses.
 
@@ -44,7 +45,7 @@ registers it; a package that destroys process groups at exit calls it after that
 
 from __future__ import annotations
 
-from ._checked import checked
+from ._checked import CheckedInside, Condition, Count, FilePath, NonNegative, Size, checked, one_of
 from ._containers import leaves, map_leaves, tensors_in
 from ._exit import wait_for_gloo_threads
 from ._gradients import (
@@ -83,11 +84,17 @@ from .debug._text import bytes_text, text_table
 
 __all__ = [
     "Box",
+    "CheckedInside",
+    "Condition",
+    "Count",
     "Fact",
     "Failures",
+    "FilePath",
     "GradientReceiver",
+    "NonNegative",
     "Piece",
     "Position",
+    "Size",
     "Turns",
     "aligned_gradient",
     "as_gradient",
@@ -117,6 +124,7 @@ __all__ = [
     "map_leaves",
     "module_facts",
     "on_implicit_redistribution",
+    "one_of",
     "pair_of",
     "pieces",
     "raise_difference",

@@ -28,7 +28,7 @@ def check_bool(owner: str, name: str, value: object) -> None:
 
 def check_choice(owner: str, name: str, value: object, choices: Collection) -> None:
     """Raise `ValueError` naming ``owner`` and the field unless ``value`` is one of ``choices`` (same type too)."""
-    if not any(value == choice and type(value) is type(choice) for choice in choices):
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{owner}: expected one of {listed} for {name}, got {value!r}")
 

@@ -93,7 +93,6 @@ class Constraints:
         check_choice("Constraints", "schedule", self.schedule, SCHEDULES)
         if self.state_bytes is not None and not isinstance(self.state_bytes, StateBytes):
             raise ValueError(f"Constraints: expected StateBytes or None for state_bytes, got {self.state_bytes!r}")
-        if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
-            raise ValueError(
-                f"Constraints: expected a number in (0, 1] for memory_fraction, got {self.memory_fraction!r}"
-            )
+        fraction = self.memory_fraction
+        if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 < fraction <= 1:
+            raise ValueError(f"Constraints: expected a number in (0, 1] for memory_fraction, got {fraction!r}")

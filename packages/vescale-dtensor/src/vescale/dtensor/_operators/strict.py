@@ -67,10 +67,8 @@ class strict:  # noqa: N801 - used like a function
         ...     y = torch.softmax(x, dim=1)      # x is Shard(1): an error; Shard(0) is fine
     """
 
-    @checked("free", "interleaved")
+    @checked
     def __init__(self, *, mode: Literal["raise", "warn"] = "raise", free: bool = True, interleaved: bool = False):
-        if mode not in ("raise", "warn"):
-            raise ValueError(f'expected mode="raise" or mode="warn", got {mode!r}')
         self.mode, self.free, self.interleaved = mode, free, interleaved
         self._logged: set[tuple[str, SourceLine | None]] = set()
         self._watches: list[Watch] = []
