@@ -126,7 +126,7 @@ ROWS = {
     "seed": (lambda _: random.manual_seed("a"), "manual_seed: expected int for seed, got 'a'; pass such a value"),
     "number": (lambda _: random.manual_seed(1, 2, 3), "manual_seed() takes 1 positional argument but 3 were given"),
     "axis": (lambda _: random.local_batch(3).__enter__(), "local_batch: expected DeviceMesh for mesh_axis, got 3"),
-    "family": (lambda _: public.disabled(3).__enter__(), "disabled: expected str for names[0], got 3"),
+    "family": (lambda _: public.disabled(3).__enter__(), "disabled: expected names among random, operators"),
     "constructor": (lambda _: public.deferred_init(None), "deferred_init: expected Callable for ctor, got None"),
 }
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from .._checked import Size, checked
+from .._checked import CheckedInside, Size, checked
 from .._layout.shards import pieces
 from .._torch.dispatch import local_tensor
 from ._holdings import boxes_text
@@ -42,7 +42,7 @@ def repr_with_layout(stock: Callable[[DTensor], str]) -> Callable[[DTensor], str
 
 
 @checked
-def show(tensor: DTensor, *, max_elements: Size = 100_000) -> str:
+def show(tensor: CheckedInside[DTensor], *, max_elements: Size = 100_000) -> str:
     """Return a text with the global values of ``tensor``. **All ranks of its mesh must call it.**
 
     Args:
