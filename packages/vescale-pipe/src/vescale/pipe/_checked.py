@@ -48,6 +48,7 @@ T = TypeVar("T")
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _LISTS = (collections.abc.Sequence, collections.abc.Collection, collections.abc.Iterable)
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
+_KEY = object()  # in place of the key of a key
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,8 @@ def _check_calls(function: Callable[..., Any]) -> Callable[..., Any]:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return function(*args, **kwargs)  # Python's own error says which function and what it takes
-        kinds = _kinds(function)
-        for name, value in given.items():
-            if name in kinds and (fault := _fault(value, kinds[name])) is not None:
+        for name, kind in _kinds(function).items():
+            if name in given and (fault := _fault(given[name], kind)) is not None:
                 got = reprlib.repr(fault.got)
                 raise fault.error(f"{what}: expected {fault.expected} for {name}{fault.place}, got {got}; {fault.fix}")
         return function(*args, **kwargs)
@@ -146,10 +146,18 @@ def _kinds(function: Callable[..., Any]) -> dict[str, Any]:
     return found
 
 
+@functools.cache
+def _parts(kind: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return a type, the class of which it is an alias, and its arguments; of a type variable those of its bound."""
+    kind = (kind.__bound__ or Any) if isinstance(kind, TypeVar) else kind
+    return kind, typing.get_origin(kind), typing.get_args(kind)
+
+
 def _fault(value: Any, kind: Any) -> _Fault | None:
     """Return what is wrong with a value of an annotated type, or None."""
-    kind = (kind.__bound__ or Any) if isinstance(kind, TypeVar) else kind
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if type(value) is kind and (kind in (bool, str) or (kind is int and _MIN_INT <= value <= _MAX_INT)):
+        return None  # most values, without the rest
+    kind, origin, arguments = _parts(kind)
     if origin is Annotated:
         return _fault(value, arguments[0]) or _broken(value, arguments[1:])
     if origin in (typing.Union, types.UnionType):
@@ -164,8 +172,9 @@ def _fault(value: Any, kind: Any) -> _Fault | None:
         return _Fault("", _text(kind), value, error, _fix(value, arguments))
     if kind in (int, float) and not _is_in_range(value, kind):
         return _Fault("", "an integer of 64 bits" if kind is int else "a number", value, ValueError)
-    for place, element, inner_kind in _elements(value, origin, arguments):
+    for key, element, inner_kind in _elements(value, origin, arguments):
         if (fault := _fault(element, inner_kind)) is not None:
+            place = " (a key)" if key is _KEY else f"[{key!r}]"
             return _Fault(place + fault.place, fault.expected, fault.got, fault.error, fault.fix)
     return None
 
@@ -217,16 +226,16 @@ def _is_subclass(value: type, kind: Any) -> bool:
     return not isinstance(kind, type) or issubclass(value, kind)
 
 
-def _elements(value: Any, origin: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the place, the value and the annotated type of each element of a container that can be read again."""
+def _elements(value: Any, origin: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the key, the value and the annotated type of each element of a container that can be read again."""
     if isinstance(value, Mapping) and len(arguments) == 2:
         for key, element in value.items():
-            yield " (a key)", key, arguments[0]
-            yield f"[{key!r}]", element, arguments[1]
+            yield _KEY, key, arguments[0]
+            yield key, element, arguments[1]
     elif origin is tuple and ... not in arguments:
-        yield from ((f"[{i}]", element, arguments[i]) for i, element in enumerate(value) if i < len(arguments))
+        yield from ((i, element, arguments[i]) for i, element in enumerate(value) if i < len(arguments))
     elif origin in (*_LISTS, tuple, list) and arguments and isinstance(value, collections.abc.Collection):
-        yield from ((f"[{i}]", element, arguments[0]) for i, element in enumerate(value))
+        yield from ((i, element, arguments[0]) for i, element in enumerate(value))
 
 
 def _text(kind: Any) -> str:

@@ -38,7 +38,7 @@ def load(
     strict: bool = True,
     ignore: Collection[str] = (),
     allow_dtype_cast: bool = False,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: CheckedInside[dist.ProcessGroup | None] = None,
 ) -> Manifest:
     """Load a checkpoint into a state under any layout.
 

@@ -50,7 +50,7 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     check_replicas: bool = True,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: CheckedInside[dist.ProcessGroup | None] = None,
 ) -> None:
     """Save a state as a checkpoint that loads under any other layout.
 
