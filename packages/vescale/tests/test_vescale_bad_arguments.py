@@ -73,7 +73,7 @@ def calls():
                 "constraints": vescale.Constraints(**RUN),
                 "module_plan": PLAN,
             },
-            {"module_plan": {"None", "{}"}},
+            {"module_plan": {"None", "{}", "{text: 0}", "another key"}},  # `parallelize` knows the sections
         ),
         "ParallelModel.local_batch": Call(
             model.local_batch, lambda: {"batch": {"input": torch.ones(2, 4)}}, {"batch": {"another key"}}
