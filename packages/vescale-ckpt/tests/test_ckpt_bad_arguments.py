@@ -1,5 +1,7 @@
 """A bad argument is named where it was given: what was expected, what came, and what to pass."""
 
+import dataclasses
+import inspect
 import re
 
 import pytest
@@ -80,6 +82,15 @@ def test_bad_arguments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save("step", state())
     assert check_calls(calls()) > 400
+
+
+def test_a_function_without_its_checks_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save("step", state())
+    call = calls()["read_manifest"]
+    bare = dataclasses.replace(call, function=inspect.unwrap(call.function))
+    with pytest.raises(AssertionError, match=r"\d+ calls end badly"):
+        check_calls({"read_manifest": bare})
 
 
 @pytest.mark.parametrize("row", ROWS)

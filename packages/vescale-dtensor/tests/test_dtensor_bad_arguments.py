@@ -1,5 +1,7 @@
 """A bad argument of any public function is named where it was given: what was expected, what came, and what to pass."""
 
+import dataclasses
+import inspect
 import re
 
 import pytest
@@ -99,6 +101,14 @@ def test_the_table_has_every_public_name():
 @ranks(1)
 def test_bad_arguments():
     assert check_calls(calls()) > 700
+
+
+@ranks(1)
+def test_a_function_without_its_checks_is_found():
+    call = calls()["random.manual_seed"]
+    bare = dataclasses.replace(call, function=inspect.unwrap(call.function))
+    with pytest.raises(AssertionError, match=r"\d+ calls end badly"):
+        check_calls({"random.manual_seed": bare})
 
 
 ROWS = {

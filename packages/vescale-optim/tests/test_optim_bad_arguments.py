@@ -1,5 +1,7 @@
 """A bad argument is named where it was given: what was expected, what came, and what to pass."""
 
+import functools
+import inspect
 import re
 
 import pytest
@@ -215,6 +217,15 @@ def test_the_table_has_every_public_name():
 @ranks(1)
 def test_bad_arguments():
     assert check_calls(calls()) > 1000
+
+
+@ranks(1)
+def test_a_function_without_its_checks_is_found():
+    optimizer = stepped()
+    load = functools.partial(inspect.unwrap(DistributedOptimizer.load_state_dict), optimizer)
+    bare = Call(load, lambda: {"state_dict": optimizer.state_dict()}, {"state_dict": {"another key"}})
+    with pytest.raises(AssertionError, match=r"load.state_dict not raised by a statement of the package: TypeError"):
+        check_calls({"load": bare})
 
 
 def optimizer_of(**changes):

@@ -1,5 +1,7 @@
 """A bad argument is named where it was given: what was expected, what came, and what to pass."""
 
+import dataclasses
+import inspect
 import re
 from datetime import timedelta
 
@@ -147,6 +149,14 @@ def test_bad_arguments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     public.to_csv(gpipe(2, 2), "schedule.csv")
     run_ranks(lambda: check_calls(calls()), 1)
+
+
+@ranks(1)
+def test_a_function_without_its_checks_is_found():
+    call = calls()["validate"]
+    bare = dataclasses.replace(call, function=inspect.unwrap(call.function))
+    with pytest.raises(AssertionError, match=r"\d+ calls end badly"):
+        check_calls({"validate": bare})
 
 
 def test_costs_of_another_number_of_stages():

@@ -1,5 +1,7 @@
 """A bad argument is named where it was given: what was expected, what came, and what to pass."""
 
+import dataclasses
+import inspect
 import math
 import re
 
@@ -142,6 +144,13 @@ def test_bad_arguments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Plan().save("plan.json")
     assert check_calls(calls()) > 1000
+
+
+def test_a_function_without_its_checks_is_found():
+    call = calls()["model_state_bytes"]
+    bare = dataclasses.replace(call, function=inspect.unwrap(call.function))
+    with pytest.raises(AssertionError, match=r"\d+ calls end badly"):
+        check_calls({"model_state_bytes": bare})
 
 
 @pytest.mark.parametrize("row", ROWS)

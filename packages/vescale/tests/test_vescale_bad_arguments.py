@@ -1,7 +1,10 @@
 """A bad argument is named where it was given: what was expected, what came, and what to pass."""
 
+import dataclasses
 import functools
+import inspect
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -90,3 +93,11 @@ def test_the_table_has_every_public_name():
 @ranks(1)
 def test_bad_arguments():
     assert check_calls(calls()) > 300
+
+
+@ranks(1)
+def test_a_function_without_its_checks_is_found():
+    call = calls()["generate_plan"]
+    bare = dataclasses.replace(call, function=inspect.unwrap(call.function))
+    with pytest.raises(AssertionError, match=r"\d+ calls end badly"):
+        check_calls({"generate_plan": bare})
