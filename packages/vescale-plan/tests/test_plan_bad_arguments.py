@@ -34,6 +34,14 @@ ROWS = {
     "check_batch, text": (lambda: Plan().check_batch("a"), "expected an integer >= 1 for global_batch_size, got 'a'"),
     "check_batch, 0": (lambda: Plan().check_batch(0), "expected an integer >= 1 for global_batch_size, got 0"),
     "num_devices": (lambda: Cluster("a", memory_bytes=1), "expected an integer >= 1 for num_devices, got 'a'"),
+    "num_devices, huge": (
+        lambda: Cluster(2**62, memory_bytes=1),
+        "an integer <= 16777216 for num_devices, got",
+    ),
+    "batch, huge": (
+        lambda: Constraints(global_batch_size=2**62, sequence_length=4),
+        "expected an integer <= 4294967296 for global_batch_size, got 4611686018427387904",
+    ),
     "memory_fraction": (lambda: Constraints(**RUN, memory_fraction="a"), "(0, 1] for memory_fraction, got 'a'"),
     "memory_fraction, nan": (lambda: Constraints(**RUN, memory_fraction=math.nan), "for memory_fraction, got nan"),
     "state_bytes": (lambda: Constraints(**RUN, state_bytes=3), "expected StateBytes or None for state_bytes, got 3"),
@@ -158,6 +166,11 @@ def test_refused(row):
     call, message = ROWS[row]
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         call()
+
+
+def test_the_largest_numbers_end():
+    run = Constraints(global_batch_size=2**32, sequence_length=4, max_microbatches=2**62)
+    assert generate_plan(MODEL, Cluster(2**24, memory_bytes=2**30), run).world_size == 2**24
 
 
 def test_right_arguments_pass():

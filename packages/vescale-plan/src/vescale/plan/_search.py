@@ -23,6 +23,7 @@ memory, not time.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -144,7 +145,8 @@ def degrees(num_devices: int) -> Iterator[tuple[int, int, int]]:
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of ``number`` in ascending order."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def _refuse(found: ModelProfile, layout: Layout, constraints: Constraints) -> str:
