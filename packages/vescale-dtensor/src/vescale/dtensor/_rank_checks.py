@@ -66,7 +66,8 @@ def check_ranks(*, every: Size = 100) -> None:
             and shapes, without which collectives would not fit together.
 
     Raises:
-        ValueError: If ``every`` is not an integer of 0 or more.
+        TypeError: If ``every`` is no integer.
+        ValueError: If it is negative.
 
     Example:
         >>> check_ranks(every=10)
