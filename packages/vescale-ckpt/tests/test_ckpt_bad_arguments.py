@@ -1,10 +1,15 @@
-"""A wrong argument is named where it was given: expected, got."""
+"""A bad argument is named where it was given: what was expected, what came, and what to pass."""
 
+import dataclasses
+import inspect
 import re
 
 import pytest
+import torch
 
+import vescale.ckpt as public
 from vescale.ckpt import load, read_manifest, save, verify
+from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 ROWS = {
     "save, path": (lambda _: save(None, {}), "save: expected str or PathLike for path, got None"),
@@ -25,6 +30,67 @@ ROWS = {
     ),
     "verify": (lambda _: verify(3), "verify: expected str or PathLike for path, got 3"),
 }
+
+
+RESULTS = ("Box", "Manifest", "Piece", "StoredTensor", "TensorMeta")  # of planning and of manifests
+LISTS = {"()", "[]", "[text]", "{}", "{text: 0}", "longer", "shorter"}
+
+
+def state():
+    return {"weight": torch.ones(2, 3), "step": 1, "names": ["a"], "model": torch.nn.Linear(2, 2)}
+
+
+def calls():
+    """Return the public calls."""
+    arguments = {
+        "path": "step",
+        "state": state(),
+        "metadata": {"note": "a", "values": [1, 2.0]},
+        "overwrite": True,
+        "check_replicas": True,
+        "process_group": None,
+    }
+    loaded = {
+        "path": "step",
+        "state": state(),
+        "strict": True,
+        "ignore": ("optimizer",),
+        "allow_dtype_cast": False,
+        "process_group": None,
+    }
+    return {
+        "load": Call(load, lambda: {**loaded, "state": state()}, {"ignore": LISTS}),
+        "read_manifest": Call(read_manifest, lambda: {"path": "step"}),
+        "verify": Call(verify, lambda: {"path": "step"}),
+        "save": Call(
+            save,
+            lambda: {**arguments, "path": "other", "state": state()},
+            {
+                "path": {"text", "misspelled"},
+                "state": {"{}", "{text: 0}", "{0: 0}", "another key"},
+                "metadata": {"None", "{}", "{text: 0}", "another key"},
+            },
+        ),
+    }
+
+
+def test_the_table_has_every_public_name():
+    check_table({"": public}, calls(), RESULTS)
+
+
+def test_bad_arguments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save("step", state())
+    assert check_calls(calls()) > 400
+
+
+def test_a_function_without_its_checks_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save("step", state())
+    call = calls()["read_manifest"]
+    bare = dataclasses.replace(call, function=inspect.unwrap(call.function))
+    with pytest.raises(AssertionError, match=r"\d+ calls end badly"):
+        check_calls({"read_manifest": bare})
 
 
 @pytest.mark.parametrize("row", ROWS)

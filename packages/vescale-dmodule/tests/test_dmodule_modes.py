@@ -71,14 +71,14 @@ def test_parts_run_as_they_were_told(tiny):
 def test_wrong_modes():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     plain = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="this Sequential is not parallelized; call parallelize_module first"):
+    with pytest.raises(ValueError, match="got a Sequential that is none; call parallelize_module first"):
         set_mode(plain, "static")
-    with pytest.raises(ValueError, match="mode is 'statik'; this version has 'eager', 'static', 'compile'"):
+    with pytest.raises(ValueError, match="for mode, got 'statik'; did you mean 'static'"):
         parallelize_module(plain, mesh, {}, mode="statik")
     model = parallelize_module(plain, mesh, {})
-    with pytest.raises(ValueError, match="mode is 'statik'; this version has 'eager', 'static', 'compile'"):
+    with pytest.raises(ValueError, match="for mode, got 'statik'; did you mean 'static'"):
         set_mode(model, "statik")
-    with pytest.raises(PlanError, match=r"no module matches 'layers\\\\.0'; modules are 0"):
+    with pytest.raises(PlanError, match=r"expected regexes of submodules for parts, got 'layers\\\\.0'; they are 0"):
         set_mode(model, "static", r"layers\.0")
-    with pytest.raises(ValueError, match="this Linear is not parallelized"):
+    with pytest.raises(ValueError, match="expected a parallelized module, got a Linear that is none"):
         set_mode(model[0], "static")

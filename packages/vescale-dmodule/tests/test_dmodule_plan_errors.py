@@ -45,7 +45,7 @@ def network(**modules):
 PARAMETER_ERRORS = [
     (
         {r"layers\.\d+\.upp\.weight": S0},
-        r"parameter key 'layers\\.\\d+\\.upp\\.weight' matches nothing in the module; nearest names: "
+        r"expected parameter keys that match names of the module, got 'layers\\.\\d+\\.upp\\.weight'; nearest names: "
         "'layers.0.up.weight', 'layers.1.up.weight', ",
     ),
     (
@@ -55,7 +55,7 @@ PARAMETER_ERRORS = [
     ),
     (
         {r"norm\.weight": {"ep": Shard(0)}},
-        "parameter 'norm.weight': axis 'ep' is not in the mesh; its axes are ('tp',)",
+        "parameter 'norm.weight': expected one of the mesh's axes ('tp',), got 'ep'",
     ),
     (
         {r"norm\.weight": {"tp": Shard(1)}},
@@ -63,7 +63,7 @@ PARAMETER_ERRORS = [
     ),
     (
         {r"norm\.weight": [Shard(0), Replicate()]},
-        "parameter 'norm.weight': 2 placements for a mesh of 1 axes ('tp',); name them in a dict",
+        "parameter 'norm.weight': expected placements for all axes of the mesh, ('tp',), got 2; name them in a dict",
     ),
     (
         {r"norm\.weight": Shard(0)},
@@ -71,22 +71,22 @@ PARAMETER_ERRORS = [
     ),
     (
         {r"norm\.(weight": S0},
-        r"parameter key 'norm\\.(weight' is not a regular expression: missing ), unterminated subpattern",
+        r"expected regular expressions as parameter keys, got 'norm\\.(weight': missing ), unterminated subpattern",
     ),
 ]
 
 FORWARD_ERRORS = [
-    ({r"layers\.0\.up": [S0]}, r"forward key 'layers\\.0\\.up' must end in '.input' or '.output'"),
+    ({r"layers\.0\.up": [S0]}, r"expected forward keys that end in '.input' or '.output', got 'layers\\.0\\.up'"),
     (
         {r"nrm\.output": [S0]},
-        r"forward key 'nrm\\.output' matches nothing in the module; nearest names: 'norm.output', ",
+        r"expected forward keys that match names of the module, got 'nrm\\.output'; nearest names: 'norm.output', ",
     ),
     (
         {r"norm\.input": [S0, S0]},
         "norm.input: expected at most 1 entries, for the positional arguments ['inpu",
     ),
     ({r"norm\.input": {"x": S0}}, "norm.input: forward has no argument 'x'; use one of ['input']"),
-    ({r"norm\.output": [{"dp": Shard(0)}]}, "norm.output [0]: axis 'dp' is not in the mesh; its axes are ('tp',)"),
+    ({r"norm\.output": [{"dp": Shard(0)}]}, "norm.output [0]: expected one of the mesh's axes ('tp',), got 'dp'"),
     (
         {r"norm\.output": {"hidden": "Shard(0)"}},
         "norm.output 'hidden': expected placements such as {'tp': Shard(0)}, a list or dict of them, or None; got ",
@@ -108,7 +108,7 @@ EXPERT_ERRORS = [
         R,
         "expert 'experts': one or several axes must hold Shard(0), the expert dim, the others Replicate(); got (Repl",
     ),
-    (Experts(), {"ep": Shard(0)}, "expert 'experts': axis 'ep' is not in the mesh; its axes are ('tp',)"),
+    (Experts(), {"ep": Shard(0)}, "expert 'experts': expected one of the mesh's axes ('tp',), got 'ep'"),
     (
         nn.Linear(6, 6),
         S0,
@@ -158,7 +158,7 @@ def test_expert_section(experts, placements, text):
 
 
 def test_experts_that_do_not_exist():
-    text = "expert key 'expert' matches nothing in the module; nearest names: 'experts', "
+    text = "expected expert keys that match names of the module, got 'expert'; nearest names: 'experts', "
     assert_refused(network(experts=Experts(8)), {"expert": {"expert": S0}}, text)
 
 
@@ -194,7 +194,9 @@ def test_experts_that_two_sections_place():
 
 def test_an_unknown_section():
     assert_refused(
-        network(), {"parameters": {}}, "unknown section 'parameters' in the plan; use one of parameter, forward, e"
+        network(),
+        {"parameters": {}},
+        "expected a plan of the sections parameter, forward, expert, attribute, local_attribute, eager, ",
     )
 
 
@@ -227,7 +229,7 @@ def test_one_rank_alone_is_refused_without_communication():
             PlanError, match=r"'a\.weight' is a DTensor already; give parallelize_module a module of plain"
         ):
             parallelize_module(placed, mesh, {})
-        with pytest.raises(ValueError, match="mode is 'fast'; "):
+        with pytest.raises(ValueError, match="for mode, got 'fast'; "):
             parallelize_module(network(), mesh, {}, mode="fast")
 
 
@@ -309,9 +311,9 @@ def test_ready_plans_check_the_degree():
 
 def test_models_without_a_ready_plan():
     text = (
-        "no ready plan for Linear (model type None); ready are gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, "
-        "mixtral, olmo2, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe; give a plan of your own, or family= for a model "
-        "with the same names"
+        "no ready plan for Linear: expected a family among gemma2, gemma3_text, gpt2, gpt_neox, llama, mistral, "
+        "mixtral, olmo2, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, got None; give a plan of your own, or "
+        "family= for a model with the same names"
     )
     with pytest.raises(PlanError, match=re.escape(text)):
         plans.plan_for(nn.Linear(2, 2))
@@ -320,7 +322,7 @@ def test_models_without_a_ready_plan():
 def test_an_expert_axis_without_experts():
     model = nn.Module()
     model.config = SimpleNamespace(model_type="llama")
-    with pytest.raises(PlanError, match="expert_axis is 'ep', but a model of type 'llama' has no experts"):
+    with pytest.raises(PlanError, match="expected no expert_axis, as a model of type 'llama' has no experts, got 'ep'"):
         plans.plan_for(model, expert_axis="ep")
 
 
@@ -328,5 +330,5 @@ def test_pieces_that_disagree():
     with pytest.raises(PlanError) as info:
         plans.merge(plans.column("up"), {"parameter": {r"up\.(weight|bias)": S1}})
     assert str(info.value).startswith(
-        r"parameter key 'up\\.(weight|bias)' has two entries, {'tp': Shard(dim=0)} and {'tp': Shard(dim=1)}"
+        r"expected one entry of parameter key 'up\\.(weight|bias)', got {'tp': Shard(dim=0)} and {'tp': Shard(dim=1)}"
     )

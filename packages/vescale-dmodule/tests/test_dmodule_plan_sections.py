@@ -117,7 +117,7 @@ class Stub(nn.Module):
 def test_attributes_of_other_pipeline_stages():
     module = nn.ModuleDict({"here": Attention(SimpleNamespace(num_heads=4)), "there": Stub()})
     describe(module, AXES, {"attribute": {r"(here|there\.attn)\.split_size": 1, r"there\.attn\.config\.num_heads": 1}})
-    with pytest.raises(PlanError, match="matches nothing in the module"):
+    with pytest.raises(PlanError, match="keys that match names of the module"):
         describe(module, AXES, {"attribute": {r"elsewhere\.num_heads": 1}})
 
 
@@ -125,12 +125,12 @@ REGION = {"input": [R], "output": [R]}
 REFUSED = [
     (
         {"local_attribute": {r"layers\.\d\.splt_size": 1}},
-        r"local_attribute key 'layers\\.\\d\\.splt_size' matches nothing in the module; nearest names: "
+        r"expected local_attribute keys that match names of the module, got 'layers\\.\\d\\.splt_size'; nearest names: "
         "'layers.1.split_size', 'layers.0.split_size', ",
     ),
     (
         {"attribute": {r"layers\.\d\.config\.rope\.nested\.far": 1}},
-        r"attribute key 'layers\\.\\d\\.config\\.rope\\.nested\\.far' matches nothing in the module; nearest names: ",
+        r"expected attribute keys that match names of the module, got 'layers\\.\\d\\.config\\.rope\\.nested\\.far'",
     ),
     (
         {"attribute": {r"layers\.0\.scale": 1, r"layers\..\.scale": 2}},
@@ -138,7 +138,7 @@ REFUSED = [
     ),
     (
         {"local_attribute": {r"layers\.0\.split_size": Divided("ep")}},
-        "local_attribute 'layers.0.split_size': axis 'ep' is not in the mesh; its axes are ('dp', 'tp')",
+        "local_attribute 'layers.0.split_size': expected one of the mesh's axes ('dp', 'tp'), got 'ep'",
     ),
     (
         {"local_attribute": {r"layers\.0\.scale": Divided("tp")}},
@@ -155,15 +155,18 @@ REFUSED = [
     ),
     (
         {"eager": r"layers\.0"},
-        r"section 'eager' is a list of regexes of module names, such as ['layers.0.moe']; got 'layers\\.0'",
+        r"expected regexes of module names in section 'eager' of the plan, got 'layers\\.0'",
     ),
-    ({"eager": ["layer"]}, "eager key 'layer' matches nothing in the module; nearest names: 'layers', "),
+    (
+        {"eager": ["layer"]},
+        "expected eager keys that match names of the module, got 'layer'; nearest names: 'layers'",
+    ),
     ({"local": {"norm": [R]}}, "local 'norm': expected {'input': entry, 'output': entry}, got [{'tp': Replicate()}]"),
     ({"local": {"norm": {}}}, "local 'norm': expected {'input': entry, 'output': entry}, got {}"),
     ({"local": {"norm": {"outputs": [R]}}}, "local 'norm': expected {'input': entry, 'output': entry}, got "),
     (
         {"local": {"norm": {"output": {"ep": Shard(0)}}}},
-        "local norm.output: axis 'ep' is not in the mesh; its axes are ('dp', 'tp')",
+        "local norm.output: expected one of the mesh's axes ('dp', 'tp'), got 'ep'",
     ),
     ({"local": {"norm": {"input": {"x": R}}}}, "norm.input: forward has no argument 'x'; use one of ['input']"),
     (
@@ -292,7 +295,9 @@ def test_repeated_parts_on_local_and_distributed_tensors():
         repeat.apply(plain[..., :5])
     sections = Repeat({"tp": Shard(-1)}, parts=(1, 2), times=(2, 1)).apply(whole)
     assert torch.equal(sections.to_local(), plain[..., [0, 1, 0, 1, 2, 3, 4, 5]])
-    for parts, times in ((2, 0), ((1, 2), (1,)), ((1, 2), 2)):
-        text = f"Repeat needs positive numbers, or as many for times as for parts; got parts={parts} and times={times}"
+    with pytest.raises(ValueError, match="Repeat: expected an integer of 1 or more for times, got 0"):
+        Repeat(S0, parts=2, times=0)
+    for parts, times in (((1, 2), (1,)), ((1, 2), 2)):
+        text = f"Repeat: expected as many numbers for times as for parts, got parts={parts} and times={times}"
         with pytest.raises(PlanError, match=re.escape(text)):
             Repeat(S0, parts=parts, times=times)

@@ -103,5 +103,5 @@ def test_names_of_other_pipeline_stages_are_known():
         ("forward", r"there\.down\.input"),
         ("expert", "elsewhere"),
     ]:
-        with pytest.raises(PlanError, match="matches nothing in the module"):
+        with pytest.raises(PlanError, match="keys that match names of the module"):
             describe(module, {"tp": 2}, {section: {key: {"tp": Shard(0)}}})

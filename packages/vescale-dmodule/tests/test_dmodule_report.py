@@ -126,7 +126,7 @@ def test_what_is_no_boundary_is_listed_too():
 
 
 def test_a_module_that_is_not_parallelized_is_refused():
-    with pytest.raises(ValueError, match="this Block is not parallelized"):
+    with pytest.raises(ValueError, match="expected a parallelized module, got a Block that is none"):
         report(Block())
 
 
@@ -142,7 +142,7 @@ def test_over_one_rank_there_is_nothing_to_report():
 @ranks(2)
 def test_num_steps_must_be_positive():
     model = build(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "eager")
-    with pytest.raises(ValueError, match="expected num_steps of 1 or more, got 0"):
+    with pytest.raises(ValueError, match="expected an integer of 1 or more for num_steps, got 0"):
         report(model, num_steps=0)
 
 

@@ -1,6 +1,6 @@
-"""A wrong argument of any public function is named where it was given: expected, got, and what to pass."""
+"""A bad argument of any public function is named where it was given: what was expected, what came, and what to pass."""
 
-import contextlib
+import dataclasses
 import inspect
 import re
 
@@ -11,104 +11,104 @@ from torch import nn
 
 import vescale.dtensor as public
 from vescale.dtensor import DTensor, Placement, RaggedShard, Replicate, Shard, debug, random
-from vescale_testing import ranks
+from vescale_testing import ranks, run_ranks
+from vescale_testing.bad_arguments import VALUES, Call, check_calls, check_table
 
-TORCHS = {"DTensor", "DeviceMesh", "Partial", "Placement", "Replicate", "Shard", "init_device_mesh"}
-BAD = (None, 3, -1.5, "a", [], [3], {"a": 3}, object())
-
-
-def functions():
-    """Return the public functions and classes that take arguments, by name."""
-    found = {}
-    for prefix, module in (("", public), ("random.", random), ("debug.", debug)):
-        for name in module.__all__:
-            value = getattr(module, name)
-            is_error = isinstance(value, type) and issubclass(value, Exception)
-            if callable(value) and name not in TORCHS and not is_error and inspect.signature(value).parameters:
-                found[prefix + name] = value
-    for name in ("CommLog", "CommRecord"):  # results, which users do not construct
-        found.pop(f"debug.{name}", None)
-    return found
+TORCHS = ("DTensor", "DeviceMesh", "Partial", "Placement", "Replicate", "Shard", "init_device_mesh")
+RESULTS = ("debug.CommLog", "debug.CommRecord")  # which users do not construct
+TEXTS = {"no text", "text", "misspelled"}
+CALLABLES = {"class", "function", "module"}  # what they raise is the user's
+TENSORS = {"module", "tensor", "integers"}
+SEEDS = {"0", "-1"}
 
 
-def right_arguments(mesh):
-    """Return arguments for which each function works, by name."""
+def calls():
+    """Return the public calls."""
+    mesh = public.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     x = public.distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    state = random.get_state()
     return {
-        "InterleavedShard": {"dim": 0, "k": 2, "split_factor": None},
-        "RaggedShard": {"dims": (0,), "local_units": (1, 2)},
-        "check_ranks": {"every": 100},
-        "deferred_init": {"ctor": nn.Identity},
-        "disabled": {},
-        "distribute_tensor": {
-            "tensor": torch.ones(4),
-            "device_mesh": mesh,
-            "placements": [Shard(0)],
-            "src_data_rank": 0,
-        },
-        "is_deferred": {"module_or_tensor": nn.Linear(1, 1)},
-        "materialize": {"module": nn.Linear(1, 1), "mesh": mesh, "placements": {"weight": [Shard(0)]}},
-        "strict": {"mode": "raise", "free": True, "interleaved": False},
-        "random.stream": {"name": "torch", "seed": 0},
-        "random.set_stream": {"name": "torch", "seed": None},
-        "random.manual_seed": {"seed": 0},
-        "random.fork": {"seed": 0},
-        "random.set_state": {"state": random.get_state()},
-        "random.local_batch": {"mesh_axis": mesh},
-        "random.micro_batches": {"count": 2},
-        "random.forbidden": {"reason": "no"},
-        "debug.comm_log": {"model": None, "mesh": None},
-        "debug.explain": {"tensor": x},
-        "debug.show": {"tensor": x, "max_elements": 10},
+        "InterleavedShard": Call(
+            public.InterleavedShard, lambda: {"dim": 0, "k": 2, "split_factor": None}, {"split_factor": set(VALUES)}
+        ),
+        "RaggedShard": Call(
+            RaggedShard,
+            lambda: {"dims": (0,), "local_units": (1, 2)},
+            {"dims": {"[0]"}, "local_units": {"longer", "shorter"}},
+        ),
+        "check_ranks": Call(public.check_ranks, lambda: {"every": 100}, {"every": {"0"}}),
+        "deferred_init": Call(
+            lambda ctor: public.deferred_init(nn.Identity if callable(ctor) else ctor),
+            lambda: {"ctor": nn.Identity},
+            {"ctor": CALLABLES},
+        ),
+        "is_deferred": Call(
+            public.is_deferred, lambda: {"module_or_tensor": nn.Linear(1, 1)}, {"module_or_tensor": TENSORS}
+        ),
+        "disabled": Call(public.disabled, lambda: {"names": ("random",)}, {"names": {"()", "longer", "shorter"}}),
+        "distribute_tensor": Call(
+            public.distribute_tensor,
+            lambda: {"tensor": torch.ones(4), "device_mesh": mesh, "placements": [Shard(0)], "src_data_rank": 0},
+            {
+                "tensor": {"tensor", "integers", "another dtype", "another shape"},
+                "placements": {"None"},
+                "src_data_rank": {"None"},
+            },
+        ),
+        "materialize": Call(
+            materialized,
+            lambda: {
+                "module": public.deferred_init(nn.Linear, 1, 1),
+                "mesh": mesh,
+                "placements": {"weight": [Shard(0)]},
+                "device": "cpu",
+            },
+            {"placements": {"None", "{}", *CALLABLES}, "device": {"None"}},
+        ),
+        "strict": Call(public.strict, lambda: {"mode": "raise", "free": True, "interleaved": False}),
+        "random.stream": Call(random.stream, lambda: {"name": "torch", "seed": 0}, {"seed": SEEDS | {"None"}}),
+        "random.set_stream": Call(random.set_stream, lambda: {"name": "torch", "seed": 0}, {"seed": SEEDS | {"None"}}),
+        "random.manual_seed": Call(random.manual_seed, lambda: {"seed": 0}, {"seed": SEEDS}),
+        "random.fork": Call(random.fork, lambda: {"seed": 0}, {"seed": SEEDS | {"None"}}),
+        "random.set_state": Call(random.set_state, lambda: {"state": dict(state)}),
+        "random.local_batch": Call(random.local_batch, lambda: {"mesh_axis": mesh}),
+        "random.micro_batches": Call(used_micro_batches, lambda: {"count": 2}),
+        "random.forbidden": Call(random.forbidden, lambda: {"reason": "no"}, {"reason": TEXTS}),
+        "debug.comm_log": Call(debug.comm_log, lambda: {"model": None, "mesh": None}, {"model": {"module"}}),
+        "debug.explain": Call(debug.explain, lambda: {"tensor": x}),
+        "debug.show": Call(debug.show, lambda: {"tensor": x, "max_elements": 10}, {"max_elements": {"0"}}),
     }
 
 
-def call(function, arguments):
-    positional = [
-        arguments[name]
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is parameter.POSITIONAL_ONLY and name in arguments
-    ]
-    named = {
-        name: value
-        for name, value in arguments.items()
-        if inspect.signature(function).parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY
-    }
-    result = function(*positional, **named)
-    if isinstance(result, contextlib.AbstractContextManager):
-        with result:
-            pass
+def materialized(module, mesh, placements, device):
+    public.materialize(module, mesh, None if callable(placements) else placements, device=device)
 
 
-def complaint(function, arguments):
-    """Return the error of a call, or None."""
-    try:
-        call(function, arguments)
-    except Exception as error:
-        return error
-    return None
+def used_micro_batches(count):
+    """Use every micro-batch, as the end of the context requires."""
+    with random.micro_batches(count) as micro_batch:
+        for m in range(count):
+            with micro_batch(m):
+                pass
 
 
-@ranks(2)
-def test_every_argument_of_every_function():
-    mesh = public.init_device_mesh("cpu", (2,))
-    rights, found = right_arguments(mesh), functions()
-    assert set(rights) == set(found)
-    num_refused = 0
-    for name, arguments in rights.items():
-        if name not in ("random.micro_batches", "strict"):
-            assert complaint(found[name], arguments) is None, name
-        for argument in arguments:
-            for bad in BAD:
-                error = complaint(found[name], {**arguments, argument: bad})
-                if error is None:
-                    continue
-                where = f"{name}({argument}={bad!r}): {error!r}"
-                assert isinstance(error, ValueError | TypeError), where
-                assert re.search("expect", str(error)), where
-                assert re.search("got", str(error)), where
-                num_refused += 1
-    assert num_refused > 120
+def test_the_table_has_every_public_name():
+    (names,) = run_ranks(lambda: list(calls()), 1)
+    modules = {"": public, "random.": random, "debug.": debug}
+    check_table(modules, [*names, "random.current_stream", "random.get_state"], (*TORCHS, *RESULTS))
+
+
+@ranks(1)
+def test_bad_arguments():
+    assert check_calls(calls()) > 700
+
+
+@ranks(1)
+def test_a_function_without_its_checks_is_found():
+    call = calls()["random.manual_seed"]
+    bare = dataclasses.replace(call, function=inspect.unwrap(call.function))
+    with pytest.raises(AssertionError, match=r"\d+ calls end badly"):
+        check_calls({"random.manual_seed": bare})
 
 
 ROWS = {
@@ -116,14 +116,14 @@ ROWS = {
         lambda _: public.InterleavedShard("a", 2),
         "expects a dim counted from the front, got dim='a'; pass 0",
     ),
-    "units": (lambda _: RaggedShard((0,), ("a",)), "RaggedShard expects integers as numbers of units, got ('a',)"),
+    "units": (lambda _: RaggedShard((0,), ("a",)), "RaggedShard: expected int for local_units[0], got 'a'"),
     "no mesh": (
         lambda _: public.distribute_tensor(torch.ones(2), None, [Shard(0)]),
         "expected a DeviceMesh for device_mesh, got None outside of `with mesh:`; pass the mesh",
     ),
     "a placement": (
         lambda mesh: public.distribute_tensor(torch.ones(2), mesh, ["Shard(0)"]),
-        "expected placements such as Shard(0) or Replicate(), got 'Shard(0)'; pass one for each mesh axis",
+        "distribute_tensor: expected Placement for placements[0], got 'Shard(0)'; pass such a value",
     ),
     "a dim": (
         lambda mesh: public.distribute_tensor(torch.ones(2), mesh, [Shard(1)]),
@@ -131,12 +131,12 @@ ROWS = {
     ),
     "too many": (
         lambda mesh: public.distribute_tensor(torch.ones(2), mesh, [Shard(0), Replicate()]),
-        "expected one placement for each axis of",
+        "expected placements, one for each axis of",
     ),
     "seed": (lambda _: random.manual_seed("a"), "manual_seed: expected int for seed, got 'a'; pass such a value"),
     "number": (lambda _: random.manual_seed(1, 2, 3), "manual_seed() takes 1 positional argument but 3 were given"),
     "axis": (lambda _: random.local_batch(3).__enter__(), "local_batch: expected DeviceMesh for mesh_axis, got 3"),
-    "family": (lambda _: public.disabled(3).__enter__(), "disabled: expected families among random, operators"),
+    "family": (lambda _: public.disabled(3).__enter__(), "disabled: expected names among random, operators"),
     "constructor": (lambda _: public.deferred_init(None), "deferred_init: expected Callable for ctor, got None"),
 }
 

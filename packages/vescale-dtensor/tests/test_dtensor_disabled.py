@@ -74,7 +74,7 @@ def test_a_family_alone(family):
 
 def test_an_unknown_family_is_refused():
     with (
-        pytest.raises(ValueError, match=r"expected families among random, operators, .* got randomness"),
+        pytest.raises(ValueError, match=r"expected names among random, operators, .* got randomness"),
         disabled("randomness"),
     ):
         pass

@@ -159,7 +159,7 @@ def test_draws_without_a_batch_dim_are_refused():
 
 
 def test_misuse_of_micro_batches():
-    with pytest.raises(ValueError, match="expected at least one micro-batch, got count=0"), random.micro_batches(0):
+    with pytest.raises(ValueError, match="expected an integer of 1 or more for count, got 0"), random.micro_batches(0):
         pass
     with random.micro_batches(2) as micro_batch:
         with pytest.raises(IndexError, match="expected a micro-batch from 0 to 1, got 2"), micro_batch(2):

@@ -289,7 +289,7 @@ def test_the_innermost_context_decides(shard):
 
 
 def test_another_mode_is_refused():
-    with pytest.raises(ValueError, match=r'expected mode="raise" or mode="warn", got \'log\''):
+    with pytest.raises(ValueError, match=r"expected 'raise' or 'warn' for mode, got 'log'"):
         strict(mode="log")
 
 

@@ -164,7 +164,7 @@ def test_modules_that_cannot_be_reduced():
     module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"'phase' has dtype torch.complex64; DDP reduces floating-point gradients"):
         DDP(module, axis)
-    with pytest.raises(ValueError, match="num_shards and bucket_bytes must be positive, got 1 and 0"):
+    with pytest.raises(ValueError, match="expected an integer of 1 or more for bucket_bytes, got 0"):
         DDP(Model(), axis, bucket_bytes=0)
 
 

@@ -168,7 +168,7 @@ WRONG = [
     (
         {"layer.0.weight": "rows"},
         ValueError,
-        r"'layer.0.weight' matches no parameter of Net; near: \['layers.0.w",
+        r"'layer.0.weight' matches no parameter of Net; near in the module: \['layers.0.w",
     ),
     ({r"(": "rows"}, ValueError, r"'\(' is neither a parameter nor a regular expression"),
     ({"layers.0.weight": 7}, ValueError, r"'layers.0.weight': blocks of 7 elements do not divide its shape \(9, 6\)"),
@@ -179,7 +179,7 @@ WRONG = [
     ({"experts": 0}, ValueError, r"granularity of 'experts' must be .*, got 0"),
     ({"experts": True}, ValueError, r"granularity of 'experts' must be .*, got True"),
     ({"experts": ("dim1", 2)}, ValueError, r"granularity of 'experts' must be .*, got \('dim1', 2\)"),
-    ({3: "rows"}, TypeError, r"a key is a name of a parameter or a regular expression, got 3"),
+    ({3: "rows"}, TypeError, r"a key must be a name of a parameter or a regular expression, got 3"),
     ("rows", TypeError, r"granularity must map names of parameters, or regular expressions, to"),
 ]
 

@@ -284,7 +284,8 @@ def test_what_is_refused():
         "state_dtype torch.float64 has no fewer bits than torch.float32, in which '0.weight' is updated"
     )
     unknown = (
-        "state_dtype names ['exp_average'], which is no state of this optimizer with these hyperparameters; it keeps "
+        "expected names of state as keys of state_dtype, got others: state_dtype names ['exp_average'], "
+        "which is no state of this optimizer with these hyperparameters; it keeps "
     )
     assert refused({"exp_average": BF16}) == unknown + "['exp_avg', 'exp_avg_sq']"
     assert refused({"momentum_buffer": BF16}, kind=torch.optim.SGD).endswith("it keeps []")

@@ -100,7 +100,7 @@ BAD = {"negative": -1, "nan": math.nan, "infinite": math.inf, "two": torch.ones(
 def test_bad_counts_are_an_error_on_every_rank(came):
     model = DDP(build(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
     here = rf"at coords \[1\] of axis 'dp'{'; here it is ' if dist.get_rank() else '$'}"
-    with pytest.raises(ValueError, match=rf"global_mean_scale expects the number of terms, 0 or more, .*{here}"):
+    with pytest.raises(ValueError, match=rf"global_mean_scale: expected the number of terms, 0 or more, .*{here}"):
         model.global_mean_scale(came if dist.get_rank() else 3)
 
 

@@ -1,21 +1,40 @@
-"""A wrong argument is named where it was given: expected, got."""
+"""A bad argument is named where it was given: what was expected, what came, and what to pass."""
 
+import dataclasses
+import inspect
 import re
+from datetime import timedelta
 
 import pytest
+import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from vescale.pipe import PipelineEngine, PipelinePlan, from_csv, gpipe, one_f_one_b, simulate, split_units, validate
-from vescale_testing import ranks
+import vescale.pipe as public
+from vescale.pipe import (
+    Action,
+    Costs,
+    PipelineEngine,
+    PipelinePlan,
+    Schedule,
+    from_csv,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    split_units,
+    validate,
+)
+from vescale_testing import ranks, run_ranks
+from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 MODEL, PLAN = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), PipelinePlan()
 
 ROWS = {
+    "gpipe, too many": (lambda: gpipe(2, 10**9), "expected num_stages x num_microbatches of at most 8388608, got num_"),
     "gpipe": (lambda: gpipe("a", 2), "gpipe: expected int for num_stages, got 'a'"),
     "gpipe, True": (lambda: gpipe(True, 2), "gpipe: expected int for num_stages, got True"),
     "1f1b": (lambda: one_f_one_b(2, 2.5), "one_f_one_b: expected int for num_microbatches, got 2.5"),
-    "gpipe, -1": (lambda: gpipe(2, -1), "num_microbatches >= 1, got num_stages=2, num_microbatches=-1"),
+    "gpipe, -1": (lambda: gpipe(2, -1), "gpipe: expected an integer of 1 or more for num_microbatches, got -1"),
     "actions": (lambda: PLAN.actions(None), "expected int for num_stages, got None"),
     "schedule": (lambda: PipelinePlan(schedule=[]), "expected one of '1f1b', 'gpipe' for schedule, got []"),
     "split": (lambda: PipelinePlan(split=None), "expected split 'uniform', a list of the modules"),
@@ -24,11 +43,11 @@ ROWS = {
     "units, stages": (lambda: split_units(MODEL, PLAN, "a"), "split_units: expected int for num_stages, got 'a'"),
     "units, no stage": (
         lambda: split_units(MODEL, PLAN, 0),
-        "expected at least one pipeline stage, got num_stages = 0",
+        "split_units: expected an integer of 1 or more for num_stages, got 0",
     ),
     "validate": (lambda: validate(None), "validate: expected Schedule for schedule, got None"),
     "simulate": (lambda: simulate(3), "simulate: expected Schedule for schedule, got 3"),
-    "from_csv": (lambda: from_csv(3), "from_csv: expected str or Path for path, got 3"),
+    "from_csv": (lambda: from_csv(3), "from_csv: expected str or PathLike for path, got 3"),
 }
 
 
@@ -37,6 +56,113 @@ def test_refused(row):
     call, message = ROWS[row]
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         call()
+
+
+RESULTS = ("Simulation", "StageSplit", "Stub", "Transfer")  # which users do not construct
+TEXTS = {"no text", "text", "misspelled"}
+PATHS = {"text", "misspelled"}
+NUMBERS = {"0", "0.5", "huge"}
+
+
+def calls():
+    """Return the public calls."""
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+    schedule = gpipe(2, 2)
+    sizes = {"num_stages": 2, "num_microbatches": 2}
+    return {
+        "Action": Call(
+            Action, lambda: {"stage": 0, "kind": "F", "microbatch": 0}, {"stage": {"True"}, "microbatch": {"True"}}
+        ),
+        "Action.parse": Call(Action.parse, lambda: {"text": "0F0"}),
+        "Costs": Call(
+            Costs,
+            lambda: {"forward": 1.0, "input_grad": (1.0, 2.0), "weight_grad": 1.0, "latency": 0.0},
+            {
+                "forward": NUMBERS | {"()", "[]", "[0]"},
+                "input_grad": NUMBERS | {"()", "[]", "[0]", "longer", "shorter"},
+                "weight_grad": NUMBERS | {"()", "[]", "[0]"},
+                "latency": NUMBERS,
+            },
+        ),
+        "PipelinePlan": Call(
+            PipelinePlan,
+            lambda: {"schedule": "1f1b", "num_microbatches": 2, "split": (("a",), ("b",))},
+            {"split": {"()", "[]", "[text]", "longer", "shorter"}},
+        ),
+        "PipelinePlan.actions": Call(PLAN.actions, lambda: {"num_stages": 2}),
+        "PipelinePlan.from_json": Call(PipelinePlan.from_json, lambda: {"text": PLAN.to_json()}),
+        "Schedule": Call(
+            Schedule,
+            lambda: sizes | {"ranks": schedule.ranks},
+            {"num_stages": {"0"}, "num_microbatches": {"0"}, "ranks": {"()", "[]", "longer", "shorter"}},
+        ),
+        "Schedule.parse": Call(
+            Schedule.parse,
+            lambda: sizes | {"text": str(schedule)},
+            {
+                "num_stages": {"None", "0"},
+                "num_microbatches": {"None", "0"},
+                "text": {"no text", "()", "[]", "{}", "iterator"},
+            },
+        ),
+        "gpipe": Call(gpipe, lambda: sizes),
+        "one_f_one_b": Call(one_f_one_b, lambda: sizes),
+        "validate": Call(validate, lambda: {"schedule": schedule}),
+        "simulate": Call(simulate, lambda: {"schedule": schedule, "costs": Costs()}, {"costs": {"None"}}),
+        "format_table": Call(public.format_table, lambda: {"schedule": schedule}),
+        "from_csv": Call(from_csv, lambda: {"path": "schedule.csv"}),
+        "to_csv": Call(public.to_csv, lambda: {"schedule": schedule, "path": "schedule.csv"}, {"path": PATHS}),
+        "split_units": Call(split_units, lambda: {"model": MODEL, "plan": PLAN, "num_stages": 2}),
+        "PipelineEngine": Call(
+            PipelineEngine,
+            lambda: {
+                "model": nn.Linear(2, 2),
+                "axis": mesh,
+                "plan": PLAN,
+                "loss_fn": torch.sum,
+                "meshes": (mesh,),
+                "timeout": timedelta(seconds=60),
+            },
+            {
+                "model": {"module"},
+                "loss_fn": {"None", "class", "function", "module"},
+                "meshes": {"()", "[]", "longer", "shorter"},
+                "timeout": {"None"},
+            },
+        ),
+    }
+
+
+def test_the_table_has_every_public_name():
+    (names,) = run_ranks(lambda: list(calls()), 1)
+    check_table({"": public}, [*names, "draw"], RESULTS)
+
+
+def test_drawing_refuses(tmp_path):
+    with pytest.raises(TypeError, match="draw: expected Schedule for schedule, got None"):
+        public.draw(None, tmp_path / "schedule.png")
+    with pytest.raises(ValueError, match="draw: expected a path that is not empty for path, got ''"):
+        public.draw(gpipe(2, 2), "")
+
+
+def test_bad_arguments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    public.to_csv(gpipe(2, 2), "schedule.csv")
+    run_ranks(lambda: check_calls(calls()), 1)
+
+
+@ranks(1)
+def test_a_function_without_its_checks_is_found():
+    call = calls()["validate"]
+    bare = dataclasses.replace(call, function=inspect.unwrap(call.function))
+    with pytest.raises(AssertionError, match=r"\d+ calls end badly"):
+        check_calls({"validate": bare})
+
+
+def test_costs_of_another_number_of_stages():
+    with pytest.raises(ValueError, match=r"simulate: expected a number for each of 2 stages as costs.forward, got 3"):
+        simulate(gpipe(2, 2), Costs(forward=(1.0, 2.0, 3.0)))
+    assert simulate(gpipe(2, 2), Costs(0.0, 0.0, 0.0)).bubble == 0
 
 
 @ranks(1)

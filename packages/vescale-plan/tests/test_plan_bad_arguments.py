@@ -1,12 +1,16 @@
-"""A wrong argument is named where it was given: expected, got."""
+"""A bad argument is named where it was given: what was expected, what came, and what to pass."""
 
+import dataclasses
+import inspect
 import math
 import re
 
 import pytest
 from torch import nn
 
-from vescale.plan import Cluster, Constraints, Plan, StateBytes, generate_plan, profile
+import vescale.plan as public
+from vescale.plan import Cluster, Constraints, Layout, Plan, StateBytes, generate_plan, profile
+from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 RUN = {"global_batch_size": 2, "sequence_length": 4}
 CLUSTER, MODEL = Cluster(2, memory_bytes=2**30), nn.Linear(2, 2)
@@ -30,6 +34,14 @@ ROWS = {
     "check_batch, text": (lambda: Plan().check_batch("a"), "expected an integer >= 1 for global_batch_size, got 'a'"),
     "check_batch, 0": (lambda: Plan().check_batch(0), "expected an integer >= 1 for global_batch_size, got 0"),
     "num_devices": (lambda: Cluster("a", memory_bytes=1), "expected an integer >= 1 for num_devices, got 'a'"),
+    "num_devices, huge": (
+        lambda: Cluster(2**62, memory_bytes=1),
+        "an integer <= 16777216 for num_devices, got",
+    ),
+    "batch, huge": (
+        lambda: Constraints(global_batch_size=2**62, sequence_length=4),
+        "expected an integer <= 4294967296 for global_batch_size, got 4611686018427387904",
+    ),
     "memory_fraction": (lambda: Constraints(**RUN, memory_fraction="a"), "(0, 1] for memory_fraction, got 'a'"),
     "memory_fraction, nan": (lambda: Constraints(**RUN, memory_fraction=math.nan), "for memory_fraction, got nan"),
     "state_bytes": (lambda: Constraints(**RUN, state_bytes=3), "expected StateBytes or None for state_bytes, got 3"),
@@ -47,11 +59,118 @@ ROWS = {
 }
 
 
+# which users do not construct
+RESULTS = ("Candidate", "ModelProfile", "ParameterInfo", "StageMemory")
+EMPTY = {"()", "[]"}
+LAYOUT = {
+    "dp": 1,
+    "tp": 2,
+    "pp": 1,
+    "zero": 0,
+    "num_microbatches": 1,
+    "schedule": "1f1b",
+    "sequence_parallel": False,
+}
+PLAN = LAYOUT | {
+    "pp": 2,
+    "split": ("a",),
+    "module_plan": "llama",
+    "mode": "eager",
+    "device": "cpu",
+    "bucket_bytes": 1024,
+    "axis_order": ("pp", "dp", "tp"),
+    "memory": (),
+    "limit_bytes": None,
+    "table": (),
+}
+CHOICES = RUN | {
+    "dp": None,
+    "tp": None,
+    "pp": None,
+    "zero": None,
+    "num_microbatches": None,
+    "sequence_parallel": None,
+    "schedule": "1f1b",
+    "max_microbatches": 32,
+    "memory_fraction": 0.9,
+    "state_bytes": None,
+}
+STATE, PATHS = StateBytes(2, 2, 12), {"text", "misspelled"}
+
+
+def calls():
+    """Return the public calls."""
+    found, layout = profile(MODEL), Layout(dp=1, tp=1, pp=1)
+    return {
+        "Cluster": Call(
+            Cluster, lambda: {"num_devices": 2, "memory_bytes": 2**30, "device": "cpu", "devices_per_host": 8}
+        ),
+        "Constraints": Call(
+            Constraints, lambda: CHOICES, {"zero": {"0"}, "sequence_parallel": {"True"}, "memory_fraction": {"0.5"}}
+        ),
+        "Layout": Call(Layout, lambda: LAYOUT),
+        "StateBytes": Call(
+            StateBytes,
+            lambda: {"params": 2, "grads": 2, "optimizer": 8},
+            {"params": {"0"}, "grads": {"0"}, "optimizer": {"0"}},
+        ),
+        "StateBytes.for_dtype": Call(StateBytes.for_dtype, lambda: {"dtype": "float32"}),
+        "Plan": Call(Plan, lambda: PLAN, {"split": {"[text]"}, "module_plan": {"None", "text", "misspelled"}}),
+        "Plan.check_batch": Call(Plan(dp=2).check_batch, lambda: {"global_batch_size": 2}),
+        "Plan.check_world": Call(Plan(dp=2).check_world, lambda: {"world_size": 2}),
+        "Plan.explain": Call(Plan().explain, lambda: {"max_rows": 40}),
+        "Plan.from_json": Call(Plan.from_json, lambda: {"text": Plan().to_json()}),
+        "Plan.load": Call(Plan.load, lambda: {"path": "plan.json"}),
+        "Plan.save": Call(Plan().save, lambda: {"path": "plan.json"}, {"path": PATHS}),
+        "estimate_memory": Call(
+            public.estimate_memory,
+            lambda: RUN | {"profile": found, "layout": layout, "state": STATE, "bucket_bytes": 1024},
+            {"state": {"None"}},
+        ),
+        "generate_plan": Call(
+            generate_plan,
+            lambda: {"model": MODEL, "cluster": CLUSTER, "constraints": Constraints(**RUN)},
+        ),
+        "model_state_bytes": Call(
+            public.model_state_bytes,
+            lambda: {"num_params": 4, "state": STATE, "dp": 1, "zero": 1},
+            {"num_params": {"0"}, "zero": {"0"}},
+        ),
+        "profile": Call(
+            profile,
+            lambda: {"model": MODEL, "tp_sharded": ["weight"], "fused_attention": True},
+            {"tp_sharded": EMPTY | {"None", "longer", "shorter"}, "fused_attention": {"None"}},
+        ),
+    }
+
+
+def test_the_table_has_every_public_name():
+    check_table({"": public}, calls(), RESULTS)
+
+
+def test_bad_arguments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Plan().save("plan.json")
+    assert check_calls(calls()) > 1000
+
+
+def test_a_function_without_its_checks_is_found():
+    call = calls()["model_state_bytes"]
+    bare = dataclasses.replace(call, function=inspect.unwrap(call.function))
+    with pytest.raises(AssertionError, match=r"\d+ calls end badly"):
+        check_calls({"model_state_bytes": bare})
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_refused(row):
     call, message = ROWS[row]
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         call()
+
+
+def test_the_largest_numbers_end():
+    run = Constraints(global_batch_size=2**32, sequence_length=4, max_microbatches=2**62)
+    assert generate_plan(MODEL, Cluster(2**24, memory_bytes=2**30), run).world_size == 2**24
 
 
 def test_right_arguments_pass():

@@ -97,7 +97,7 @@ def test_what_cannot_be_cut_is_refused(batch, plan, message):
 
 @ranks(1)
 def test_only_dicts_are_batches():
-    with pytest.raises(TypeError, match="expected a dict of the model's arguments, got Tensor; pass them by name"):
+    with pytest.raises(TypeError, match="expected a dict of the model's arguments as batch, got Tensor; pass them"):
         parallel_model().local_batch(torch.zeros(4))
 
 

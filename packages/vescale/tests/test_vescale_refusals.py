@@ -19,7 +19,13 @@ def build():
 @pytest.mark.parametrize(
     ("plan", "model", "optimizer_fn", "error", "message"),
     [
-        ({"dp": 1}, build(), torch.optim.SGD, TypeError, "expected a vescale.Plan, got dict; pass vescale.Plan("),
+        (
+            {"dp": 1},
+            build(),
+            torch.optim.SGD,
+            TypeError,
+            "expected a vescale.Plan as plan, got dict; pass vescale",
+        ),
         (
             vescale.Plan(),
             [build()],

@@ -36,14 +36,14 @@ def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatch
     """
     if not isinstance(batch, Mapping):
         raise TypeError(
-            f"local_batch: expected a dict of the model's arguments, got {type(batch).__name__}; pass them by name, "
-            "such as {'input_ids': tokens}"
+            f"local_batch: expected a dict of the model's arguments as batch, got {type(batch).__name__}; pass them by "
+            "name, such as {'input_ids': tokens}"
         )
     lengths = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
     if not lengths:
         raise ValueError(
             "local_batch: expected a tensor with sequences in dim 0, got none among "
-            f"{', '.join(batch) or 'no arguments'}; pass the inputs of the global batch"
+            f"{', '.join(map(str, batch)) or 'no arguments'}; pass the inputs of the global batch"
         )
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name}: {length}" for name, length in lengths.items())

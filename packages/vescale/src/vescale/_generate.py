@@ -6,24 +6,25 @@ from the model's ready plan. A model without a ready plan is planned without ten
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from vescale.dmodule.plans import plan_for
+from vescale.dtensor import Placement
 from vescale.dtensor.extension import checked
 from vescale.plan import Cluster, Constraints, ModelProfile, Plan, profile
 from vescale.plan import generate_plan as search
 
 
-@checked("model", "cluster", "constraints", "module_plan")
+@checked
 def generate_plan(
     model: nn.Module | ModelProfile,
     cluster: Cluster,
     constraints: Constraints,
     *,
-    module_plan: Mapping[str, Mapping[str, Any]] | None = None,
+    module_plan: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Choose degrees, ZeRO stage and micro-batches for a model on a cluster.
 
@@ -39,6 +40,7 @@ def generate_plan(
 
     Raises:
         ValueError: no plan fits; the text has the nearest miss.
+        TypeError: an argument, or an entry of the module plan, has another type.
     """
     if isinstance(model, ModelProfile):
         return search(model, cluster, constraints)
@@ -52,14 +54,23 @@ def generate_plan(
     return search(dataclasses.replace(found, tp_refusal=refusal), cluster, constraints)
 
 
-def sharded_patterns(model: nn.Module, module_plan: Mapping[str, Mapping[str, Any]]) -> list[str]:
+@checked
+def _module_plan(
+    *, parameter: Mapping[str, Mapping[str, Placement] | Sequence[Placement]], expert: Mapping[str, object]
+) -> None:
+    """Check the sections of a module plan that are read here."""
+
+
+def sharded_patterns(model: nn.Module, module_plan: Mapping[str, Any]) -> list[str]:
     """Return the regular expressions of a module plan that shard parameters of this model."""
+    sections = {name: module_plan.get(name, {}) for name in ("parameter", "expert")}
+    _module_plan(**sections)
     patterns = [
         pattern
-        for pattern, placements in module_plan.get("parameter", {}).items()
+        for pattern, placements in sections["parameter"].items()
         if any(placement.is_shard() for placement in _placements(placements))
     ]
-    patterns += [rf"(?:{pattern})\..*" for pattern in module_plan.get("expert", {})]
+    patterns += [rf"(?:{pattern})\..*" for pattern in sections["expert"]]
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     return [pattern for pattern in patterns if any(re.fullmatch(pattern, name) for name in names)]
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale.dmodule import parallelize_module
 from vescale.dmodule.plans import FAMILIES, plan_for
 from vescale.dtensor import init_device_mesh, is_deferred
-from vescale.dtensor.extension import checked
+from vescale.dtensor.extension import CheckedInside, checked
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim.clip import check_max_norm
 from vescale.pipe import PipelineEngine, PipelinePlan
@@ -28,20 +28,20 @@ from vescale.plan import Plan
 from ._parallel_model import ParallelModel
 from ._process_group import check_same_plan, ensure_process_group
 
-ModulePlan = Mapping[str, Mapping[str, Any]]
+ModulePlan = Mapping[str, Any]
 OptimizerFn = type[torch.optim.Optimizer] | functools.partial
 
 
-@checked("loss_fn", "param_groups", "mesh")
+@checked
 def parallelize(
-    plan: Plan,
-    model: nn.Module,
-    optimizer_fn: OptimizerFn,
+    plan: CheckedInside[Plan],
+    model: CheckedInside[nn.Module],
+    optimizer_fn: CheckedInside[OptimizerFn],
     *,
-    clip_grad_norm: float | None = None,
+    clip_grad_norm: CheckedInside[float | None] = None,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     param_groups: Callable[[nn.Module], Iterable[dict[str, Any]]] | None = None,
-    module_plan: ModulePlan | None = None,
+    module_plan: CheckedInside[ModulePlan | None] = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[ParallelModel, DistributedOptimizer]:
     """Parallelize a model and its optimizer by a plan. Every process calls it with the same arguments.
@@ -113,7 +113,8 @@ def _read_arguments(
     """Return the optimizer's class and hyperparameters."""
     if not isinstance(plan, Plan):
         raise TypeError(
-            f"parallelize: expected a vescale.Plan, got {type(plan).__name__}; pass vescale.Plan(dp=..., tp=...)"
+            f"parallelize: expected a vescale.Plan as plan, got {type(plan).__name__}; pass vescale.Plan(dp=..., "
+            "tp=...)"
         )
     if isinstance(model, ParallelModel | DDP):
         raise TypeError(f"parallelize: expected a plain module, got {type(model).__name__}; pass the plain module")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 from torch import nn
 
-from ._execution.modes import execution_of
+from vescale.dtensor.extension import checked
+
+from ._execution.modes import Mode, execution_of
+from .errors import PlanError
 
 __all__ = ["no_sync", "set_mode"]
 
 
-def set_mode(module: nn.Module, mode: str, *parts: str) -> nn.Module:
+@checked
+def set_mode(module: nn.Module, mode: Mode, *parts: str) -> nn.Module:
     """Set the mode of a parallelized module, or of some parts of it, from the next call on.
 
     Args:
@@ -33,12 +38,31 @@ def set_mode(module: nn.Module, mode: str, *parts: str) -> nn.Module:
         >>> set_mode(model, "static")                                   # doctest: +SKIP
         >>> set_mode(model, "eager", r"model\\.layers\\.3\\.mlp")       # for a debugger    # doctest: +SKIP
     """
-    execution = execution_of(module)
+    execution, names = execution_of(module), _matched(module, parts)
     if execution is not None:
-        execution.set_mode(mode, parts)
+        execution.set_mode(mode, names if parts else [""])
     return module
 
 
+def _matched(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """Return the names of the submodules that patterns match."""
+    names = [name for name, _ in module.named_modules() if name]
+    found: list[str] = []
+    for pattern in patterns:
+        try:
+            matched = [name for name in names if re.fullmatch(pattern, name)]
+        except re.error as error:
+            raise PlanError(f"set_mode: expected regexes for parts, got {pattern!r}: {error}") from error
+        if not matched:
+            known = ", ".join(names[:8])
+            raise PlanError(
+                f"set_mode: expected regexes of submodules for parts, got {pattern!r}; they are {known}, ..."
+            )
+        found += matched
+    return found
+
+
+@checked
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients over several backward passes without reducing partial gradients.

@@ -20,7 +20,7 @@ from vescale.dtensor.extension import (
 
 from ._boundary.hooks import install_inputs, install_outputs
 from ._boundary.local_region import install_local
-from ._execution.modes import ATTRIBUTE, MODES, Execution
+from ._execution.modes import ATTRIBUTE, Execution, Mode
 from ._execution.patch import set_attributes
 from ._experts import install_experts
 from ._plan.parameters import distribute
@@ -32,13 +32,13 @@ __all__ = ["parallelize_module"]
 logger = logging.getLogger("vescale.dmodule")
 
 
-@checked("module", "mesh", "plan")
+@checked
 def parallelize_module(
     module: nn.Module,
     mesh: DeviceMesh,
-    plan: Mapping[str, Mapping[str, object]],
+    plan: Mapping[str, object],
     *,
-    mode: str = "eager",
+    mode: Mode = "eager",
     allow_implicit: bool = False,
     allow_empty: bool = False,
 ) -> nn.Module:
@@ -84,8 +84,6 @@ def parallelize_module(
         ... }
         >>> model = parallelize_module(model, mesh["tp"], plan)         # doctest: +SKIP
     """
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}; this version has {', '.join(map(repr, MODES))}")
     if ATTRIBUTE in vars(module):
         raise ValueError(f"this {type(module).__name__} is parallelized already; build a new one to change the plan")
     if not mesh.mesh_dim_names:

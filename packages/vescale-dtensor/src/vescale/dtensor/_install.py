@@ -298,7 +298,7 @@ def disabled(*names: str) -> Iterator[None]:
     unknown = [name for name in names if name not in FAMILIES]
     if unknown:
         raise ValueError(
-            f"disabled: expected families among {', '.join(FAMILIES)}, got {', '.join(map(str, unknown))}; pass "
+            f"disabled: expected names among {', '.join(FAMILIES)}, got {', '.join(map(str, unknown))}; pass "
             "some of those"
         )
     removed = [row for row in _installed if row.family in (names or FAMILIES)]

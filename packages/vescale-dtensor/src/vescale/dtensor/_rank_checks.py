@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ._checked import Size, checked
 from ._containers import leaves
 from ._layout.agreement import gather_objects
 from ._random.philox import state as philox_state
@@ -52,7 +53,8 @@ _SAME_MODULE = "build the same module on all ranks of these axes"
 _SAME_SEED = "call torch.manual_seed with one seed on all ranks; for what must differ by rank, use a torch.Generator"
 
 
-def check_ranks(*, every: int = 100) -> None:
+@checked
+def check_ranks(*, every: Size = 100) -> None:
     """Set how often the ranks compare what must be equal on all of them. All ranks call it alike.
 
     They compare at construction, in the first call, and in every ``every``-th call after that: hyperparameters, norms
@@ -65,14 +67,13 @@ def check_ranks(*, every: int = 100) -> None:
             and shapes, without which collectives would not fit together.
 
     Raises:
-        ValueError: If ``every`` is not an integer of 0 or more.
+        TypeError: If ``every`` is no integer.
+        ValueError: If it is negative.
 
     Example:
         >>> check_ranks(every=10)
         >>> check_ranks(every=100)  # the default
     """
-    if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-        raise ValueError(f"check_ranks: expected a number of calls, 0 or more, for every, got {every!r}; 0 means never")
     _EVERY[0] = every
 
 

@@ -30,7 +30,8 @@ says when. `generator_fact`, `input_facts`, `module_facts` and `checksum` make f
 `Waits.run` runs a function of torch.distributed, `Waits.wait` waits for a work. `name_group` says what errors call a
 group.
 
-**Arguments.** `checked` checks arguments of a public function by their annotations.
+**Arguments.** `checked` checks arguments of a public function by their annotations; `Condition`, `one_of` and the types
+`Count`, `Size`, `NonNegative` and `FilePath` say which values an annotated type has.
 
 **Nested values.** `leaves`, `tensors_in` and `map_leaves` walk lists, tuples, dicts and, if asked to, dataclasses.
 
@@ -50,7 +51,7 @@ registers it; a package that destroys process groups at exit calls it after that
 
 from __future__ import annotations
 
-from ._checked import checked
+from ._checked import CheckedInside, Condition, Count, FilePath, NonNegative, Size, checked, one_of
 from ._containers import leaves, map_leaves, tensors_in
 from ._exit import wait_for_gloo_threads
 from ._gradients import (
@@ -93,11 +94,17 @@ from .debug._text import bytes_text, text_table
 __all__ = [
     "BlockShard",
     "Box",
+    "CheckedInside",
+    "Condition",
+    "Count",
     "Fact",
     "Failures",
+    "FilePath",
     "GradientReceiver",
+    "NonNegative",
     "Piece",
     "Position",
+    "Size",
     "Turns",
     "Waits",
     "aligned_gradient",
@@ -130,6 +137,7 @@ __all__ = [
     "module_facts",
     "name_group",
     "on_implicit_redistribution",
+    "one_of",
     "pair_of",
     "pieces",
     "raise_difference",

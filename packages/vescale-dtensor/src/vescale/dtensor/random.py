@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._checked import checked
+from ._checked import Count, checked, one_of
 from ._random import state as _random_state
 from ._random import streams as _streams
 from ._random.batch import MicroBatches, window
@@ -51,12 +51,14 @@ __all__ = [
 ]
 
 
+Stream = Annotated[str, one_of("torch", "philox")]
+
 # ------------------------------------------------------------------------------------------------- streams
 
 
-@checked("name", "seed")
+@checked
 @contextlib.contextmanager
-def stream(name: str, *, seed: int | None = None) -> Iterator[None]:
+def stream(name: Stream, *, seed: int | None = None) -> Iterator[None]:
     """Draw from a stream of random numbers in this context, on plain tensors and on DTensors.
 
     In ``"philox"`` draw number ``n`` of seed ``s`` has its own key, and element ``i`` of the global tensor its own
@@ -97,8 +99,8 @@ def stream(name: str, *, seed: int | None = None) -> Iterator[None]:
         yield
 
 
-@checked("name", "seed")
-def set_stream(name: str, *, seed: int | None = None) -> None:
+@checked
+def set_stream(name: Stream, *, seed: int | None = None) -> None:
     """Draw from a stream for the rest of the program, or until the next call; see `stream`.
 
     Args:
@@ -129,7 +131,7 @@ def current_stream() -> str:
     return _random_state.current()
 
 
-@checked("seed")
+@checked
 def manual_seed(seed: int) -> None:
     """Seed both streams: all of torch's default generators, and the stream "philox".
 
@@ -148,7 +150,7 @@ def manual_seed(seed: int) -> None:
 # ------------------------------------------------------------------------------------------------- states
 
 
-@checked("seed")
+@checked
 @contextlib.contextmanager
 def fork(seed: int | None = None) -> Iterator[None]:
     """Restore all generators at the end of this context.
@@ -190,6 +192,7 @@ def get_state() -> dict[str, Any]:
     return _random_state.get_state()
 
 
+@checked
 def set_state(state: dict[str, Any]) -> None:
     """Restore a state returned by `get_state`, in this process or another.
 
@@ -207,7 +210,7 @@ def set_state(state: dict[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------- batches
 
 
-@checked("mesh_axis")
+@checked
 @contextlib.contextmanager
 def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
     """Declare that dim 0 of every tensor drawn in this context is this rank's part of a global batch.
@@ -243,9 +246,9 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
         yield
 
 
-@checked("count")
+@checked
 @contextlib.contextmanager
-def micro_batches(count: int) -> Iterator[MicroBatches]:
+def micro_batches(count: Count) -> Iterator[MicroBatches]:
     """Draw in ``count`` micro-batches the values that one forward over the batch draws.
 
     Yields a function that returns a context for each micro-batch. In the context of micro-batch ``m`` dim 0 of every
@@ -278,14 +281,12 @@ def micro_batches(count: int) -> Iterator[MicroBatches]:
         >>> torch.equal(torch.cat(parts), whole)
         True
     """
-    if count < 1:
-        raise ValueError(f"expected at least one micro-batch, got count={count}; pass the number of micro-batches")
     made = MicroBatches(count)
     yield made
     made.finish()
 
 
-@checked("reason")
+@checked
 @contextlib.contextmanager
 def forbidden(reason: str) -> Iterator[None]:
     """Refuse every random operator on plain tensors in this context.

@@ -47,7 +47,8 @@ def check_module(
     """
     if not trainable:
         raise ValueError(
-            f"{type(module).__name__} has no trainable parameter, so DDP has nothing to reduce; use it without DDP"
+            f"expected a module with trainable parameters, got one without: {type(module).__name__} has no trainable "
+            "parameter, so DDP has nothing to reduce; use it without DDP"
         )
     for fqn, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if _torch.is_deferred_storage(tensor):

@@ -46,7 +46,7 @@ class Options:
     row_wise: tuple[str | re.Pattern, ...]
 
     def __post_init__(self):
-        if self.zero not in (0, 1, 2, 3):
+        if not isinstance(self.zero, int) or isinstance(self.zero, bool) or self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
         self._check_units()
         _check_patterns("row_wise", self.row_wise)

@@ -92,6 +92,7 @@ def clip_grad_norm_(
     """
     max_norm = check_max_norm("clip_grad_norm_: max_norm", max_norm)
     norm_type = _positive_number("clip_grad_norm_: norm_type", norm_type, fix="pass 2.0, or math.inf for the maximum")
+    _check_others(norm_axes, error_if_nonfinite)
     model = model_or_parameters if isinstance(model_or_parameters, DDP) else None
     parameters = _parameters(model_or_parameters)
     classes = _classes(parameters, model)
@@ -127,6 +128,13 @@ def check_max_norm(what: str, value: Any) -> float:
     return _positive_number(what, value, fix="pass a norm such as 1.0; math.inf only measures the norm")
 
 
+def _check_others(norm_axes: Any, error_if_nonfinite: Any) -> None:
+    if not isinstance(norm_axes, DeviceMesh | Iterable) or isinstance(norm_axes, str):
+        raise TypeError(f"clip_grad_norm_: expected meshes for norm_axes, got {norm_axes!r}; pass (mesh['pp'],)")
+    if not isinstance(error_if_nonfinite, bool):
+        raise TypeError(f"clip_grad_norm_: expected bool for error_if_nonfinite, got {error_if_nonfinite!r}")
+
+
 def _positive_number(what: str, value: Any, *, fix: str) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number and not (isinstance(value, Tensor) and value.numel() == 1):
@@ -145,7 +153,10 @@ def _parameters(model_or_parameters: nn.Module | Tensor | Iterable[Tensor]) -> l
     found = list(model_or_parameters) if isinstance(model_or_parameters, Iterable) else [model_or_parameters]
     for item in found:
         if not isinstance(item, Tensor):
-            raise TypeError(f"clip_grad_norm_: expected a module or parameters, got {item!r}; pass model.parameters()")
+            raise TypeError(
+                f"clip_grad_norm_: model_or_parameters: expected a module or parameters, got {item!r}; pass "
+                "model.parameters()"
+            )
     return found
 
 

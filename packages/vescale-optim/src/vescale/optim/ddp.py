@@ -42,7 +42,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor.extension import Fact, checked
+from vescale.dtensor.extension import CheckedInside, Count, Fact, checked
 
 from . import _torch
 from ._checks import refuse_local_statistics, rows_program
@@ -179,28 +179,28 @@ class DDP(_torch.UnmovableModule):
         >>> dist.destroy_process_group()
     """
 
-    @checked("module", "bucket_bytes")
+    @checked
     def __init__(
         self,
         module: nn.Module,
-        mesh_axis: DeviceMesh,
+        mesh_axis: CheckedInside[DeviceMesh],
         *,
-        zero: int = 0,
-        bucket_bytes: int = 25 * 2**20,
+        zero: CheckedInside[int] = 0,
+        bucket_bytes: Count = 25 * 2**20,
         overlap: bool = True,
-        reduction: str = "backend",
-        grad_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        param_dtype: torch.dtype | None = None,
+        reduction: CheckedInside[str] = "backend",
+        grad_dtype: CheckedInside[torch.dtype | None] = None,
+        reduce_dtype: CheckedInside[torch.dtype | None] = None,
+        param_dtype: CheckedInside[torch.dtype | None] = None,
         find_unused_parameters: bool = True,
-        units: Iterable[str | re.Pattern] | None = None,
+        units: CheckedInside[Iterable[str | re.Pattern] | None] = None,
         reshard_after_forward: bool = True,
         prefetch: bool = True,
-        granularity: Mapping[str | re.Pattern, str | int | tuple[str, int]] | None = None,
-        offload: bool = False,
+        granularity: CheckedInside[Mapping[str | re.Pattern, str | int | tuple[str, int]] | None] = None,
+        offload: CheckedInside[bool] = False,
         watch_draws: bool = False,
         per_rank: bool = False,
-        row_wise: Iterable[str | re.Pattern] = (),
+        row_wise: CheckedInside[Iterable[str | re.Pattern]] = (),
     ):
         super().__init__()
         options = Options(
@@ -234,7 +234,7 @@ class DDP(_torch.UnmovableModule):
         settings = {"overlap": overlap, "find_unused": find_unused_parameters}
         self._reducer = Reducer(wrapped.buckets, wrapped.frozen, axes.all, **settings)
         self._gathers = ParameterGathers(module, wrapped.buckets if sharded is None else (), overlap=overlap)
-        self._rows = None
+        self._calls = self._rows = None
         row_wise = matching_names(module, options.row_wise, setting="row_wise")
         if axes.all.size > 1:
             axes.all.failures.can_meet()
@@ -344,7 +344,8 @@ class DDP(_torch.UnmovableModule):
             ...     losses = F.cross_entropy(model(x), y, ignore_index=-100, reduction="sum")
             ...     (losses * scale).backward()  # the last one outside of no_sync()
         """
-        self._calls.is_scaled = True
+        if self._calls is not None:
+            self._calls.is_scaled = True
         if self._rows is not None:
             self._rows.is_uneven = True
         return global_mean_scale(count, self.data_axes.all)

@@ -16,7 +16,7 @@ bits. Muon, whose update needs full matrices, brings the parts of a matrix to on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor.extension import Fact, Turns, checked
+from vescale.dtensor.extension import CheckedInside, Fact, Turns, checked
 
 from ._gradients.placeholder import align_gradients
 from ._ranks.axis import Axis
@@ -32,6 +32,7 @@ from ._state.build import Instance, build_optimizer, check_class, cut_pieces, gr
 from ._state.entries import (
     MASTER,
     StateTemplate,
+    check_loaded,
     check_names,
     elementwise_names,
     expose,
@@ -105,17 +106,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tensor(5.1962)
     """
 
-    @checked("model", "param_groups", "norm_axes")
+    @checked
     def __init__(
         self,
-        optimizer_class_or_instance: type[torch.optim.Optimizer] | torch.optim.Optimizer,
+        optimizer_class_or_instance: CheckedInside[type[torch.optim.Optimizer] | torch.optim.Optimizer],
         *,
         model: nn.Module,
         param_groups: Iterable[dict[str, Any]] | None = None,
-        clip_grad_norm: float | None = None,
+        clip_grad_norm: CheckedInside[float | None] = None,
         norm_axes: DeviceMesh | Iterable[DeviceMesh] = (),
         master_dtype: torch.dtype | None = None,
-        state_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
+        state_dtype: CheckedInside[torch.dtype | Mapping[str, torch.dtype] | None] = None,
         **optimizer_kwargs: Any,
     ):
         optimizer_class, instance = optimizer_class_or_instance, None
@@ -135,7 +136,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.pieces = cut_pieces(model, master_dtype=master_dtype, detached=other_stages)
         if not self.pieces:
             raise ValueError(
-                f"{type(model).__name__} has no trainable parameter; freeze fewer, or do without an optimizer"
+                f"expected a model with trainable parameters, got one without: {type(model).__name__} has no trainable "
+                "parameter; freeze fewer, or do without an optimizer"
             )
         groups = group_pieces(self.pieces, param_groups)
         self._base, self._make = build_optimizer(optimizer_class, groups, optimizer_kwargs, model)
@@ -325,7 +327,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._kept.round_new(piece.tensor, state)
         return state
 
-    @checked("state_dict")
+    @checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, from this optimizer or one of the same model and layout.
 
@@ -343,6 +345,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"the state dict has {len(state_dict['param_groups'])} param groups, this optimizer has "
                 f"{len(self.param_groups)}; build it with the same param_groups"
             )
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for key, value in loaded.items():
+                check_loaded(key, value, like=group.get(key))
         ours = self.state_dict()["state"]
         for fqn, entries in ours.items():
             check_names(state_dict["state"][fqn], set(entries), f"state of {fqn!r}")
@@ -373,7 +378,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             found["master_weights"] = {fqn: entries[MASTER] for fqn, entries in wide.items()}
         return found
 
-    @checked("state_dict")
+    @checked
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state that a torch optimizer of one process, or ``full_state_dict``, has returned.
 
@@ -383,6 +388,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: If groups, parameters, names of state or shapes differ.
         """
         _check_form(state_dict)
+        for group in state_dict["param_groups"]:
+            _full_group(group.get("params"))
         model = self.model.module if isinstance(self.model, DDP) else self.model
         every = [fqn for fqn, _ in model.named_parameters()]
         found = named_state(state_dict, self._names_by_group(), every)
@@ -416,6 +423,16 @@ def _taken_apart(optimizer: torch.optim.Optimizer, param_groups: Any, kwargs: di
     return take_apart(optimizer)
 
 
+@checked
+def _state_dict(state: Mapping[Any, Mapping[str, Any]], param_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check the parts of a state dict."""
+
+
+@checked
+def _full_group(params: Sequence[int | str]) -> None:
+    """Check the numbers of the parameters of a group."""
+
+
 def _check_form(state_dict: Mapping[str, Any]) -> None:
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
@@ -423,6 +440,7 @@ def _check_form(state_dict: Mapping[str, Any]) -> None:
             f"expected a state dict with 'state' and 'param_groups', got no {missing[0]!r} among {list(state_dict)}; "
             "pass what state_dict() or full_state_dict() has returned"
         )
+    _state_dict(state_dict["state"], state_dict["param_groups"])
 
 
 def _check_master_dtype(dtype: Any) -> None:

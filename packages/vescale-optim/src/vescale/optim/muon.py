@@ -16,20 +16,33 @@ al., "Muon is Scalable for LLM Training" (2025).
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor.extension import checked
+from vescale.dtensor.extension import Condition, NonNegative, checked, one_of
 
 from ._muon.matrices import FullMatrices, Matrices, Update
 from ._muon.newton_schulz import ADJUSTMENTS, NewtonSchulz, adjusted_lr
+from ._param_groups import as_group, as_groups
 
 __all__ = ["Muon"]
+
+Rate = Annotated[
+    float | Tensor,
+    Condition(
+        "a finite number of 0 or more, or a tensor of one",
+        lambda lr: lr.numel() == 1 if isinstance(lr, Tensor) else 0 <= lr < math.inf,
+    ),
+]
+Steps = Annotated[int, Condition("an integer from 0 to 99", lambda steps: 0 <= steps < 100)]
+Adjustment = Annotated[str, one_of(*filter(None, ADJUSTMENTS))]
+Decay = Annotated[float, Condition("a number from 0 up to 1, which is excluded", lambda decay: 0 <= decay < 1)]
 
 
 class Muon(torch.optim.Optimizer):
@@ -69,34 +82,33 @@ class Muon(torch.optim.Optimizer):
         [('muon', ['0.weight']), ('adamw', ['0.bias', '1.weight', '1.bias'])]
     """
 
-    @checked("lr", "weight_decay", "momentum", "eps", "ns_steps", "adjust_lr_fn", "adamw_lr", "adamw_eps")
+    @checked
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
+        lr: Rate = 1e-3,
+        weight_decay: NonNegative = 0.1,
+        momentum: NonNegative = 0.95,
         nesterov: bool = True,
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
+        eps: NonNegative = 1e-7,
+        ns_steps: Steps = 5,
+        adjust_lr_fn: Adjustment | None = None,
         *,
-        adamw: Iterable[str | Tensor] = (),
-        adamw_lr: float | Tensor | None = None,
-        adamw_betas: tuple[float, float] = (0.9, 0.999),
-        adamw_eps: float = 1e-8,
-        adamw_weight_decay: float = 0.01,
+        adamw: str | Tensor | Iterable[str | Tensor] = (),
+        adamw_lr: Rate | None = None,
+        adamw_betas: tuple[Decay, Decay] = (0.9, 0.999),
+        adamw_eps: NonNegative = 1e-8,
+        adamw_weight_decay: NonNegative = 0.01,
         matrices: Matrices | None = None,
     ):
-        _check(lr, weight_decay, momentum, ns_coefficients, ns_steps, adjust_lr_fn)
-        self._matrices = matrices or FullMatrices()
+        self._matrices = FullMatrices() if matrices is None else matrices
         self._listed = [adamw] if isinstance(adamw, (str, Tensor)) else list(adamw)
         self._names_seen: list[str] = []
         self._entries_used: set[int] = set()
         adamw_lr = lr if adamw_lr is None else adamw_lr
         self._adamw = _adamw_without_parameters(
-            lr=adamw_lr, betas=adamw_betas, eps=adamw_eps, weight_decay=adamw_weight_decay
+            lr=adamw_lr, betas=tuple(map(float, adamw_betas)), eps=adamw_eps, weight_decay=adamw_weight_decay
         )
         defaults = {
             "lr": lr,
@@ -108,7 +120,7 @@ class Muon(torch.optim.Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        super().__init__(params, defaults)
+        super().__init__(as_groups(params), defaults)
         self._check_all_used()
         self._link()
         self._matrices.prepare([p for group in self.param_groups if group["method"] == "muon" for p in group["params"]])
@@ -121,9 +133,11 @@ class Muon(torch.optim.Optimizer):
             TypeError: As the constructor.
         """
         own = self.defaults
-        for group in self._split(param_group):
+        for group in self._split(as_group(param_group)):
             # The base class completes a group by self.defaults, and each method has its own.
             self.defaults = self._adamw.defaults if group["method"] == "adamw" else own
+            check = _adamw_group if group["method"] == "adamw" else _muon_group
+            check(**{**self.defaults, **group})
             try:
                 super().add_param_group(group)
             finally:
@@ -180,7 +194,10 @@ class Muon(torch.optim.Optimizer):
             if number not in self._entries_used:
                 what = tuple(entry.shape) if isinstance(entry, Tensor) else entry
                 near = difflib.get_close_matches(str(what), self._names_seen, n=3, cutoff=0.3)
-                raise ValueError(f"adamw entry {what!r} fits no parameter; the nearest names are {near}")
+                raise ValueError(
+                    f"expected adamw entries that fit a parameter, got another: adamw entry {what!r} fits no "
+                    f"parameter; the nearest names are {near}"
+                )
 
     def _link(self) -> None:
         """Make the inner AdamW work on this optimizer's groups and state."""
@@ -245,15 +262,29 @@ def _apply(param: Tensor, result: Tensor, group: dict[str, Any], shape: tuple[in
     param.add_(result, alpha=-adjusted_lr(lr, group["adjust_lr_fn"], *shape[-2:]))
 
 
-def _check(lr: Any, weight_decay: float, momentum: float, coefficients: Any, steps: int, adjustment: Any) -> None:
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr must have one element, got shape {tuple(lr.shape)}")
-    for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
-        if not value >= 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
-    if len(tuple(coefficients)) != 3:
-        raise ValueError(f"ns_coefficients must be three numbers, got {coefficients!r}")
-    if not 0 <= steps < 100:
-        raise ValueError(f"ns_steps must be from 0 to 99, got {steps}")
-    if adjustment not in ADJUSTMENTS:
-        raise ValueError(f"adjust_lr_fn must be one of {ADJUSTMENTS}, got {adjustment!r}")
+@checked
+def _muon_group(
+    *,
+    lr: Rate,
+    weight_decay: NonNegative,
+    momentum: NonNegative,
+    nesterov: bool,
+    ns_coefficients: tuple[float, float, float],
+    eps: NonNegative,
+    ns_steps: Steps,
+    adjust_lr_fn: Adjustment | None,
+    **_others: Any,
+) -> None:
+    """Check the settings of a param group."""
+
+
+@checked
+def _adamw_group(
+    *,
+    lr: Rate,
+    betas: tuple[Decay | Tensor, Decay | Tensor],
+    eps: NonNegative,
+    weight_decay: NonNegative,
+    **_others: Any,
+) -> None:
+    """Check the settings of a param group."""

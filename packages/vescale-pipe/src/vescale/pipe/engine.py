@@ -94,7 +94,7 @@ class PipelineEngine:
         >>> dist.destroy_process_group()
     """
 
-    @checked("model", "axis", "plan", "loss_fn", "meshes", "timeout")
+    @checked
     def __init__(
         self,
         model: nn.Module,

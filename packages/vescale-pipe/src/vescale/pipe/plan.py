@@ -47,7 +47,7 @@ class PipelinePlan:
         if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
             raise ValueError(f"expected one of {', '.join(map(repr, SCHEDULES))} for schedule, got {self.schedule!r}")
         count = self.num_microbatches
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count < 2**63:
             raise ValueError(f"expected an integer >= 1 for num_microbatches, got {count!r}")
         object.__setattr__(self, "split", _normalized_split(self.split))
 

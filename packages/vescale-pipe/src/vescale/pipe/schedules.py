@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ._checked import checked
+from ._checked import Count, checked
 from ._schedule.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
 
 
@@ -27,20 +27,24 @@ class ScheduleError(ValueError):
     """Raised for a schedule that cannot run or does not compute each gradient exactly once."""
 
 
+#: Forwards of one schedule: more take gigabytes and minutes, so a number above is taken for a mistake.
+MAX_FORWARDS = 2**23
+
+
 def _check_sizes(num_stages: int, num_microbatches: int) -> None:
-    if num_stages < 1 or num_microbatches < 1:
+    if num_stages * num_microbatches > MAX_FORWARDS:
         raise ValueError(
-            "expected num_stages >= 1 and num_microbatches >= 1, "
-            f"got num_stages={num_stages}, num_microbatches={num_microbatches}"
+            f"expected num_stages x num_microbatches of at most {MAX_FORWARDS}, got num_stages={num_stages}, "
+            f"num_microbatches={num_microbatches}; pass smaller numbers"
         )
 
 
-@checked("num_stages", "num_microbatches")
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+@checked
+def gpipe(num_stages: Count, num_microbatches: Count) -> Schedule:
     """Return the GPipe schedule: every forward, then every backward, stage r on rank r.
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: a size is below 1, or there are more than 8 million forwards.
 
     Example:
         >>> print(gpipe(2, 2))
@@ -53,12 +57,12 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule(num_stages, num_microbatches, ranks)
 
 
-@checked("num_stages", "num_microbatches")
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+@checked
+def one_f_one_b(num_stages: Count, num_microbatches: Count) -> Schedule:
     """Return the 1F1B schedule, stage r on rank r, for any number of micro-batches.
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: a size is below 1, or there are more than 8 million forwards.
 
     Example:
         >>> print(one_f_one_b(2, 3))
@@ -102,7 +106,7 @@ def split_backwards(schedule: Schedule) -> frozenset[tuple[int, int]]:
     return frozenset((a.stage, a.microbatch) for _, a in schedule if a.kind == INPUT_GRAD)
 
 
-@checked("schedule")
+@checked
 def validate(schedule: Schedule) -> None:
     """Check that a schedule computes each result exactly once and does not deadlock.
 

@@ -10,14 +10,17 @@ SCHEDULES = ("1f1b", "gpipe")
 DEVICES = ("cpu", "cuda")
 ZERO_STAGES = (0, 1, 2, 3)
 DEFAULT_BUCKET_BYTES = 25 * 2**20
+#: Larger numbers are mistakes, and a search would try their divisors for hours.
+MAX_DEVICES, MAX_BATCH = 2**24, 2**32
 
 
-def check_int(owner: str, name: str, value: object, *, at_least: int) -> None:
-    """Raise `ValueError` naming ``owner`` and the field unless ``value`` is an integer of 64 bits >= ``at_least``."""
+def check_int(owner: str, name: str, value: object, *, at_least: int, at_most: int = 2**63 - 1) -> None:
+    """Raise `ValueError` naming ``owner`` and the field unless ``value`` is an integer between two others."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise ValueError(f"{owner}: expected an integer >= {at_least} for {name}, got {value!r}")
-    if value >= 2**63:
-        raise ValueError(f"{owner}: expected an integer of 64 bits for {name}, got {reprlib.repr(value)}")
+    if value > at_most:
+        limit = "of 64 bits" if at_most == 2**63 - 1 else f"<= {at_most}"
+        raise ValueError(f"{owner}: expected an integer {limit} for {name}, got {reprlib.repr(value)}")
 
 
 def check_bool(owner: str, name: str, value: object) -> None:
@@ -28,7 +31,7 @@ def check_bool(owner: str, name: str, value: object) -> None:
 
 def check_choice(owner: str, name: str, value: object, choices: Collection) -> None:
     """Raise `ValueError` naming ``owner`` and the field unless ``value`` is one of ``choices`` (same type too)."""
-    if not any(value == choice and type(value) is type(choice) for choice in choices):
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{owner}: expected one of {listed} for {name}, got {value!r}")
 

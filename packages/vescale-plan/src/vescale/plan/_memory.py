@@ -28,8 +28,10 @@ and after. All of it is split over tp: the load of experts is assumed to be even
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from ._checked import Condition, Count, checked
+from ._checked import Size as Number
 from ._checks import (
     DEFAULT_BUCKET_BYTES,
     SCHEDULES,
@@ -49,6 +51,9 @@ ACTIVATIONS_COVER = (
     "casts to float32 inside the model, further copies of the logits in an unfused loss, temporary tensors, workspaces "
     "and allocator fragmentation: memory_fraction leaves room for them."
 )
+
+
+Stage = Annotated[int, Condition("0, 1, 2 or 3", lambda zero: zero in ZERO_STAGES)]
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class StateBytes:
             check_int("StateBytes", name, getattr(self, name), at_least=0)
 
     @staticmethod
+    @checked
     def for_dtype(dtype: str) -> "StateBytes":
         """Return AdamW's bytes if parameters, gradients and both moments have the same dtype."""
         size = dtype_bytes(dtype)
@@ -168,7 +174,8 @@ def microbatches_in_flight(schedule: str, pp: int, num_microbatches: int, stage:
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, pp - stage)
 
 
-def model_state_bytes(num_params: int, *, state: StateBytes, dp: int = 1, zero: int = 0) -> tuple[int, int, int]:
+@checked
+def model_state_bytes(num_params: Number, *, state: StateBytes, dp: Count = 1, zero: Stage = 0) -> tuple[int, int, int]:
     """Return bytes of parameters, gradients and optimizer state on one rank.
 
     Args:
@@ -300,14 +307,15 @@ def stage_of(position: int, blocks: Sequence[range]) -> int:
     return len(blocks) - 1
 
 
+@checked
 def estimate_memory(
     profile: ModelProfile,
     layout: Layout,
     *,
-    global_batch_size: int,
-    sequence_length: int,
+    global_batch_size: Count,
+    sequence_length: Count,
     state: StateBytes | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: Count = DEFAULT_BUCKET_BYTES,
 ) -> tuple[StageMemory, ...]:
     """Estimate the bytes per rank of every pipeline stage.
 

@@ -121,7 +121,7 @@ class ModelProfile:
         return "\n".join(lines)
 
 
-@checked("model", "tp_sharded", "fused_attention")
+@checked
 def profile(
     model: nn.Module,
     *,
@@ -302,8 +302,8 @@ def _check_patterns(tp_sharded: Sequence[str] | None, fqns: Sequence[str]) -> No
             ) from None
         if not any(re.fullmatch(pattern, fqn) for fqn in fqns):
             raise ValueError(
-                f"profile: expected a parameter for every pattern of tp_sharded, got none for {pattern!r}; write a "
-                f"regular expression of full names such as {fqns[:3]}"
+                f"profile: expected a parameter of the model for every pattern of tp_sharded, got none for "
+                f"{pattern!r}; write a regular expression of full names such as {fqns[:3]}"
             )
 
 
@@ -346,5 +346,7 @@ def _has_dropout(model: nn.Module, config: object) -> bool:
 
 def dtype_bytes(dtype: str) -> int:
     """Return the bytes of one element of a dtype given by name, ``"bfloat16" -> 2``."""
-    found: torch.dtype = getattr(torch, dtype)
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"expected the name of a dtype such as 'bfloat16' for dtype, got {dtype!r}; pass one of torch")
     return found.itemsize

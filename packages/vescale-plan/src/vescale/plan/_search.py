@@ -23,11 +23,12 @@ memory, not time.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from ._checked import checked
+from ._checked import Count, checked
 from ._memory import Layout, StageMemory, estimate_memory, stage_blocks, stage_of
 from ._profile import ModelProfile, profile
 from ._table import CHOSEN, FITS, REFUSED, Candidate, render
@@ -49,12 +50,13 @@ class NoPlanFitsError(ValueError):
         super().__init__(message)
         self.table = tuple(table)
 
-    def explain(self, *, max_rows: int = 40) -> str:
+    @checked
+    def explain(self, *, max_rows: Count = 40) -> str:
         """Return the message and the table of refused layouts."""
         return f"{self}\n{render(self.table, max_rows=max_rows)}"
 
 
-@checked("model", "cluster", "constraints")
+@checked
 def generate_plan(model: nn.Module | ModelProfile, cluster: Cluster, constraints: Constraints) -> Plan:
     """Choose degrees, ZeRO stage and micro-batches for a model on a cluster.
 
@@ -143,7 +145,8 @@ def degrees(num_devices: int) -> Iterator[tuple[int, int, int]]:
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of ``number`` in ascending order."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def _refuse(found: ModelProfile, layout: Layout, constraints: Constraints) -> str:

@@ -5,7 +5,7 @@ Both are plain data. Nothing here inspects the local machine: a plan for 1,024 G
 
 from dataclasses import dataclass
 
-from ._checks import DEVICES, SCHEDULES, ZERO_STAGES, check_bool, check_choice, check_int
+from ._checks import DEVICES, MAX_BATCH, MAX_DEVICES, SCHEDULES, ZERO_STAGES, check_bool, check_choice, check_int
 from ._memory import StateBytes
 from ._units import format_bytes
 
@@ -21,7 +21,8 @@ class Cluster:
         devices_per_host: devices with a fast link between them. Tensor parallelism inside a host is preferred.
 
     Raises:
-        ValueError: a count is below 1, or the device is neither ``"cuda"`` nor ``"cpu"``.
+        ValueError: a count is below 1, there are more than 16 million devices, or the device is neither ``"cuda"`` nor
+            ``"cpu"``.
 
     Example:
         >>> print(Cluster(64, memory_bytes=80 * 2**30))
@@ -34,7 +35,8 @@ class Cluster:
     devices_per_host: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("num_devices", "memory_bytes", "devices_per_host"):
+        check_int("Cluster", "num_devices", self.num_devices, at_least=1, at_most=MAX_DEVICES)
+        for name in ("memory_bytes", "devices_per_host"):
             check_int("Cluster", name, getattr(self, name), at_least=1)
         check_choice("Cluster", "device", self.device, DEVICES)
 
@@ -81,7 +83,8 @@ class Constraints:
     state_bytes: StateBytes | None = None
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "sequence_length", "max_microbatches"):
+        check_int("Constraints", "global_batch_size", self.global_batch_size, at_least=1, at_most=MAX_BATCH)
+        for name in ("sequence_length", "max_microbatches"):
             check_int("Constraints", name, getattr(self, name), at_least=1)
         for name in ("dp", "tp", "pp", "num_microbatches"):
             if getattr(self, name) is not None:
@@ -93,7 +96,6 @@ class Constraints:
         check_choice("Constraints", "schedule", self.schedule, SCHEDULES)
         if self.state_bytes is not None and not isinstance(self.state_bytes, StateBytes):
             raise ValueError(f"Constraints: expected StateBytes or None for state_bytes, got {self.state_bytes!r}")
-        if not isinstance(self.memory_fraction, int | float) or not 0 < self.memory_fraction <= 1:
-            raise ValueError(
-                f"Constraints: expected a number in (0, 1] for memory_fraction, got {self.memory_fraction!r}"
-            )
+        fraction = self.memory_fraction
+        if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 < fraction <= 1:
+            raise ValueError(f"Constraints: expected a number in (0, 1] for memory_fraction, got {fraction!r}")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ._checked import checked
+from ._checked import Count, FilePath, checked
 from ._checks import (
     DEFAULT_BUCKET_BYTES,
     DEVICES,
@@ -175,7 +175,8 @@ class Plan:
             sequence_parallel=self.sequence_parallel,
         )
 
-    def check_world(self, world_size: int) -> None:
+    @checked
+    def check_world(self, world_size: Count) -> None:
         """Raise `ValueError` unless the plan needs ``world_size`` processes."""
         if world_size != self.world_size:
             raise ValueError(
@@ -206,7 +207,8 @@ class Plan:
             lines += [f"    {line}" for line in describe_stages(self.memory, limit=self.limit_bytes)]
         return "\n".join(lines)
 
-    def explain(self, *, max_rows: int = 40) -> str:
+    @checked
+    def explain(self, *, max_rows: Count = 40) -> str:
         """Return the plan, the table of its search and the scope of the estimates.
 
         Args:
@@ -236,14 +238,14 @@ class Plan:
         del tree["format"]
         return reader.read(tree, cls)
 
-    @checked("path")
-    def save(self, path: str | os.PathLike) -> None:
+    @checked
+    def save(self, path: FilePath) -> None:
         """Write the plan as JSON to ``path``."""
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
-    @checked("path")
-    def load(cls, path: str | os.PathLike) -> "Plan":
+    @checked
+    def load(cls, path: FilePath) -> "Plan":
         """Read a plan from a file of `save`.
 
         Raises:

@@ -4,14 +4,14 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from .._checked import checked
+from .._checked import FilePath, checked
 from .._errors import CheckpointError
 from .files import find_old_versions, open_data_file
 from .manifest import MANIFEST_NAME, Manifest, Piece, manifest_from_text
 
 
-@checked("path")
-def read_manifest(path: str | os.PathLike) -> Manifest:
+@checked
+def read_manifest(path: FilePath) -> Manifest:
     """Read the manifest of a checkpoint and check that its data files are there, with their sizes.
 
     Not a collective; reads no tensor data.
@@ -33,8 +33,8 @@ def read_manifest(path: str | os.PathLike) -> Manifest:
     return manifest
 
 
-@checked("path")
-def verify(path: str | os.PathLike) -> Manifest:
+@checked
+def verify(path: FilePath) -> Manifest:
     """Read every byte of a checkpoint and compare all checksums.
 
     Not a collective: call it in one process.

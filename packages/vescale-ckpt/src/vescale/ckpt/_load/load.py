@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._checked import checked
+from .._checked import CheckedInside, FilePath, checked
 from .._control import Control, open_control
 from .._errors import CheckpointError, format_some
 from .._format.files import open_data_file
@@ -30,15 +30,15 @@ from .plan import Comparison, Request, compare, find_mismatch, left_over, plan_l
 logger = logging.getLogger("vescale.ckpt")
 
 
-@checked("path", "ignore")
+@checked
 def load(
-    path: str | os.PathLike,
-    state: dict[str, Any],
+    path: FilePath,
+    state: CheckedInside[dict[str, Any]],
     *,
     strict: bool = True,
     ignore: Collection[str] = (),
     allow_dtype_cast: bool = False,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: CheckedInside[dist.ProcessGroup | None] = None,
 ) -> Manifest:
     """Load a checkpoint into a state under any layout.
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._checked import checked
+from .._checked import CheckedInside, FilePath, checked
 from .._control import open_control
 from .._errors import CheckpointError, format_some
 from .._format.boxes import Box
@@ -42,15 +42,15 @@ from .plan import Holding, Inventory, RankPlan, SavePlan, find_torn_replicas, pl
 logger = logging.getLogger("vescale.ckpt")
 
 
-@checked("path", "metadata")
+@checked
 def save(
-    path: str | os.PathLike,
-    state: dict[str, Any],
+    path: FilePath,
+    state: CheckedInside[dict[str, Any]],
     *,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     check_replicas: bool = True,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: CheckedInside[dist.ProcessGroup | None] = None,
 ) -> None:
     """Save a state as a checkpoint that loads under any other layout.
 

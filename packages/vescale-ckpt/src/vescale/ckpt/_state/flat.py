@@ -75,8 +75,8 @@ def flatten(state: Mapping[str, Any], *, open_object: Callable[[Any, str], Any])
     """
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"expected a dict of names to models, optimizers, tensors, ..., got {type(state).__name__}; pass "
-            '{"model": model}'
+            f"expected a dict of names to models, optimizers, tensors, ... as state, got "
+            f'{type(state).__name__}; pass {{"model": model}}'
         )
     flat = FlatState()
     _read(state, "", flat, open_object)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.utils.hooks import RemovableHandle
+
+from vescale.dtensor.extension import one_of
 
 from .._boundary.convert import bring, to_plain
 from .._boundary.hooks import Phase
@@ -21,14 +23,13 @@ from .._static.call import State
 from .._static.local_modules import local_forward
 from .._static.model import Rows
 from .._static.recording.observe import BoundaryRecord
-from ..errors import PlanError
 from .eager import EagerScope, hook_scope
 from .module_hooks import hook_calls
 from .rank_checks import RankChecks
 
-__all__ = ["MODES", "Execution", "execution_of"]
+__all__ = ["Execution", "Mode", "execution_of"]
 
-MODES = ("eager", "static", "compile")
+Mode = Annotated[str, one_of("eager", "static", "compile")]
 
 
 class Execution:
@@ -86,23 +87,9 @@ class Execution:
 
     # --------------------------------------------------------------------------------------------- modes
 
-    def set_mode(self, mode: str, patterns: tuple[str, ...]) -> None:
-        """Change the mode of the root, or of the parts whose names match.
-
-        Raises:
-            ValueError: unknown mode.
-            PlanError: a pattern matches no module.
-        """
-        if mode not in MODES:
-            raise ValueError(f"mode is {mode!r}; this version has {', '.join(map(repr, MODES))}")
-        names = [name for name, _ in self.root.named_modules()]
-        changed = {}
-        for pattern in patterns:
-            matched = [name for name in names if name and re.fullmatch(pattern, name)]
-            if not matched:
-                raise PlanError(f"no module matches {pattern!r}; modules are {', '.join(names[1:9])}, ...")
-            changed |= dict.fromkeys(matched, mode)
-        self.modes |= changed if patterns else {"": mode}
+    def set_mode(self, mode: str, names: Iterable[str]) -> None:
+        """Change the mode of the root, ``""``, or of parts."""
+        self.modes |= dict.fromkeys(names, mode)
         self.install(self.root)
 
     def install(self, root: nn.Module) -> None:
@@ -193,7 +180,7 @@ def execution_of(module: nn.Module) -> Execution | None:
     """
     if ATTRIBUTE not in vars(module):
         raise ValueError(
-            f"this {type(module).__name__} is not parallelized; call parallelize_module first, and pass the module "
-            "that it returned"
+            f"expected a parallelized module, got a {type(module).__name__} that is none; call parallelize_module "
+            "first, and pass the module that it returned"
         )
     return vars(module)[ATTRIBUTE]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from vescale.dtensor.extension import NonNegative, checked
 
 __all__ = [
     "Allocation",
@@ -80,6 +82,7 @@ def imbalance(loads: Sequence[int], allocation: Allocation, num_ranks: int) -> f
     return max(totals) * num_ranks / sum(totals) if sum(totals) else 1.0
 
 
+@runtime_checkable
 class ExpertAllocator(Protocol):
     """A strategy that chooses an allocation.
 
@@ -102,6 +105,7 @@ class ExpertAllocator(Protocol):
         """
 
 
+@checked
 @dataclass(frozen=True)
 class StaticAllocator:
     """Experts stay in order: expert ``e`` on rank ``e // experts_per_rank``."""
@@ -113,6 +117,7 @@ class StaticAllocator:
         return initial_allocation(len(current))
 
 
+@checked
 @dataclass(frozen=True)
 class LoadBalancingAllocator:
     """Spread the load evenly: the heaviest expert first, each to the least loaded rank that has room.
@@ -124,7 +129,7 @@ class LoadBalancingAllocator:
         threshold: keep the current allocation unless its imbalance falls by more than this (0.1: 10% of the mean).
     """
 
-    threshold: float = 0.1
+    threshold: NonNegative = 0.1
     needs_loads: bool = True
 
     def allocate(self, loads: Sequence[int], current: Allocation, num_ranks: int) -> Allocation:

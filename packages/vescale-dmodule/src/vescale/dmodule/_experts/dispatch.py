@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -136,6 +136,7 @@ def exchange_counts(counts: Tensor, group: Group) -> Exchange:
 # ------------------------------------------------------------------------------------------------- transport
 
 
+@runtime_checkable
 class TokenDispatcher(Protocol):
     """A way to exchange rows. Both methods are differentiable; all ranks of ``exchange.group`` call them alike."""
 

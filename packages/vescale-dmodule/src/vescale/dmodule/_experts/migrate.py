@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor.extension import describe_difference, differing_texts, waits_of
+from vescale.dtensor.extension import checked, describe_difference, differing_texts, waits_of
 
 from .allocate import Allocation, check_allocation, initial_allocation
 from .axes import is_cut
@@ -28,6 +28,7 @@ from .region import ALLOCATION, LOADS, ExpertRegion, allocation_of, experts_regi
 __all__ = ["Moves", "plan_moves", "rebalance_experts", "restore_experts"]
 
 
+@checked
 def rebalance_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Allocation]:
     """Get an allocation from the allocator of each experts module and move the experts. Call it between steps.
 
@@ -52,6 +53,7 @@ def rebalance_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None)
     return _reallocate(model, optimizer, _ask_allocator)
 
 
+@checked
 def restore_experts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Allocation]:
     """Bring all experts back to the order of one device, as :func:`rebalance_experts` moves them."""
     return _reallocate(model, optimizer, lambda region, _module: initial_allocation(region.layout.num_experts))

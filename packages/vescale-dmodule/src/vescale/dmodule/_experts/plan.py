@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale.dtensor import RaggedShard
+from vescale.dtensor.extension import checked
 
 from .._plan.placements import MeshAxes, normalize, on_shape
 from ..errors import PlanError
@@ -40,6 +41,7 @@ OTHER_ARGUMENTS = (("hidden_states", "router_indices", "routing_weights"),)
 Placements = tuple[Placement, ...]
 
 
+@checked
 @dataclass(frozen=True)
 class Experts:
     """An entry of the "expert" section with options.

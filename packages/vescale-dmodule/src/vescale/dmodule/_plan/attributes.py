@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from vescale.dtensor.extension import checked
+
 from ..errors import PlanError
 from .placements import MeshAxes
 
@@ -30,6 +32,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 CONSTANTS = (bool, int, float, str, tuple, type(None))
 
 
+@checked
 @dataclass(frozen=True)
 class Divided:
     """The attribute's own value, or another number, divided by the size of a mesh axis.
@@ -97,7 +100,7 @@ def attribute_values(
 def _divide(value: object, axis: str, mesh: MeshAxes, where: str) -> int:
     names = tuple(mesh.mesh_dim_names or ())
     if axis not in names:
-        raise PlanError(f"{where}: axis {axis!r} is not in the mesh; its axes are {names}")
+        raise PlanError(f"{where}: expected one of the mesh's axes {names}, got {axis!r}")
     if not isinstance(value, int) or isinstance(value, bool):
         raise PlanError(f"{where}: Divided({axis!r}) needs an integer, got {show_value(value)}")
     size = mesh.size(names.index(axis))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
 from vescale.dtensor import InterleavedShard, RaggedShard
-from vescale.dtensor.extension import chunk
+from vescale.dtensor.extension import Count, checked, chunk
 
 from .resolve import resolve
 
@@ -60,8 +60,13 @@ class TensorLayout:
         return f"{self.name}  {list(self.shape)} {placements} -> {list(self.local_shape)}"
 
 
+@checked
 def describe(
-    module: nn.Module, axes: Mapping[str, int], plan: Mapping[str, object], *, allow_empty: bool = False
+    module: nn.Module,
+    axes: Mapping[str, Count],
+    plan: Mapping[str, object],
+    *,
+    allow_empty: bool = False,
 ) -> tuple[TensorLayout, ...]:
     """Return the layout of every parameter of ``module`` under ``plan``; tied parameters once.
 

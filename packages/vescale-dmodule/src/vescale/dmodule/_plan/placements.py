@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, RaggedShard
-from vescale.dtensor.extension import chunk
+from vescale.dtensor.extension import Count, checked, chunk
 
 from ..errors import PlanError
 
@@ -38,6 +38,7 @@ class MeshAxes(Protocol):
         """Return the number of ranks along an axis."""
 
 
+@checked
 @dataclass(frozen=True)
 class Repeat:
     """Repeat equal parts of a dim, each ``times`` times in a row, then place the tensor as ``entry`` says.
@@ -64,15 +65,17 @@ class Repeat:
 
     entry: Mapping[str, Placement] | Sequence[Placement]
     dim: int = -1
-    parts: int | tuple[int, ...] = 1
-    times: int | tuple[int, ...] = 1
+    parts: Count | tuple[Count, ...] = 1
+    times: Count | tuple[Count, ...] = 1
 
     def __post_init__(self):
+        if not is_placements(self.entry):
+            raise PlanError(f"Repeat: expected placements such as {{'tp': Shard(0)}} for entry, got {self.entry!r}")
         sections = self._sections() if isinstance(self.parts, int) == isinstance(self.times, int) else []
-        if not sections or any(parts < 1 or times < 1 for parts, times in sections):
+        if not sections:
             raise PlanError(
-                f"Repeat needs positive numbers, or as many for times as for parts; got parts={self.parts} and "
-                f"times={self.times}"
+                f"Repeat: expected as many numbers for times as for parts, got parts={self.parts} and "
+                f"times={self.times}; pass a number for each section"
             )
 
     def apply(self, tensor: Tensor) -> Tensor:
@@ -140,11 +143,12 @@ def normalize(entry: object, mesh: MeshAxes, where: str) -> tuple[Placement, ...
     if isinstance(entry, Mapping):
         unknown = [axis for axis in entry if axis not in names]
         if unknown:
-            raise PlanError(f"{where}: axis {unknown[0]!r} is not in the mesh; its axes are {tuple(names)}")
+            raise PlanError(f"{where}: expected one of the mesh's axes {tuple(names)}, got {unknown[0]!r}")
         return tuple(entry.get(axis, Replicate()) for axis in names)
     if len(entry) != mesh.ndim:
         raise PlanError(
-            f"{where}: {len(entry)} placements for a mesh of {mesh.ndim} axes {tuple(names)}; name them in a dict"
+            f"{where}: expected placements for all axes of the mesh, {tuple(names)}, got {len(entry)}; name them in a "
+            "dict"
         )
     return tuple(entry)
 

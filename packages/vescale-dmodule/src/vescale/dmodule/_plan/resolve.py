@@ -88,11 +88,16 @@ def resolve(
     """
     unknown = [section for section in plan if section not in SECTIONS]
     if unknown:
-        raise PlanError(f"unknown section {unknown[0]!r} in the plan; use one of {', '.join(SECTIONS)}")
+        raise PlanError(f"expected a plan of the sections {', '.join(SECTIONS)}, got {unknown[0]!r}; use one of these")
     for section, entries in plan.items():
         if section != "eager" and not isinstance(entries, Mapping):
             raise PlanError(
                 f"expected a dict of patterns in section {section!r} of the plan, got {entries!r}; write one"
+            )
+        odd = [key for key in entries if not isinstance(key, str)] if section != "eager" else []
+        if odd:
+            raise PlanError(
+                f"expected regexes as keys of section {section!r} of the plan, got {odd[0]!r}; write a string"
             )
     absent = _absent_names(module)
     modules = {name: part for name, part in module.named_modules(remove_duplicate=False) if name not in absent}
@@ -153,7 +158,7 @@ def _resolve_side(
     """Return ``{module name: entry}`` for the keys that end in ``side``."""
     for key in keys:
         if not key.endswith(SIDES):
-            raise PlanError(f"forward key {key!r} must end in '.input' or '.output'")
+            raise PlanError(f"expected forward keys that end in '.input' or '.output', got {key!r}; say which side")
     names = {_join(name, side): name for name in modules}
     absent_names = {_join(name, side) for name in absent}
     matched = _match("forward", {k: e for k, e in keys.items() if k.endswith(side)}, names, absent_names)
@@ -176,7 +181,10 @@ def _resolve_attributes(
 def _resolve_eager(keys: object, modules: Mapping[str, nn.Module], absent: set[str]) -> tuple[str, ...]:
     """Return the names of the modules that stay in eager mode, in the order of the module."""
     if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
-        raise PlanError(f"section 'eager' is a list of regexes of module names, such as ['layers.0.moe']; got {keys!r}")
+        raise PlanError(
+            f"expected regexes of module names in section 'eager' of the plan, got {keys!r}; write a list such as "
+            "['layers.0.moe']"
+        )
     matched = _match("eager", dict.fromkeys(keys), modules, absent)
     return tuple(name for name in modules if name in matched)
 
@@ -231,11 +239,12 @@ def _match(section: str, keys: Mapping[str, object], known: Iterable[str], absen
         try:
             pattern = re.compile(key)
         except re.error as error:
-            raise PlanError(f"{section} key {key!r} is not a regular expression: {error}") from error
+            raise PlanError(f"expected regular expressions as {section} keys, got {key!r}: {error}") from error
         names = [name for name in known if pattern.fullmatch(name)]
         if not names and not any(pattern.fullmatch(name) for name in absent):
             raise PlanError(
-                f"{section} key {key!r} matches nothing in the module; nearest names: {_nearest(key, known)}"
+                f"expected {section} keys that match names of the module, got {key!r}; nearest names: "
+                f"{_nearest(key, known)}"
             )
         for name in names:
             if name in found and found[name] != entry:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from vescale.dtensor.debug import CommLog, CommRecord, comm_log
-from vescale.dtensor.extension import bytes_text, text_table
+from vescale.dtensor.extension import Count, bytes_text, checked, text_table
 
 from .._execution.modes import execution_of
 from .ranges import Meter, clock, placements_of
@@ -171,8 +171,6 @@ class Report:
     """
 
     def __init__(self, module: nn.Module, execution: Measurable | None, *, num_steps: int = 1):
-        if num_steps < 1:
-            raise ValueError(f"expected num_steps of 1 or more, got {num_steps}")
         self.num_steps = num_steps
         self.boundaries: list[BoundaryTraffic] = []
         self.gradients: tuple[Collective, ...] = ()
@@ -284,7 +282,8 @@ def _by_module(records: Iterable[CommRecord]) -> dict[tuple[str, str], list[Comm
     return found
 
 
-def report(module: nn.Module, *, num_steps: int = 1) -> Report:
+@checked
+def report(module: nn.Module, *, num_steps: Count = 1) -> Report:
     """Measure the traffic of each boundary of a parallelized module, inside the context.
 
     Every rank sees its own traffic. Measured conversions are awaited one by one, so their times do not overlap with

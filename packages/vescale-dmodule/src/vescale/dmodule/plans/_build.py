@@ -18,9 +18,12 @@ et al. 2022, section 4.2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale.dtensor import InterleavedShard
+from vescale.dtensor.extension import Count, checked
 
 from ..errors import PlanError
 
@@ -31,7 +34,8 @@ Plan = dict[str, dict[str, object]]
 SEQ, FEATURES = 1, 2
 
 
-def merge(*plans: Plan) -> Plan:
+@checked
+def merge(*plans: Mapping[str, Mapping[str, object] | Sequence[str]]) -> Plan:
     """Return the union of several plans, section by section.
 
     Raises:
@@ -44,21 +48,23 @@ def merge(*plans: Plan) -> Plan:
     merged: Plan = {}
     for plan in plans:
         for section, keys in plan.items():
-            if isinstance(keys, list | tuple):  # the section "eager"
+            if not isinstance(keys, Mapping):  # the section "eager"
                 merged[section] = [*merged.get(section, []), *keys]
                 continue
             known = merged.setdefault(section, {})
             for key, entry in keys.items():
-                if known.setdefault(key, entry) != entry:
+                before = known.setdefault(key, entry)
+                if before is not entry and before != entry:
                     raise PlanError(
-                        f"{section} key {key!r} has two entries, {known[key]!r} and {entry!r}; merge plans that "
+                        f"expected one entry of {section} key {key!r}, got {before!r} and {entry!r}; merge plans that "
                         "agree, or change the entry in the merged plan"
                     )
     return merged
 
 
+@checked
 def column(
-    name: str, *, axis: str = "tp", parts: int = 1, transposed: bool = False, output: Placement | None = None
+    name: str, *, axis: str = "tp", parts: Count = 1, transposed: bool = False, output: Placement | None = None
 ) -> Plan:
     """Shard linear layers over their output features; each rank computes its features from full inputs.
 
@@ -88,6 +94,7 @@ def column(
     return {"parameter": parameters, **forward}
 
 
+@checked
 def row(name: str, *, axis: str = "tp", transposed: bool = False, output: Placement | None = None) -> Plan:
     """Shard linear layers over their input features; the partial sums are added up at their output.
 
@@ -107,6 +114,7 @@ def row(name: str, *, axis: str = "tp", transposed: bool = False, output: Placem
     }
 
 
+@checked
 def vocab(embedding: str, head: str | None = None, *, axis: str = "tp") -> Plan:
     """Shard an embedding, and the head that may be tied to it, over the vocabulary; their outputs are replicated.
 
@@ -123,6 +131,7 @@ def vocab(embedding: str, head: str | None = None, *, axis: str = "tp") -> Plan:
     }
 
 
+@checked
 def sequence(first: str, last: str, *, axis: str = "tp") -> Plan:
     """Shard activations over the sequence from the input of module ``first`` to the output of module ``last``.
 
@@ -140,6 +149,7 @@ def sequence(first: str, last: str, *, axis: str = "tp") -> Plan:
     }
 
 
+@checked
 def block(name: str, *, axis: str = "tp", output: Placement | None = None) -> Plan:
     """Replicate the input of modules, such as attention or a feed-forward between sequence-sharded activations.
 
@@ -158,6 +168,7 @@ def block(name: str, *, axis: str = "tp", output: Placement | None = None) -> Pl
     return {"forward": forward}
 
 
+@checked
 def experts(name: str, *, axis: str = "ep") -> Plan:
     """Shard experts over an axis, each expert on one rank; see the expert section of a plan.
 

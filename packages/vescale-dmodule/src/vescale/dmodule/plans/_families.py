@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from vescale.dtensor.extension import Count, checked
+
 from ..errors import PlanError
 from ._build import Plan
 from .gpt import gpt2, gpt_neox
@@ -34,11 +36,12 @@ FAMILIES: dict[str, Callable[..., Plan]] = {
 MIXTURES = (mixtral, qwen2_moe, qwen3_moe)
 
 
+@checked
 def plan_for(
     model: nn.Module,
     *,
     axis: str = "tp",
-    degree: int | None = None,
+    degree: Count | None = None,
     sequence_parallel: bool = False,
     replicate_attention: bool = False,
     expert_axis: str | None = None,
@@ -64,15 +67,15 @@ def plan_for(
         >>> plan = plan_for(model, degree=2)                        # doctest: +SKIP
     """
     config = getattr(model, "config", None)
-    name = family or getattr(config, "model_type", None)
+    name = getattr(config, "model_type", None) if family is None else family
     if name not in FAMILIES:
         raise PlanError(
-            f"no ready plan for {type(model).__name__} (model type {name!r}); ready are {', '.join(sorted(FAMILIES))}; "
-            "give a plan of your own, or family= for a model with the same names"
+            f"no ready plan for {type(model).__name__}: expected a family among {', '.join(sorted(FAMILIES))}, got "
+            f"{name!r}; give a plan of your own, or family= for a model with the same names"
         )
     make = FAMILIES[name]
     if expert_axis is not None and make not in MIXTURES:
-        raise PlanError(f"expert_axis is {expert_axis!r}, but a model of type {name!r} has no experts")
+        raise PlanError(f"expected no expert_axis, as a model of type {name!r} has no experts, got {expert_axis!r}")
     return make(
         config,
         axis=axis,

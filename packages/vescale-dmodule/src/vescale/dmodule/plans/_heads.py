@@ -8,6 +8,7 @@ query heads do not divide                       refused, or all heads are comput
 from __future__ import annotations
 
 import math
+import reprlib
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -75,10 +76,10 @@ def divide_heads(options: Options) -> Heads:
         >>> divide_heads(Options(config, degree=4))
         Heads(num_query=12, num_key_value=2, copies=2)
     """
-    num_query = getattr(options.config, "num_attention_heads", None)
-    if num_query is None:
+    if options.config is None:
         return Heads()
-    num_key_value = getattr(options.config, "num_key_value_heads", None) or num_query
+    num_query = _count(options.config, "num_attention_heads")
+    num_key_value = _count(options.config, "num_key_value_heads", num_query)
     if options.degree is None or options.replicate_attention:
         return Heads(num_query, num_key_value)
     if num_query % options.degree:
@@ -88,6 +89,16 @@ def divide_heads(options: Options) -> Heads:
         )
     # The multiple also divides the query heads, because both of its arguments do.
     return Heads(num_query, num_key_value, math.lcm(num_key_value, options.degree) // num_key_value)
+
+
+def _count(config: object, name: str, default: int | None = None) -> int:
+    """Return a number of heads of a config; ``default`` if the config has none."""
+    value = getattr(config, name, None)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        shown = f"{value!r}" if hasattr(config, name) else f"{reprlib.repr(config)} without it"
+        raise PlanError(f"expected a positive integer {name} of config, got {shown}; pass the config of the model")
+    return value
 
 
 def around(options: Options, *, embedding: str, layers: str, norm: str) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vescale.dtensor.extension import Count, checked
+
 from .._plan.attributes import Divided
 from ._build import Plan, block, column, merge, row
 from ._heads import Options, around, divide_heads, replicated_attention
@@ -9,11 +11,12 @@ from ._heads import Options, around, divide_heads, replicated_attention
 __all__ = ["gpt2", "gpt_neox"]
 
 
+@checked
 def gpt2(
     config: object = None,
     *,
     axis: str = "tp",
-    degree: int | None = None,
+    degree: Count | None = None,
     sequence_parallel: bool = False,
     replicate_attention: bool = False,
 ) -> Plan:
@@ -67,11 +70,12 @@ def _feed_forward_size(name: str, options: Options) -> Plan:
     return {"local_attribute": {rf"{name}\.nf": Divided(options.axis)}}
 
 
+@checked
 def gpt_neox(
     config: object = None,
     *,
     axis: str = "tp",
-    degree: int | None = None,
+    degree: Count | None = None,
     sequence_parallel: bool = False,
     replicate_attention: bool = False,
 ) -> Plan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from vescale.dtensor.extension import Count, checked
+
 from ._build import FEATURES, Plan, block, column, merge, row
 from ._heads import Options, around, attention, divide_heads
 
@@ -13,11 +15,12 @@ LAYER = r"model\.layers\.\d+"
 OUTSIDE = {"embedding": r"model\.embed_tokens", "layers": r"model\.layers", "norm": r"model\.norm"}
 
 
+@checked
 def llama(
     config: object = None,
     *,
     axis: str = "tp",
-    degree: int | None = None,
+    degree: Count | None = None,
     sequence_parallel: bool = False,
     replicate_attention: bool = False,
 ) -> Plan:
@@ -47,11 +50,12 @@ def llama(
     return merge(around(options, **OUTSIDE), attention(rf"{LAYER}\.self_attn", options), feed_forward(options))
 
 
+@checked
 def olmo2(
     config: object = None,
     *,
     axis: str = "tp",
-    degree: int | None = None,
+    degree: Count | None = None,
     sequence_parallel: bool = False,
     replicate_attention: bool = False,
 ) -> Plan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Replicate
 
+from vescale.dtensor.extension import Count, checked
+
 from ..errors import PlanError
 from ._build import Plan, block, experts, merge
 from ._heads import Options, around, attention
@@ -15,11 +17,12 @@ __all__ = ["mixtral", "qwen2_moe", "qwen3_moe"]
 COUNTS = ("num_local_experts", "num_experts")
 
 
+@checked
 def mixtral(
     config: object = None,
     *,
     axis: str = "tp",
-    degree: int | None = None,
+    degree: Count | None = None,
     sequence_parallel: bool = False,
     replicate_attention: bool = False,
     expert_axis: str | None = None,
@@ -47,11 +50,12 @@ def mixtral(
     return _mixture(options, expert_axis)
 
 
+@checked
 def qwen3_moe(
     config: object = None,
     *,
     axis: str = "tp",
-    degree: int | None = None,
+    degree: Count | None = None,
     sequence_parallel: bool = False,
     replicate_attention: bool = False,
     expert_axis: str | None = None,
@@ -73,11 +77,12 @@ def qwen3_moe(
     return merge(_mixture(options, expert_axis), dense)
 
 
+@checked
 def qwen2_moe(
     config: object = None,
     *,
     axis: str = "tp",
-    degree: int | None = None,
+    degree: Count | None = None,
     sequence_parallel: bool = False,
     replicate_attention: bool = False,
     expert_axis: str | None = None,

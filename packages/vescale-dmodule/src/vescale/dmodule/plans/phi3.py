@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vescale.dtensor import InterleavedShard
+from vescale.dtensor.extension import Count, checked
 
 from .._plan.attributes import Divided
 from .._plan.placements import Repeat
@@ -13,11 +14,12 @@ from .llama import LAYER, OUTSIDE
 __all__ = ["phi3"]
 
 
+@checked
 def phi3(
     config: object = None,
     *,
     axis: str = "tp",
-    degree: int | None = None,
+    degree: Count | None = None,
     sequence_parallel: bool = False,
     replicate_attention: bool = False,
 ) -> Plan:

@@ -7,13 +7,13 @@ this rank's shard of them), and the default generators end in the same state.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._checked import checked
+from .._checked import Condition, checked
 from .._torch.dispatch import dispatch_modes
 from .materialize import Job, Layout, compute, place_real, target_device
 from .mode import Recorder
@@ -26,7 +26,17 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 
-@checked("ctor")
+def _is_device(device: torch.device | str) -> bool:
+    try:
+        return bool(torch.device(device).type)
+    except RuntimeError:
+        return False
+
+
+Device = Annotated[torch.device | str, Condition("a device such as 'cuda' or 'cpu'", _is_device)]
+
+
+@checked
 def deferred_init(ctor: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run a constructor without allocating its parameters and without drawing random numbers.
 
@@ -71,7 +81,7 @@ def deferred_init(ctor: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     return result
 
 
-@checked("module_or_tensor")
+@checked
 def is_deferred(module_or_tensor: nn.Module | Tensor) -> bool:
     """Return whether a tensor, or any tensor of a module, is not materialized yet.
 
@@ -84,13 +94,13 @@ def is_deferred(module_or_tensor: nn.Module | Tensor) -> bool:
     return isinstance(module_or_tensor, DeferredTensor)
 
 
-@checked("mesh", "placements", "device")
+@checked
 def materialize(
     module: M,
     mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     *,
-    device: torch.device | str | None = None,
+    device: Device | None = None,
 ) -> M:
     """Make the deferred tensors of a module real, in place; each rank gets its shards of the eager module's tensors.
 
@@ -121,8 +131,6 @@ def materialize(
         >>> model.weight.to_local().shape                                       # doctest: +SKIP
         torch.Size([4, 8])
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"materialize expects an nn.Module, got {type(module).__name__}")
     targets = collect(module)
     device = target_device(device, mesh)
     chosen = resolve(targets, placements, mesh, module)

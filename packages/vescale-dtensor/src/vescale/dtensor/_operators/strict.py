@@ -68,7 +68,7 @@ class strict:  # noqa: N801 - used like a function
         ...     y = torch.softmax(x, dim=1)      # x is Shard(1): an error; Shard(0) is fine
     """
 
-    @checked("free", "interleaved", "axes")
+    @checked
     def __init__(
         self,
         *,
@@ -77,8 +77,6 @@ class strict:  # noqa: N801 - used like a function
         interleaved: bool = False,
         axes: Sequence[str] | None = None,
     ):
-        if mode not in ("raise", "warn"):
-            raise ValueError(f'expected mode="raise" or mode="warn", got {mode!r}')
         self.mode, self.free, self.interleaved = mode, free, interleaved
         self.axes = None if axes is None else frozenset(axes)
         self._logged: set[tuple[str, SourceLine | None]] = set()

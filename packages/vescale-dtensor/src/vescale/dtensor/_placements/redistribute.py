@@ -137,7 +137,7 @@ def shard_gradient(gradient: torch.Tensor, like: DTensorSpec, placements: Sequen
     return DTensor.from_local(gradient, like.mesh, placements, run_check=False, shape=like.shape, stride=like.stride)
 
 
-@checked("tensor", "device_mesh", "placements", "src_data_rank")
+@checked
 def distribute_tensor(
     tensor: Tensor,
     device_mesh: DeviceMesh | None = None,
@@ -203,11 +203,6 @@ def _enclosing_mesh() -> DeviceMesh:
 
 def _check_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> None:
     for placement in placements:
-        if not isinstance(placement, Placement):
-            raise TypeError(
-                f"distribute_tensor: expected placements such as Shard(0) or Replicate(), got {placement!r}; pass one "
-                "for each mesh axis"
-            )
         if isinstance(placement, Shard) and not -ndim <= placement.dim < ndim:
             raise ValueError(
                 f"distribute_tensor: expected a dim of a tensor with {ndim} dims, got {placement}; pass a dim in "
@@ -215,6 +210,6 @@ def _check_placements(placements: Sequence[Placement], mesh: DeviceMesh, ndim: i
             )
     if len(placements) != mesh.ndim:
         raise ValueError(
-            f"distribute_tensor: expected one placement for each axis of {mesh}, got {len(placements)}: "
+            f"distribute_tensor: expected placements, one for each axis of {mesh}, got {len(placements)}: "
             f"{list(placements)}; pass {mesh.ndim}"
         )

@@ -43,11 +43,11 @@ class InterleavedShard(StridedShard):
 
     def __init__(self, dim: int, k: int | None = None, *, split_factor: int | None = None):
         k = split_factor if k is None else k  # torch's own code constructs strided shards with this keyword
-        if not isinstance(k, int) or k < 1:
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k < 2**63:
             raise ValueError(
                 f"InterleavedShard expects a positive number of parts, got k={k!r}; pass 3 for merged Q, K and V"
             )
-        if not isinstance(dim, int) or dim < 0:
+        if not isinstance(dim, int) or isinstance(dim, bool) or not 0 <= dim < 2**63:
             raise ValueError(
                 f"InterleavedShard expects a dim counted from the front, got dim={dim!r}; pass 0 for the first dim"
             )
@@ -88,19 +88,18 @@ class RaggedShard(Placement):
         (2, 6)
     """
 
-    @checked("dims", "local_units")
+    @checked
     def __init__(self, dims: Sequence[int], local_units: Sequence[int]):
         super().__init__()
         self.dims = tuple(dims)
         self.local_units = tuple(local_units)
-        if not all(isinstance(units, int) for units in self.local_units):
-            raise TypeError(
-                f"RaggedShard expects integers as numbers of units, got {self.local_units}; give one for each rank"
-            )
         if not self.dims or self.dims != tuple(range(len(self.dims))):
             raise ValueError(f"RaggedShard expects the leading dims (0,) or (0, 1) and so on, got dims={self.dims}")
         if min(self.local_units, default=-1) < 0 or sum(self.local_units) == 0:
-            raise ValueError(f"RaggedShard expects numbers of units >= 0 with a positive sum, got {self.local_units}")
+            raise ValueError(
+                "RaggedShard: expected numbers of units >= 0 with a positive sum for local_units, got "
+                f"{self.local_units}"
+            )
 
     def rows(self, numel: int, coord: int) -> tuple[int, int]:
         """Return ``(start, count)``: the range of ``numel`` flattened elements that the rank at ``coord`` holds.

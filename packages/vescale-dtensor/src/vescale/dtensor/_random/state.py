@@ -205,12 +205,12 @@ def _check(state: dict[str, Any]) -> None:
     """Raise unless `set_state` can restore all of ``state``."""
     if not isinstance(state, dict):
         raise TypeError(f"expected the dict that random.get_state() returns, got {type(state).__name__}")
-    if state.get("version", VERSION) != VERSION:
+    if "version" in state and (not isinstance(state["version"], int) or state["version"] != VERSION):
         raise ValueError(f"expected a random state of version {VERSION}, got version {state['version']!r}")
     if missing := sorted(REQUIRED.keys() - state.keys()):
         raise ValueError(f"expected a state saved by random.get_state(), got one without {', '.join(missing)}")
     for key, kind in REQUIRED.items():
-        if not isinstance(state[key], kind):
+        if not isinstance(state[key], kind) or isinstance(state[key], bool):
             raise ValueError(
                 f"random state: expected {key} to be of type {kind.__name__}, got {type(state[key]).__name__}"
             )

@@ -57,7 +57,7 @@ OPERATORS = {
 }
 
 
-@checked("model", "mesh")
+@checked
 @contextlib.contextmanager
 def comm_log(model: nn.Module | None = None, *, mesh: DeviceMesh | None = None) -> Iterator[CommLog]:
     """Record every collective of this rank inside the context, in the forward and in the backward pass.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from .._checked import checked
+from .._checked import CheckedInside, Size, checked
 from .._layout.shards import pieces
 from .._torch.dispatch import local_tensor
 from ._holdings import boxes_text
@@ -41,8 +41,8 @@ def repr_with_layout(stock: Callable[[DTensor], str]) -> Callable[[DTensor], str
     return dtensor_repr
 
 
-@checked("max_elements")
-def show(tensor: DTensor, *, max_elements: int = 100_000) -> str:
+@checked
+def show(tensor: CheckedInside[DTensor], *, max_elements: Size = 100_000) -> str:
     """Return a text with the global values of ``tensor``. **All ranks of its mesh must call it.**
 
     Args:

@@ -47,12 +47,14 @@ def check_granularity(zero: int, granularity: object) -> None:
     if granularity is None:
         return
     if not isinstance(granularity, Mapping):
-        raise TypeError(f"granularity must map names of parameters, or regular expressions, to {_FORMS}")
+        raise TypeError(
+            f"granularity must map names of parameters, or regular expressions, to {_FORMS}; got {granularity!r}"
+        )
     if zero == 0:
         raise ValueError("granularity= says where parameters may be cut, which needs zero=1, 2 or 3, got zero=0")
     for key, value in granularity.items():
         if not isinstance(key, (str, re.Pattern)):
-            raise TypeError(f"granularity: a key is a name of a parameter or a regular expression, got {key!r}")
+            raise TypeError(f"granularity: a key must be a name of a parameter or a regular expression, got {key!r}")
         if not _is_form(value):
             raise ValueError(f"granularity of {_shown(key)!r} must be {_FORMS}, got {value!r}")
 
@@ -129,7 +131,9 @@ def _matches(key: str | re.Pattern, names: Mapping[str, str], absent: Iterable[s
         raise ValueError(f"granularity: {key!r} is neither a parameter nor a regular expression: {error}") from None
     if not known:
         near = difflib.get_close_matches(_shown(key), names, n=3, cutoff=0.3)
-        raise ValueError(f"granularity: {_shown(key)!r} matches no parameter of {type(module).__name__}; near: {near}")
+        raise ValueError(
+            f"granularity: {_shown(key)!r} matches no parameter of {type(module).__name__}; near in the module: {near}"
+        )
     return found
 
 

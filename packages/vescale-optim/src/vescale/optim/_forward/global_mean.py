@@ -38,11 +38,14 @@ def global_mean_scale(count: float | Tensor, axis: Axis) -> float:
     if bad:
         here = f"; here it is {count!r}" if axis.coord in bad else ""
         raise ValueError(
-            f"global_mean_scale expects the number of terms, 0 or more, on every rank; it is something else at coords "
-            f"{bad} of axis {axis.name!r}{here}"
+            f"global_mean_scale: expected the number of terms, 0 or more, for count on every rank, got something else "
+            f"at coords {bad} of axis {axis.name!r}{here}"
         )
     if not any(every):
-        raise ValueError(f"no rank of axis {axis.name!r} has a term, so there is no mean; skip this batch on all ranks")
+        raise ValueError(
+            f"global_mean_scale: expected a count above 0 on some rank, got 0: no rank of axis {axis.name!r} has a "
+            "term, so there is no mean; skip this batch on all ranks"
+        )
     return axis.size / math.fsum(every)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ class Update:
     iteration: NewtonSchulz
 
 
+@runtime_checkable
 class Matrices(Protocol):
     """The shapes of matrices, and their orthogonalization."""
 

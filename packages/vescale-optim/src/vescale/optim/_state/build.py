@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch
 from .._muon.matrices import PieceMatrices
+from .._param_groups import as_group, check_settings
 from .._parameters.home import Home
 from ..ddp import DDP
 from ..muon import Muon
@@ -71,14 +72,18 @@ def build_optimizer(
     if optimizer_class not in (torch.optim.Muon, Muon):
         make = functools.partial(optimizer_class, **kwargs)
         tensors = [{**h, "params": [piece.tensor for piece in pieces]} for h, pieces in groups]
+        for settings in (kwargs, *(h for h, _ in groups)):
+            check_settings(optimizer_class, settings)
         try:
-            return make(tensors), make
-        except (TypeError, AttributeError) as error:  # from comparisons of numbers with what is none
+            base = make(tensors)
+        except (TypeError, AttributeError, ValueError, RuntimeError, LookupError) as error:
             given = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
-            raise TypeError(
+            kind = ValueError if isinstance(error, ValueError) else TypeError
+            raise kind(
                 f"DistributedOptimizer: expected arguments that {optimizer_class.__name__} takes, got {given or 'none'}"
                 f" ({error}); pass those of its constructor"
             ) from error
+        return base, make
     pieces = [piece for _, members in groups for piece in members]
     if optimizer_class is torch.optim.Muon:
         others = {piece.fqn: tuple(piece.param.shape) for piece in pieces if piece.param.ndim != 2}
@@ -119,28 +124,28 @@ def group_pieces(
     by_param = {piece.param: piece for piece in pieces}
     groups, seen = [], set()
     for index, group in enumerate(param_groups):
-        if not isinstance(group, Mapping) or "params" not in group:
-            raise TypeError(
-                f"expected a dict with 'params' as param group {index}, got {group!r}; pass {{'params': [...]}}"
-            )
-        params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-        params = [p[1] if isinstance(p, tuple) else p for p in params]
+        group = as_group(group)
+        params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
         params = [p for p in params if p.requires_grad]
         foreign = [tuple(p.shape) for p in params if p not in by_param]
         if foreign:
             raise ValueError(
-                f"param group {index} has parameters that are not the model's, of shapes {foreign}; take them from the "
-                "module given as model="
+                f"param_groups: expected parameters of the model, got others: param group {index} has parameters that "
+                f"are not the model's, of shapes {foreign}; take them from the module given as model="
             )
         twice = [by_param[p].fqn for p in params if p in seen] + _duplicates([by_param[p].fqn for p in params])
         if twice:
-            raise ValueError(f"parameters are in param groups more than once: {twice}; list each of them once")
+            raise ValueError(
+                f"param_groups: expected each parameter once, got some twice: parameters are in param groups more "
+                f"than once: {twice}; list each of them once"
+            )
         seen.update(params)
         groups.append(({k: v for k, v in group.items() if k != "params"}, [by_param[p] for p in params]))
     left = [piece.fqn for piece in pieces if piece.param not in seen]
     if left:
         raise ValueError(
-            f"trainable parameters are in no param group: {left}; list them, or freeze them before wrapping"
+            f"param_groups: trainable parameters are in no param group: {left}; list them, or freeze them before "
+            "wrapping"
         )
     return groups
 

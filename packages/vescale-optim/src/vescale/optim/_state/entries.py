@@ -15,6 +15,7 @@ Note: state before the first step
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._param_groups import is_alike
 from .pieces import Piece, StatePiece
 
 __all__ = [
     "MASTER",
     "StateTemplate",
+    "check_loaded",
     "check_names",
     "elementwise_names",
     "expose",
@@ -160,7 +163,15 @@ def take(entry: StatePiece | Tensor, value: Any) -> Tensor:
             return value.tensor
         entry.load(value)
         return entry.tensor
-    return entry.copy_(torch.as_tensor(value)) if value is not entry else entry
+    if value is entry:
+        return entry
+    try:
+        return entry.copy_(torch.as_tensor(value))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"expected a number or a tensor of shape {tuple(entry.shape)} as state, got {reprlib.repr(value)}; load "
+            "what state_dict() returned"
+        ) from error
 
 
 def to_json(key: str, value: Any) -> Any:
@@ -177,6 +188,19 @@ def to_json(key: str, value: Any) -> Any:
             f"hyperparameter {key!r} is not a JSON value: {value!r}; use a number, a string or a list"
         ) from None
     return value
+
+
+def check_loaded(key: str, value: Any, *, like: Any) -> None:
+    """Check that a loaded hyperparameter can take the place of the current one.
+
+    Raises:
+        ValueError: If it is of another type, or NaN.
+    """
+    if not is_alike(value, like):
+        raise ValueError(
+            f"expected a hyperparameter {key!r} such as {like!r} in param_groups of state_dict, got {value!r}; pass "
+            "what state_dict() returned"
+        )
 
 
 def from_json(value: Any, *, like: Any) -> Any:

@@ -174,6 +174,6 @@ def check_state_dtype(state_dtype: Any, pieces: Iterable[Piece], names: set[str]
     unknown = sorted(set(state_dtype) - names) if by_name else []
     if unknown:
         raise ValueError(
-            f"state_dtype names {unknown}, which is no state of this optimizer with these hyperparameters; it keeps "
-            f"{sorted(names)}"
+            f"expected names of state as keys of state_dtype, got others: state_dtype names {unknown}, which is no "
+            f"state of this optimizer with these hyperparameters; it keeps {sorted(names)}"
         )

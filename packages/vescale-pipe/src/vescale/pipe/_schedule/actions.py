@@ -13,8 +13,12 @@ An action is printed and parsed as ``<stage><kind><micro-batch>``: ``2F0`` is th
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from .._checked import Size, checked
 
 FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD = "F", "B", "I", "W"
 KINDS = (FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD)
@@ -44,9 +48,13 @@ class Action:
     microbatch: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ValueError(f"expected one of {', '.join(KINDS)} for the kind of an action, got {self.kind!r}")
-        if self.stage < 0 or self.microbatch < 0:
+        if not (isinstance(self.stage, int) and isinstance(self.microbatch, int)):
+            raise TypeError(
+                f"expected integers for stage and microbatch, got stage={self.stage!r}, microbatch={self.microbatch!r}"
+            )
+        if not (0 <= self.stage < 2**63 and 0 <= self.microbatch < 2**63):
             raise ValueError(
                 f"expected stage >= 0 and microbatch >= 0, got stage={self.stage}, microbatch={self.microbatch}"
             )
@@ -55,6 +63,7 @@ class Action:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @classmethod
+    @checked
     def parse(cls, text: str) -> Action:
         """Parse an action from text such as ``"2F0"``.
 
@@ -63,8 +72,12 @@ class Action:
         """
         match = _ACTION.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"expected an action like '2F0' (<stage><F|B|I|W><micro-batch>), got {text!r}")
+            raise ValueError(f"expected an action like '2F0' (<stage><F|B|I|W><micro-batch>), got the text {text!r}")
         return cls(int(match[1]), match[2], int(match[3]))
+
+
+def _are_actions(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(action, Action) for action in value)
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,16 @@ class Schedule:
     num_microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
 
+    def __post_init__(self) -> None:
+        for name in ("num_stages", "num_microbatches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+                raise ValueError(f"Schedule: expected an integer of 0 or more for {name}, got {value!r}")
+        if not isinstance(self.ranks, list | tuple) or not all(map(_are_actions, self.ranks)):
+            raise TypeError(
+                f"Schedule: expected a tuple of actions for each rank in ranks, got {reprlib.repr(self.ranks)}"
+            )
+
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
@@ -99,8 +122,9 @@ class Schedule:
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
 
     @classmethod
+    @checked
     def parse(
-        cls, text: str | Iterable[str], *, num_stages: int | None = None, num_microbatches: int | None = None
+        cls, text: str | Iterable[str], *, num_stages: Size | None = None, num_microbatches: Size | None = None
     ) -> Schedule:
         """Parse a schedule from one line of actions per rank; newlines or ``;`` separate ranks.
 

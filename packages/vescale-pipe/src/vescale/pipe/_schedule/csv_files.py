@@ -9,12 +9,12 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from .._checked import checked
+from .._checked import FilePath, checked
 from .actions import Action, Schedule
 
 
-@checked("schedule", "path")
-def to_csv(schedule: Schedule, path: str | Path) -> None:
+@checked
+def to_csv(schedule: Schedule, path: FilePath) -> None:
     """Write a schedule as a compute-only CSV file for torch's pipeline runtime.
 
     Example:
@@ -29,8 +29,8 @@ def to_csv(schedule: Schedule, path: str | Path) -> None:
         csv.writer(file, lineterminator="\n").writerows([str(action) for action in rank] for rank in schedule.ranks)
 
 
-@checked("path")
-def from_csv(path: str | Path) -> Schedule:
+@checked
+def from_csv(path: FilePath) -> Schedule:
     """Read a compute-only CSV file written by ``to_csv`` or torch, and drop its idle cells.
 
     The schedule is not validated: call ``validate`` for that.

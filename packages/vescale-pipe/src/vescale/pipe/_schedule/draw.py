@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+from .._checked import FilePath, checked
 from .actions import Action, Schedule
 from .simulate import Costs, Simulation, simulate
 
@@ -20,6 +20,7 @@ _LOOK = {
 _MIN_INCHES, _MAX_INCHES, _INCHES_PER_LETTER = 8.0, 24.0, 0.07
 
 
+@checked
 def format_table(schedule: Schedule) -> str:
     """Return a schedule as a text table: one row per rank, one column per unit of time; B is two units wide.
 
@@ -61,7 +62,8 @@ def _format_row(actions: tuple[Action, ...], result: Simulation, *, width: int, 
     return row + idle(max(result.ends.values()) - now)
 
 
-def draw(schedule: Schedule, path: str | Path, *, costs: Costs | None = None, title: str | None = None) -> None:
+@checked
+def draw(schedule: Schedule, path: FilePath, *, costs: Costs | None = None, title: str | None = None) -> None:
     """Draw a schedule as a time line, one row per rank, and write it to ``path``.
 
     Args:

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .._checked import checked
+from .._checked import NonNegative, checked
 from ..schedules import dependencies, split_backwards, validate
 from .actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
 
-PerStage = float | Sequence[float]
+PerStage = NonNegative | Sequence[NonNegative]
 
 
+@checked
 @dataclass(frozen=True)
 class Costs:
     """Durations of a stage's actions, in any unit of time: one number, or one per stage.
@@ -39,12 +40,12 @@ class Costs:
     forward: PerStage = 1.0
     input_grad: PerStage = 1.0
     weight_grad: PerStage = 1.0
-    latency: float = 0.0
+    latency: NonNegative = 0.0
 
     def of(self, action: Action) -> float:
         """Return the duration of an action."""
         forward, input_grad, weight_grad = (
-            value if isinstance(value, int | float) else value[action.stage]
+            value[action.stage] if isinstance(value, Sequence) else value
             for value in (self.forward, self.input_grad, self.weight_grad)
         )
         if action.kind == FORWARD:
@@ -77,15 +78,15 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """Idle fraction of all ranks over the makespan."""
-        return 1.0 - sum(self.busy) / (len(self.busy) * self.makespan)
+        return 1.0 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
 
     @property
     def span_bubbles(self) -> tuple[float, ...]:
         """Idle fraction of each rank within its own span."""
-        return tuple(1.0 - busy / span for busy, span in zip(self.busy, self.spans, strict=True))
+        return tuple(1.0 - busy / span if span else 0.0 for busy, span in zip(self.busy, self.spans, strict=True))
 
 
-@checked("schedule", "costs")
+@checked
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Return the event times, idle time and peak activations of a schedule.
 
@@ -104,6 +105,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """
     validate(schedule)
     costs = costs or Costs()
+    _check_stages(costs, schedule.num_stages)
     starts, ends = _event_times(schedule, costs)
     firsts = [starts[actions[0]] for actions in schedule.ranks]
     lasts = [ends[actions[-1]] for actions in schedule.ranks]
@@ -115,6 +117,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         starts=starts,
         ends=ends,
     )
+
+
+def _check_stages(costs: Costs, num_stages: int) -> None:
+    for name in ("forward", "input_grad", "weight_grad"):
+        value = getattr(costs, name)
+        if isinstance(value, Sequence) and len(value) != num_stages:
+            raise ValueError(
+                f"simulate: expected a number for each of {num_stages} stages as costs.{name}, got {len(value)}"
+            )
 
 
 def _event_times(schedule: Schedule, costs: Costs) -> tuple[dict[Action, float], dict[Action, float]]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .._checked import checked
+from .._checked import Count, checked
 from ..plan import UNIFORM, PipelinePlan
 
 
@@ -59,8 +59,8 @@ class StageSplit:
         return "\n".join(f"stage {stage}: {' '.join(units)}" for stage, units in enumerate(self.stages))
 
 
-@checked("model", "plan", "num_stages")
-def split_units(model: nn.Module, plan: PipelinePlan, num_stages: int) -> StageSplit:
+@checked
+def split_units(model: nn.Module, plan: PipelinePlan, num_stages: Count) -> StageSplit:
     """Assign the units of a model to stages.
 
     Args:
@@ -79,8 +79,6 @@ def split_units(model: nn.Module, plan: PipelinePlan, num_stages: int) -> StageS
         stage 0: 0 1
         stage 1: 2 3
     """
-    if num_stages < 1:
-        raise SplitError(f"expected at least one pipeline stage, got num_stages = {num_stages}; pass 1 or more")
     if plan.split == UNIFORM:
         split = _uniform(model, num_stages)
     elif all(isinstance(name, str) for name in plan.split):
@@ -99,7 +97,7 @@ def _uniform(model: nn.Module, num_stages: int) -> StageSplit:
     if blocks_fqn is None:
         raise SplitError(
             f"split='uniform': expected a ModuleList or Sequential of blocks, got none in {type(model).__name__}; name "
-            "the modules that begin stages 1, 2, ... with split=[...] in the plan"
+            "the modules that begin stages 1, 2, ... of the model with split=[...] in the plan"
         )
     units = _units(model, open_fqns={blocks_fqn, *_ancestors(blocks_fqn)})
     prefix = f"{blocks_fqn}." if blocks_fqn else ""

@@ -1,0 +1,103 @@
+"""A bad argument is named where it was given: what was expected, what came, and what to pass."""
+
+import dataclasses
+import functools
+import inspect
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import vescale
+from vescale_testing import ranks, run_ranks
+from vescale_testing.bad_arguments import Call, check_calls, check_table
+
+# checked in the tests of their own packages
+PARTS = ("Cluster", "Constraints", "Plan", "deferred_init", "load", "save")
+RESULTS = ("ParallelModel", "StepOutput", "init_device_mesh")  # which users do not construct, and a function of torch
+RUN = {"global_batch_size": 2, "sequence_length": 4}
+CALLABLES = {"class", "function", "module"}  # what they raise is the user's
+PLAN = {"parameter": {r"0\.weight": {"tp": vescale.dtensor.Shard(0)}}, "eager": ["0"]}
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def arguments():
+    return {
+        "plan": vescale.Plan(),
+        "model": build(),
+        "optimizer_fn": functools.partial(torch.optim.SGD, lr=0.1),
+        "clip_grad_norm": 1.0,
+        "loss_fn": torch.sum,
+        "param_groups": None,
+        "module_plan": PLAN,
+        "mesh": init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pp", "dp", "tp")),
+    }
+
+
+def parallelize(plan, model, optimizer_fn, clip_grad_norm, loss_fn, param_groups, module_plan, mesh):
+    """Call `parallelize`; what a callable for groups raises is the user's."""
+    vescale.parallelize(
+        plan,
+        model,
+        optimizer_fn,
+        clip_grad_norm=clip_grad_norm,
+        loss_fn=loss_fn,
+        param_groups=None if callable(param_groups) else param_groups,
+        module_plan=module_plan,
+        mesh=mesh,
+    )
+
+
+def calls():
+    """Return the public calls."""
+    model, _ = vescale.parallelize(vescale.Plan(), build(), torch.optim.SGD, module_plan={})
+    return {
+        "parallelize": Call(
+            parallelize,
+            arguments,
+            {
+                "clip_grad_norm": {"None", "0.5", "inf", "huge"},
+                "loss_fn": CALLABLES | {"None"},
+                "param_groups": CALLABLES,
+                "module_plan": {"None", "{}"},
+                "mesh": {"None"},
+            },
+            called={"model": "module", "module_plan": "plan"},  # by parallelize_module
+        ),
+        "generate_plan": Call(
+            vescale.generate_plan,
+            lambda: {
+                "model": build(),
+                "cluster": vescale.Cluster(1, memory_bytes=2**30, device="cpu"),
+                "constraints": vescale.Constraints(**RUN),
+                "module_plan": PLAN,
+            },
+            {"module_plan": {"None", "{}", "{text: 0}", "another key"}},  # `parallelize` knows the sections
+        ),
+        "ParallelModel.local_batch": Call(
+            model.local_batch, lambda: {"batch": {"input": torch.ones(2, 4)}}, {"batch": {"another key"}}
+        ),
+    }
+
+
+def test_the_table_has_every_public_name():
+    (names,) = run_ranks(lambda: list(calls()), 1)
+    functions = [name for name in names if name != "ParallelModel.local_batch"]
+    check_table({"": vescale}, [*functions, *PARTS], RESULTS)
+
+
+@ranks(1)
+def test_bad_arguments():
+    assert check_calls(calls()) > 300
+
+
+@ranks(1)
+def test_a_function_without_its_checks_is_found():
+    call = calls()["generate_plan"]
+    bare = dataclasses.replace(call, function=inspect.unwrap(call.function))
+    with pytest.raises(AssertionError, match=r"\d+ calls end badly"):
+        check_calls({"generate_plan": bare})
