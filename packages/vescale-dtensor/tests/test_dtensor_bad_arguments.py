@@ -65,7 +65,11 @@ def calls():
             },
             {"placements": {"None", "{}", *CALLABLES}, "device": {"None"}},
         ),
-        "strict": Call(public.strict, lambda: {"mode": "raise", "free": True, "interleaved": False}),
+        "strict": Call(
+            public.strict,
+            lambda: {"mode": "raise", "free": True, "interleaved": False, "axes": ["tp"]},
+            {"axes": {"None", "()", "[]", "[text]", "longer", "shorter", "misspelled"}},
+        ),
         "random.stream": Call(random.stream, lambda: {"name": "torch", "seed": 0}, {"seed": SEEDS | {"None"}}),
         "random.set_stream": Call(random.set_stream, lambda: {"name": "torch", "seed": 0}, {"seed": SEEDS | {"None"}}),
         "random.manual_seed": Call(random.manual_seed, lambda: {"seed": 0}, {"seed": SEEDS}),
