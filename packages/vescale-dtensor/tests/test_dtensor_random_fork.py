@@ -89,7 +89,7 @@ def test_a_seed_for_the_inside(name):
 
 def test_a_wrong_seed_changes_nothing():
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="expected a seed of 64 bits"), random.fork(seed=2**64):
+    with pytest.raises(ValueError, match="expected an integer of 64 bits for seed"), random.fork(seed=2**64):
         pass
     assert torch.equal(torch.get_rng_state(), before)
 
