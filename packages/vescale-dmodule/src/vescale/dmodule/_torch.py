@@ -34,6 +34,7 @@ __all__ = [
     "alias",
     "awaited",
     "backward_number",
+    "compiled_parts",
     "count_hooks",
     "direct_apply",
     "flat_group",
@@ -392,6 +393,16 @@ def module_hook_tables(module: nn.Module) -> list[dict]:
 def is_full_cache(error: Exception) -> bool:
     """Return whether a compiler refused because it has recompiled a function too often."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+def compiled_parts(module: nn.Module) -> list[str]:
+    """Return the names of a module and of its parts that have been given to ``torch.compile``."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return [
+        name
+        for name, part in module.named_modules()
+        if part._compiled_call_impl is not None or (dynamo is not None and isinstance(part, dynamo.OptimizedModule))
+    ]
 
 
 def is_compiler_error(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,8 @@ __all__ = [
     "rows_program",
     "set_grad_dtype",
 ]
+
+logger = logging.getLogger("vescale.optim")
 
 #: Attribute of parameters that have a DDP: a second DDP would reduce their gradients twice. Its value is the id of
 #: the parameter, because a copy through pickle has the same attributes.
@@ -117,14 +120,21 @@ def executions_of(module: nn.Module) -> list[Any]:
 
 
 def rows_program(module: nn.Module) -> type[RowsProgram] | type[PlannedRows] | None:
-    """Return what runs a module as one device runs it on the rows of all ranks; None if it cannot be recorded."""
-    if _torch.is_compiled(module):
-        return None
+    """Return what runs a module as one device does on the rows of all ranks; None, with a warning, if nothing can."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     executions = executions_of(module)
-    if executions:
-        return PlannedRows if executions == [vars(module).get(_EXECUTION)] else None
-    return None if any(isinstance(tensor, DTensor) for tensor in tensors) else RowsProgram
+    if executions == [vars(module).get(_EXECUTION)] and not _torch.is_compiled(module):
+        return PlannedRows
+    if not executions and not any(isinstance(tensor, DTensor) for tensor in tensors):
+        return RowsProgram
+    logger.warning(
+        "DDP cannot record %s on the rows of all ranks, because only a part of it has a plan, or a part with a plan is "
+        "compiled by torch.compile, or it has DTensors without a plan; what mixes rows (losses of routers, contrasts, "
+        "sums over rows), or draws elsewhere than on dim 0, is then that of each rank's rows, which is not checked; "
+        "give the whole module to parallelize_module, or pass per_rank=True if that is what you want",
+        type(module).__name__,
+    )
+    return None
 
 
 def refuse_local_statistics(module: nn.Module, rows: JointCalls | None) -> None:

@@ -125,6 +125,12 @@ class PipelineEngine:
             self.split = split_units(model, plan, self.num_stages)
             self._units = install_stubs(model, self.split, self.stage, self._state)
         self._transport = Transport(axis, timeout=timeout)
+        if self.stage == 0 and (self.num_stages > 1 or plan.num_microbatches > 1):
+            logger.warning(
+                "PipelineEngine: every micro-batch is computed by itself, on this rank's rows; what mixes rows (losses "
+                "of routers, contrasts, sums over rows) is then not that of the whole batch, which is not checked; "
+                "use one stage and one micro-batch for a model that mixes rows"
+            )
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:

@@ -89,7 +89,10 @@ class JointCalls(ABC, Generic[R]):
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Begin a call: record it if its signature is new."""
-        if self._meet is None or torch.compiler.is_compiling():
+        if self._meet is None:
+            return
+        if torch.compiler.is_compiling():
+            self._begin_compiled(args, kwargs)
             return
         if self._depth and not _torch.is_in_own_forward(module):  # an interrupted call
             self._depth = 0
@@ -116,6 +119,30 @@ class JointCalls(ABC, Generic[R]):
                 self._warn_of_many()
             recorded = self.recorded.get(signature)
         self._open(recorded)
+
+    @torch.compiler.disable
+    def _begin_compiled(self, args: tuple, kwargs: dict) -> None:
+        """Record a call that ``torch.compile`` compiles together with the code around it.
+
+        Raises:
+            RuntimeError: on every rank, if it mixes rows, since compiled code knows this rank's rows alone.
+        """
+        if self.recorder.is_running:
+            return
+        self._depth += 1
+        try:
+            self._begin(args, kwargs)
+            mixes = any(map(self._mixes_rows, self.recorded.values()))
+        finally:
+            self._depth -= 1
+            self._close(None)
+        if mixes:
+            found = "; ".join(self.islands()) or "random numbers that are not drawn for the rows on dim 0"
+            raise RuntimeError(
+                f"expected that {type(self.module).__name__} treats every row alone, because the DDP around it is "
+                f"compiled, and compiled code knows this rank's rows alone, got {found}; call it uncompiled, or, "
+                f"{WAY_OUT}"
+            )
 
     def _meet_uneven(self, rows: int | None, *, is_new: bool) -> tuple[bool, bool]:
         """Return whether all ranks have the same number of rows, and whether any has a new signature.

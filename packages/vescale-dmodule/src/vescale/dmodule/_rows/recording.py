@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from torch import nn
 from vescale.dtensor import debug
 from vescale.dtensor.extension import bytes_text, generator_fact, random_position
 
+from .. import _torch
 from .._boundary.values import copied
 from .._execution.eager import EagerScope, hook_scope
 from .._gradients.sync import GradientSync
@@ -55,6 +57,12 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         self.call, self._hook, self._row_wise = call, hook, row_wise
         self.keeps_draws = False
 
+    def record(self, args: tuple, kwargs: dict) -> RecordedRows | None:
+        """Record a call, see `JointRecorder.record`; what ``torch.compile`` has compiled runs as it is written."""
+        compiled = _torch.compiled_parts(self.module)
+        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+            return super().record(args, kwargs)
+
     def _end(self) -> None:
         self.is_running = self.keeps_draws = self.call.checks = self.call.is_open = False
 
@@ -77,6 +85,8 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         if not mixes and (not draws or self._draws_slices(outputs, args, kwargs, moved=moved)):
             return None
         found = RecordedRows(recorder.of_local_parts(parts, all_draws=True), tuple(outputs))
+        if compiled := _torch.compiled_parts(self.module):
+            raise RuntimeError(_mixes_in_compiled_code(found, compiled))
         self._check(found, parts, args, kwargs, moved=moved)
         self._tell_costs()
         return replace(found, outputs=tuple(output.without_value() for output in outputs))
@@ -174,3 +184,13 @@ class RowsRecorder(JointRecorder[RecordedRows]):
             differs = f"it {'draws' if moved else 'does not draw'} random numbers for the rows of all ranks alone"
         if differs is not None:
             raise RuntimeError(differs)
+
+
+def _mixes_in_compiled_code(found: RecordedRows, compiled: list[str]) -> str:
+    mixing = [f"{operator} in {describe(name)}" for name, each in found.operators.items() for operator in each]
+    what = "; ".join(dict.fromkeys(mixing)) or "its result is a sum over rows"
+    return (
+        f"torch.compile has compiled {', '.join(map(describe, compiled))}, and compiled code knows this rank's rows "
+        f"alone, but rows are mixed, or drawn for, together: {what}; leave the module uncompiled, or compile its "
+        'blocks by mode="compile" of vescale.dmodule'
+    )
