@@ -21,6 +21,34 @@ VIEWS = {
 }
 
 
+BROADCAST = {
+    "logical_or": torch.logical_or,
+    "logaddexp": torch.logaddexp,
+    "heaviside": torch.heaviside,
+    "ldexp": torch.ldexp,
+}
+OF_TWO = {
+    "xlogy": torch.xlogy,
+    "xlog1py": torch.special.xlog1py,
+    "copysign": torch.copysign,
+    "floor_divide": torch.floor_divide,
+    "div": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "pow": lambda x, _: torch.pow(2, x),
+    "dropout": lambda x, y: torch.ops.aten.native_dropout_backward(x, y > 0.5, 2.0),
+    "hardswish": torch.ops.aten.hardswish_backward,
+    "log_sigmoid": lambda x, _: torch.ops.aten.log_sigmoid_forward(x)[0],
+    "log_softmax": lambda x, _: torch.log_softmax(x, -1),
+    "log_softmax_backward": lambda x, y: torch.ops.aten._log_softmax_backward_data(x, y, 1, x.dtype),
+    "mse_loss": lambda x, y: torch.ops.aten.mse_loss_backward(x.sum(), x, y, 1),
+    "huber_loss": lambda x, y: torch.ops.aten.huber_loss_backward(x, x, y, 0, 0.5),
+    "cross_entropy": lambda x, y: functional.binary_cross_entropy(x, y, reduction="none"),
+    "one_hot": lambda x, _: functional.one_hot((3 * x).long(), 4),
+    "products": lambda x, y: (x @ y.mT).add(1).add(y @ x.mT),
+    "in another dtype": lambda x, _: x.to(torch.float32, memory_format=torch.contiguous_format),
+    "and in its order": lambda x, _: x.to(torch.float32),
+}
+
+
 def turned(x):
     """Return a view of a turned tensor: its gradient has another memory order than the tensor."""
     return x.transpose(1, 2).reshape(2, -1)
@@ -44,6 +72,56 @@ def test_strides_are_those_of_one_device():
     for placement in (Shard(0), Shard(1), Partial()):
         x = DTensor.from_local(whole, mesh, [placement]).t()
         assert x.full_tensor().stride() == x.stride() == torch.empty(x.shape[::-1]).t().stride()
+
+
+def strides_and_draws(function, *operands):
+    """Return the strides of a result and numbers that are drawn in its memory order."""
+    torch.manual_seed(3)
+    result = function(*operands)
+    drawn = torch.rand_like(result, dtype=torch.float64)
+    return result.stride(), drawn.full_tensor() if isinstance(drawn, DTensor) else drawn
+
+
+def check_order(functions, wholes, placements):
+    mesh = init_device_mesh("cpu", (2,))
+    operands = [distribute_tensor(whole.t().contiguous(), mesh, placements).t() for whole in wholes]
+    for name, function in functions.items():
+        for given, expected in ((operands, wholes), (operands[::-1], wholes[::-1])):
+            strides, drawn = strides_and_draws(function, *given)
+            wanted_strides, wanted = strides_and_draws(function, *expected)
+            assert strides == wanted_strides, (name, placements, strides, wanted_strides)
+            assert torch.equal(drawn, wanted), (name, placements)
+
+
+def turned_numbers(*shape):
+    return torch.rand(shape[::-1], dtype=torch.float64, generator=torch.Generator().manual_seed(2)).t()
+
+
+@ranks(2)
+@pytest.mark.parametrize("size", [1, 40])  # the second is more than what a kernel is tried with
+def test_draws_follow_the_order_of_the_kernel(size):
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+        check_order(OF_TWO, [turned_numbers(4 * size, 3 * size)] * 2, placements)
+
+
+@ranks(2)
+def test_draws_follow_the_order_of_broadcast_results():
+    mesh = init_device_mesh("cpu", (2,))
+    for sizes in ((3, 4), (50, 80)):
+        first, second = turned_numbers(*sizes)[:, None].expand(-1, 1, -1), turned_numbers(*sizes)
+        x, y = (DTensor.from_local(whole, mesh, [Replicate()]) for whole in (first, second))
+        for name, function in BROADCAST.items():
+            given = (x, y.long()) if name == "ldexp" else (x, y)
+            wanted = function(first, second.long() if name == "ldexp" else second)
+            assert function(*given).stride() == wanted.stride(), (name, sizes)
+
+
+@ranks(2)
+def test_stock_torch_reports_another_order():
+    x = distribute_tensor(turned_numbers(4, 3), init_device_mesh("cpu", (2,)), [Replicate()])
+    with disabled("operators"):
+        assert torch.copysign(x, x[0, 0]).stride() == (3, 1)
+    assert torch.copysign(x, x[0, 0]).stride() == x.stride() == (1, 4)
 
 
 @ranks(2)

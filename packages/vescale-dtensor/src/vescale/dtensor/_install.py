@@ -22,8 +22,18 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from torch.nn import functional
+
 from ._exit import wait_for_gloo_threads
-from ._operators import fallback, forget_copies, operator_handlers, review, without_elements
+from ._operators import (
+    fallback,
+    forget_copies,
+    in_orders_of_kernels,
+    in_row_major_order,
+    operator_handlers,
+    review,
+    without_elements,
+)
 from ._operators.attention import attention_handlers
 from ._operators.batch_norm import batch_norm_handlers
 from ._operators.blocks import on_blocks
@@ -48,7 +58,7 @@ from ._placements.rules import decide
 from ._placements.types import BlockShard, InterleavedShard, RaggedShard
 from ._random.rules import handlers
 from ._random.stock.factories import make_as_one_device
-from ._torch import decisions, dispatch, patches, plain, waits
+from ._torch import decisions, dispatch, kernels, patches, plain, waits
 from .debug._repr import repr_with_layout
 
 __all__ = ["FAMILIES", "ROWS", "Row", "disabled", "register"]
@@ -81,8 +91,9 @@ class Row:
 def handler_families() -> dict[str, Table]:
     """Return the handlers of operators by family; no operator is in two of them."""
     others = operator_handlers() | composite_handlers() | scalar_handlers()
-    for special in (attention_handlers(), batch_norm_handlers(), loss_handlers(), vocab_handlers()):
-        others |= special
+    for special in (batch_norm_handlers(), loss_handlers(), vocab_handlers()):
+        others |= in_orders_of_kernels(special)
+    others |= attention_handlers()
     random = {op: handler for op, handler in handlers().items() if op not in attention_handlers()}
     families = {"random": random, "operators": {op: handler for op, handler in others.items() if op not in random}}
     return {
@@ -176,6 +187,18 @@ ROWS: tuple[Row, ...] = (
         "operators",
         "stock answers topk(x, 2) after topk(x, 1) with the shape of the first call",
         decisions.CacheKeyPatch(dispatch.operators),
+    ),
+    Row(
+        "memory order",
+        "operators",
+        "stock takes the strides of a result from a formula, which for some operators differs from the kernel",
+        kernels.strides_of_kernels(),
+    ),
+    Row(
+        "one_hot",
+        "operators",
+        "torch makes it by a comparison where it is given a DTensor, in another memory order than its own zeros",
+        patches.AttributePatch((functional,), "one_hot", in_row_major_order),
     ),
     Row(
         "identity of meshes",

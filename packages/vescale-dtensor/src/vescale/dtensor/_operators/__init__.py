@@ -12,6 +12,7 @@ their speed::
     review      replace stock decisions that are wrong for these shapes and placements, for any operator
     gradients   operators in autograd's formulas
     copies      writes to views that are copies, and to tensors with such views
+    memory_order   results of handlers in the order of the kernel
     metadata    in-place changes of shape
     versions    writes that autograd does not count
     attention, batch_norm, convolution, loss, vocabulary, lookup, scalars, solvers   operators with own algorithms
@@ -22,7 +23,16 @@ Source of the tables: the sweep over torch's own operator database in the folder
 """
 
 from .copies import forget_copies
+from .memory_order import in_orders_of_kernels, in_row_major_order
 from .review import review, without_elements
 from .tables import fallback, operator_handlers
 
-__all__ = ["fallback", "forget_copies", "operator_handlers", "review", "without_elements"]
+__all__ = [
+    "fallback",
+    "forget_copies",
+    "in_orders_of_kernels",
+    "in_row_major_order",
+    "operator_handlers",
+    "review",
+    "without_elements",
+]

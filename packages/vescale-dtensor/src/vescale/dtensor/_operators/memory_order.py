@@ -1,41 +1,66 @@
-"""Operators whose result on a device has another memory order than torch says.
+"""Handlers whose results are in the memory order of the operator's own kernel.
 
-The strides of a result are those that torch computes without values. For some operators it computes them from their
-definition, and the kernel orders the result otherwise: ``softplus_backward`` of a transposed operand. Then a view that
-the strides allow fails on the shard. Here the shard gets the order that the strides say.
+A handler that computes an operator by others, as a loss by its definition, gives their order. The kernel may have
+another one: `mse_loss_backward` of transposed operands is row-major, its definition is transposed. A view or a draw
+that follows would differ from one device. Handlers that run the operator itself on full operands need none of this.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._containers import map_leaves
+from .._containers import leaves, map_leaves
 from .._placements.hooks import in_memory_order
-from .._torch import dispatch
+from .._torch import dispatch, kernels
 
-__all__ = ["OTHERWISE_ORDERED", "ordered"]
-
-OTHERWISE_ORDERED: tuple[str, ...] = (
-    "copysign.Tensor",
-    "floor_divide",
-    "hardsigmoid_backward",
-    "hardswish_backward",
-    "hardtanh_backward",
-    "log_sigmoid_forward",
-    "logit_backward",
-    "native_dropout_backward",
-    "softplus_backward",
-    "xlogy.Tensor",
-)
+__all__ = ["in_order_of", "in_orders_of_kernels", "in_row_major_order"]
 
 
-def ordered(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
-    """Run the stock rule, and bring the shards of its results to the order of their strides."""
+def in_orders_of_kernels(handlers: Mapping[dispatch.Op, dispatch.Handler]) -> dict[dispatch.Op, dispatch.Handler]:
+    """Return handlers that give the results of other ones in the memory order of the operator's kernel."""
+    return {
+        op: _in_order_of_kernel(handler) if kernels.has_an_order(op) else handler for op, handler in handlers.items()
+    }
 
-    def order(result: DTensor) -> DTensor:
-        local, spec = dispatch.local_tensor(result), dispatch.spec(result)
-        strides = spec.tensor_meta.stride
-        placed = in_memory_order(local, sorted(range(local.ndim), key=lambda dim: -strides[dim]))
-        return result if placed is local else dispatch.from_spec(placed, spec)
 
-    return map_leaves(order, dispatch.stock_dispatch(op, args, kwargs), DTensor)
+def _in_order_of_kernel(handler: dispatch.Handler) -> dispatch.Handler:
+    @functools.wraps(handler)
+    def run(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
+        results = handler(op, args, kwargs)
+        if kernels.are_row_major(leaves((args, kwargs))):
+            return results
+        given = list(leaves(results))
+        if not all(each is None or isinstance(each, DTensor) for each in given):
+            return results
+        metas = [None if each is None else dispatch.spec(each).tensor_meta for each in given]
+        found = kernels.kernel_metas(op, args, kwargs, metas)
+        strides = {id(each): meta.stride for each, meta in zip(given, found, strict=True) if meta is not None}
+        return map_leaves(lambda each: in_order_of(each, strides[id(each)]), results, DTensor)
+
+    return run
+
+
+def in_order_of(tensor: DTensor, strides: tuple[int, ...]) -> DTensor:
+    """Return a tensor with other global strides and its shard in their order; itself if it has both."""
+    local, spec = dispatch.local_tensor(tensor), dispatch.spec(tensor)
+    placed = in_memory_order(local, kernels.dims_in_order(strides))
+    if placed is local and tuple(spec.tensor_meta.stride) == tuple(strides):
+        return tensor
+    like = torch.empty_strided(spec.shape, strides, dtype=local.dtype, device="meta")
+    return dispatch.from_spec(placed, dispatch.spec_like(spec, spec.placements, like))
+
+
+def in_row_major_order(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of torch that makes its result anew, and of other operators for a subclass: `one_hot`."""
+
+    @functools.wraps(stock)
+    def function(*args: object, **kwargs: object) -> Tensor:
+        result = stock(*args, **kwargs)
+        return result.contiguous() if isinstance(result, DTensor) else result
+
+    return function

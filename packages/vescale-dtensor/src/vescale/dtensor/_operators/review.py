@@ -72,6 +72,7 @@ from .copies import remember_copy
 from .gather import gather, gather_axes, whole_placements
 from .gradients import zeros_around
 from .lookup import look_up
+from .memory_order import in_order_of
 from .operands import are_norms, block_axes, dtensors, empty_axes, is_sharded, uneven_axes, written_arguments
 from .solvers import SOLVERS, align_batches
 
@@ -200,7 +201,7 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
     if dispatch.is_view(op) and _is_moved(args[0], decision):
         return functools.partial(view_of_copy, op, args, kwargs, decision.needed[0].placements)
     if name == "_unsafe_view" and not args[0].is_contiguous():
-        return functools.partial(op, args[0].contiguous(), *args[1:], **kwargs)
+        return functools.partial(_in_new_shape, op, args, kwargs, decision)
     if name in ("view", "_unsafe_view") and (axes := _misfitting_axes(args[0], decision.output)):
         return functools.partial(view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
     if name in SOLVERS and (instead := align_batches(op, args, kwargs, decision)):
@@ -296,6 +297,11 @@ def view_of_copy(op: dispatch.Op, args: tuple, kwargs: dict, placements: tuple[P
     local = dispatch.redistributed(args[0], placements, for_op=op)
     remember_copy(args[0], placements, local)
     return op(dispatch.wrap(local, args[0].device_mesh, placements, args[0]), *args[1:], **kwargs)
+
+
+def _in_new_shape(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decision) -> DTensor:
+    """Return a tensor in another shape from a contiguous copy, in the memory order that one device gives it."""
+    return in_order_of(op(args[0].contiguous(), *args[1:], **kwargs), decision.output.tensor_meta.stride)
 
 
 def is_fine_where_empty(op: dispatch.Op, name: str) -> bool:

@@ -8,6 +8,7 @@ wrong.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 
@@ -15,7 +16,7 @@ from .._torch import dispatch
 from .convolution import convolution, convolution_backward
 from .decompose import compose
 from .gather import gather, gather_in_layout
-from .memory_order import OTHERWISE_ORDERED, ordered
+from .memory_order import in_orders_of_kernels
 from .metadata import change_metadata
 from .review import whole_where_empty
 from .versions import count_writes, writes_lists
@@ -106,18 +107,21 @@ WHOLE_WHERE_EMPTY: tuple[str, ...] = ("argmax", "argmin")
 @functools.cache
 def operator_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return a handler for every operator that stock DTensor guesses or has a wrong rule for."""
-    rules = (
-        (GATHER, gather),
+    whole = ((GATHER, gather), (AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty))
+    computed = (
         (COMPOSE, compose),
         (("convolution",), convolution),
         (("convolution_backward",), convolution_backward),
     )
-    rules += ((AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty), (OTHERWISE_ORDERED, ordered))
     table = {op: change_metadata for op in dispatch.operators() if _changes_metadata(op)}
     table |= {op: gather for op in dispatch.operators() if _is_guess(op)}
     table |= {op: fallback for op in dispatch.operators() if _is_misnamed(op)}
     table |= {op: count_writes for op in dispatch.operators() if writes_lists(op)}
-    return table | {op: rule for names, rule in rules for name in names if (op := dispatch.overload(name)) is not None}
+    return table | _by_operator(whole) | in_orders_of_kernels(_by_operator(computed))
+
+
+def _by_operator(rules: Iterable[tuple[Iterable[str], dispatch.Handler]]) -> dict[dispatch.Op, dispatch.Handler]:
+    return {op: rule for names, rule in rules for name in names if (op := dispatch.overload(name)) is not None}
 
 
 def _changes_metadata(op: dispatch.Op) -> bool:

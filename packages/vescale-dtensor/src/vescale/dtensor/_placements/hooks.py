@@ -124,14 +124,23 @@ def _in_memory_order(moved, given, spec):
     if moved is given or meta is None or is_tracing():
         return moved
     order = sorted(range(len(meta.shape)), key=lambda dim: -meta.stride[dim])
-    return moved if order == sorted(order) or 0 in meta.stride else in_memory_order(moved, order)
+    if 0 in meta.stride or order == sorted(order):
+        return moved
+    return in_memory_order(moved, order, meta.stride if moved.shape == meta.shape else None)
 
 
-def in_memory_order(shard: Tensor, order: Sequence[int]) -> Tensor:
-    """Return a shard whose dims are in memory in an order, from the slowest to the fastest; itself if they are."""
+def in_memory_order(shard: Tensor, order: Sequence[int], whole: Sequence[int] | None = None) -> Tensor:
+    """Return a shard whose dims are in memory in an order, from the slowest to the fastest; itself if they are.
+
+    Args:
+        shard: a shard.
+        order: its dims.
+        whole: strides of the whole tensor, if the shard is all of it. Those of dims of size 1 say whether a kernel
+            takes the channels for the last dim.
+    """
     strides, numel = [0] * len(order), 1
     for dim in reversed(order):
-        strides[dim] = numel
+        strides[dim] = numel if whole is None or shard.shape[dim] > 1 else whole[dim]
         numel *= max(1, shard.shape[dim])
     if shard.stride() == tuple(strides):
         return shard

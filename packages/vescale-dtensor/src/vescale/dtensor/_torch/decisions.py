@@ -31,7 +31,7 @@ Sharding = OutputSharding
 
 # Numbers are not in the key: they decide no shape and no dim, and each value, as a learning rate, would be an entry.
 NOT_IN_KEY = ("Tensor", "number", "float", "Device", "Generator")
-OF_MEMORY = frozenset({"device", "layout", "memory_format", "non_blocking", "pin_memory"})
+OF_MEMORY = frozenset({"device", "layout", "non_blocking", "pin_memory"})
 
 
 class CacheKeyPatch:
