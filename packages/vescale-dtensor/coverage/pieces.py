@@ -50,6 +50,9 @@ def cut(whole: Tensor, mesh_shape: Sequence[int], coord: Sequence[int], placemen
         if (factor := split_factor(placement)) is not None:
             pieces = [_chunk(piece, size, at, placement.dim) for piece in whole.chunk(factor, placement.dim)]
             whole = torch.cat(pieces, placement.dim)
+        elif (block := getattr(placement, "block", None)) is not None:  # vescale's BlockShard
+            blocks = whole.unflatten(placement.dim, (whole.shape[placement.dim] // block, block))
+            whole = _chunk(blocks, size, at, placement.dim).flatten(placement.dim, placement.dim + 1)
         elif isinstance(placement, Shard):
             whole = _chunk(whole, size, at, placement.dim)
     return whole

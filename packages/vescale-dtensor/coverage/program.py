@@ -85,10 +85,14 @@ class Program:
     lines: tuple[str, ...]
     order: int = 0
 
-    @property
-    def precision(self) -> str:
-        """The least precise kind of its inputs: ``"float"`` or ``"float32"``."""
-        return "float32" if any(each.kind == "float32" for each in self.inputs) else "float"
+    def precision(self, found: dict[str, torch.Tensor | None]) -> str:
+        """Return the least precise kind of its inputs and results: ``"float"`` or ``"float32"``.
+
+        An integer times 0.5 is a number of 32 bits.
+        """
+        dtypes = {value.dtype for value in found.values() if isinstance(value, torch.Tensor)}
+        is_coarse = any(each.kind == "float32" for each in self.inputs) or dtypes & {torch.float32, torch.complex64}
+        return "float32" if is_coarse else "float"
 
     def replay_line(self) -> str:
         """Return the program as one line of text, which `parse_line` reads."""
@@ -177,9 +181,10 @@ def is_steady(program: Program) -> dict[str, torch.Tensor | None] | None:
         expected = one_device(program)
         if not all(torch.isfinite(v).all() for v in expected.values() if isinstance(v, torch.Tensor)):
             return None
+        precision = program.precision(expected)
         for _ in range(2):
-            noisy = one_device(program, noise=NOISE[program.precision])
-            same_results(noisy, expected, rtol=RTOL[program.precision] / 30)
+            noisy = one_device(program, noise=NOISE[precision])
+            same_results(noisy, expected, rtol=RTOL[precision] / 30)
     except (LineFailed, Mismatch):
         return None
     return expected

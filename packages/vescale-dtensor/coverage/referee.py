@@ -173,7 +173,7 @@ def _verdict(program: Program, replies: list[dict], expected: dict) -> Verdict:
             entries = [unpacked(result[name]) for result in results]
             actual[name] = decoded(entries, program.mesh) if entries[0] is not None else None
         name = ""
-        same_results(actual, expected, RTOL[program.precision])
+        same_results(actual, expected, RTOL[program.precision(expected)])
     except Mismatch as finding:
         return Verdict("wrong", "", f"{name + ': ' if name else ''}{finding}")
     return Verdict("right")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from combos import parse
-from program import DTYPES, RTOL, Input, Program
+from program import DTYPES, RTOL, Input, LineFailed, Program, one_device
 
 __all__ = ["script"]
 
@@ -19,8 +19,15 @@ def script(program: Program) -> str:
         lines="\n".join(f"    {line}" for line in program.lines),
         grad=f"torch.set_grad_enabled({program.order > 0})",
         order=program.order,
-        rtol=RTOL[program.precision],
+        rtol=RTOL[_precision(program)],
     )
+
+
+def _precision(program: Program) -> str:
+    try:
+        return program.precision(one_device(program))
+    except LineFailed:
+        return program.precision({})
 
 
 def _described(number: int, each: Input) -> str:

@@ -54,7 +54,58 @@ RIGHT = {
     ),
 }
 
+ON_SIX = {
+    "shards that are empty only where an operator needs them": (
+        [Input((4, 2), "float", "S1R")],
+        ["v2 = torch.fft.fft(x0, dim=-1).abs()"],
+        0,
+    ),
+    "a write to a conjugate of partial sums": ([Input((2,), "complex", "PS0")], ["x0.conj().mul_(1j)"], 0),
+    "sums that are compared": (
+        [Input((4, 4), "float", "S0P", requires_grad=True, is_transposed=True)],
+        ["v0 = x0[..., :-1]", "v2 = v0 * v0", "v3 = v2.amin(0, keepdim=True)"],
+        1,
+    ),
+    "sorted sums": (
+        [Input((6,), "float", "RP")],
+        ["v0 = torch.outer(x0, x0)", "v1 = torch.searchsorted(v0.sort().values, v0)"],
+        0,
+    ),
+}
+
+RIGHT |= {
+    "bags of embeddings": (
+        [Input((5, 3), "float", "S0", requires_grad=True), Input((4, 2), "int5", "S0")],
+        ["v0 = F.embedding_bag(x1, x0, mode='mean')"],
+        1,
+    ),
+    "given singular values": (
+        [Input((4, 3), "float", "S0")],
+        ["v0 = x0.new_empty(3)", "torch.linalg.svdvals(x0, out=v0)"],
+        0,
+    ),
+    "integers of 16 bits": (
+        [Input((1, 1, 1), "float", "S1"), Input((1, 1, 1), "bool", "R")],
+        ["v0 = x0.short() * x1"],
+        0,
+    ),
+    "gradients of blocks": ([Input((1, 2, 2), "float", "S0", requires_grad=True)], ["v0 = x0.flatten()"], 1),
+    "sums in the operand itself": ([Input((4, 3), "float", "S0")], ["torch.cumsum(x0, 0, out=x0)"], 0),
+    "parts of one tensor": ([Input((4, 2, 3), "float", "S0")], ["x0[:, 0].add_(x0[:, 1])", "x0[:, :, 0] *= 2"], 0),
+}
+
 REFUSED = {
+    "what is read is written": (
+        [Input((3, 2, 3), "float", "S0")],
+        ["v0 = x0.tensor_split(2, 1)[1]", "x0.add_(v0, alpha=0.5)"],
+        0,
+    ),
+    "a triangle of an expanded tensor": (
+        [Input((1, 1), "float", "R")],
+        ["v0 = x0.expand(2, *x0.shape)", "v0.tril_(-1)"],
+        0,
+    ),
+    "a result of another shape than the operand": ([Input((4, 3), "float", "P")], ["torch.sum(x0, -1, out=x0)"], 0),
     "an element of an expanded tensor": (
         [Input((1, 2), "float", "S1")],
         ["v0 = x0.expand(2, *x0.shape)", "v1 = v0[..., -1]", "v1[0] = v1[-1] * 2"],
@@ -69,12 +120,14 @@ REFUSED = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("programs", "kind"), [(RIGHT, "right"), (REFUSED, "refused")])
-def test_a_found_program_is_equal_or_refused(programs, kind):
-    ranks = referee.Referee((2,))
+@pytest.mark.parametrize(
+    ("programs", "kind", "mesh"), [(RIGHT, "right", (2,)), (ON_SIX, "right", (2, 3)), (REFUSED, "refused", (2,))]
+)
+def test_a_found_program_is_equal_or_refused(programs, kind, mesh):
+    ranks = referee.Referee(mesh)
     try:
         for name, (inputs, lines, order) in programs.items():
-            found = program.Program((2,), tuple(inputs), tuple(lines), order)
+            found = program.Program(mesh, tuple(inputs), tuple(lines), order)
             expected = program.is_steady(found)
             assert expected is not None, name
             verdict = ranks.judge(found, expected)

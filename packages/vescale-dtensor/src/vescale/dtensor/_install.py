@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from ._exit import wait_for_gloo_threads
 from ._operators import (
+    apart,
     fallback,
     forget_copies,
     in_orders_of_kernels,
@@ -136,6 +137,12 @@ ROWS: tuple[Row, ...] = (
         "operators",
         "some of stock's rules take a negative dim for one that is not sharded: cumsum(-1), argmax(-1)",
         patches.RulePatch(patches.PropagationRule(arguments=with_counted_dims), order=0),
+    ),
+    Row(
+        "memory read and written",
+        "operators",
+        "x.add_(x[:1]) reads what it writes, which torch refuses on those ranks alone where the shard is dense",
+        patches.RulePatch(patches.PropagationRule(before=apart), order=0),
     ),
     Row(
         "blocks of uneven shards",

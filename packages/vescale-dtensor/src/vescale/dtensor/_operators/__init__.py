@@ -13,6 +13,8 @@ their speed::
     gradients   operators in autograd's formulas
     copies      writes to views that are copies, and to tensors with such views
     memory_order   results of handlers in the order of the kernel
+    exact       operators that compare values, of sums
+    given_results   operators that read what they write
     metadata    in-place changes of shape
     versions    writes that autograd does not count
     attention, batch_norm, convolution, loss, vocabulary, lookup, scalars, solvers   operators with own algorithms
@@ -23,11 +25,13 @@ Source of the tables: the sweep over torch's own operator database in the folder
 """
 
 from .copies import forget_copies
+from .given_results import apart
 from .memory_order import in_orders_of_kernels, in_row_major_order
 from .review import review, without_elements
 from .tables import fallback, operator_handlers
 
 __all__ = [
+    "apart",
     "fallback",
     "forget_copies",
     "in_orders_of_kernels",

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from .._torch import dispatch
 from .._torch.placements import is_tracing
 from ..errors import UnsupportedOperator
-from .operands import written_arguments
+from .operands import has_shared_elements, written_arguments
 
 __all__ = ["forget_copies", "remember_copy"]
 
@@ -207,8 +207,7 @@ def _write(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
 
 def _refuse_expanded(op: dispatch.Op, written: Sequence[DTensor], bases: Sequence[_Base]) -> None:
     for copy in (copy for base in bases for copy in _below(base)):
-        meta = copy.base_spec.tensor_meta
-        if any(size > 1 and stride == 0 for size, stride in zip(meta.shape, meta.stride, strict=True)):
+        if has_shared_elements(copy.base_spec):
             way_out = "elements of an expanded tensor share memory, and a view of it is a copy here: clone() it first"
             raise UnsupportedOperator.for_operands(op, written, way_out)
 
@@ -253,7 +252,15 @@ def _deliver(written: Tensor, copy: _Copy, gathered: list[Tensor]) -> None:
         dispatch.same_place(whole, written).copy_(dispatch.as_stored(written))
         moved = dispatch.wrap(whole, base.device_mesh, each.placements, base)
         written = dispatch.local_tensor(base)
-        written.copy_(dispatch.redistributed(moved, dispatch.placements_of(base), for_op=None))
+        written.copy_(_in_placements(moved, dispatch.placements_of(base)))
+
+
+def _in_placements(tensor: DTensor, placements: Sequence[Placement]) -> Tensor:
+    """Return the shard in other placements; torch cannot make a shard partial, but a replicated axis."""
+    pairs = zip(tensor.placements, placements, strict=True)
+    between = [Replicate() if new.is_partial() and new != old else old for old, new in pairs]
+    local = dispatch.redistributed(tensor, between, for_op=None)
+    return dispatch.redistributed(dispatch.wrap(local, tensor.device_mesh, between, tensor), placements, for_op=None)
 
 
 def _renew(above: _Base | _Copy, storage: torch.UntypedStorage | None, up_to_date: Collection[_Copy]) -> None:

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from .._containers import map_leaves
+from .._containers import leaves, map_leaves
 from .._placements.rules import refuse_ragged
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .copies import remember_copy
-from .operands import are_norms, check_operands, dtensors, mesh_of, written_arguments
+from .operands import are_norms, check_operands, dtensors, has_shared_elements, mesh_of, written_arguments
 
 __all__ = ["gather", "gather_axes", "gather_in_layout", "whole_placements"]
 
@@ -56,7 +56,11 @@ def gather(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
             whole[id(tensor)] = gathered.clone() if is_own and id(tensor) in written else gathered
         return whole[id(tensor)]
 
-    results = op(*map_leaves(bring, args, Tensor), **map_leaves(bring, kwargs, Tensor))
+    read = map_leaves(bring, args, Tensor)
+    if kwargs and torch.Tag.pointwise not in op.tags:  # torch would change the shape of an `out` before it reads it
+        outs = {id(whole[at]) for at in written & {id(tensor) for tensor in leaves(args)}}
+        read = map_leaves(lambda tensor: tensor.clone() if id(tensor) in outs else tensor, read, Tensor)
+    results = op(*read, **map_leaves(bring, kwargs, Tensor))
     returned: dict[int, DTensor] = {}
     for tensor in written_arguments(op, args, kwargs):
         if isinstance(tensor, DTensor):
@@ -155,11 +159,15 @@ def _writable_arguments(op: dispatch.Op, args: tuple, kwargs: dict) -> list[Tens
     """Return the tensors that ``op`` writes to.
 
     Raises:
-        UnsupportedOperator: one has norms of parts, which no rank can hold a written value in.
+        UnsupportedOperator: one has norms of parts, which no rank can hold a written value in; or elements that share
+            memory.
     """
     written = list(written_arguments(op, args, kwargs))
     if any(isinstance(tensor, DTensor) and are_norms(tensor) for tensor in written):
         way_out = "it writes to norms of parts, which have no sign: use the form that returns a result"
+        raise UnsupportedOperator.for_operands(op, written, way_out)
+    if any(isinstance(tensor, DTensor) and has_shared_elements(tensor) for tensor in written):
+        way_out = "it writes to an expanded tensor, whose elements share memory: clone() it first"
         raise UnsupportedOperator.for_operands(op, written, way_out)
     return written
 

@@ -25,6 +25,7 @@ __all__ = [
     "check_operands",
     "dtensors",
     "empty_axes",
+    "has_shared_elements",
     "mesh_of",
     "uneven_axes",
     "written_arguments",
@@ -58,7 +59,7 @@ def check_operands(op: dispatch.Op, args: tuple, kwargs: dict) -> None:
         UnsupportedOperator: a plain tensor of more than one element is among the operands.
     """
     for tensor in tensors_in((args, kwargs)):
-        if not isinstance(tensor, DTensor) and tensor.numel() != 1 and not counts_as_replicated(tensor):
+        if not isinstance(tensor, DTensor) and tensor.numel() > 1 and not counts_as_replicated(tensor):
             raise UnsupportedOperator.for_mixed(op, tensor)
 
 
@@ -74,12 +75,18 @@ def are_norms(tensor: DTensor) -> bool:
     return any(map(dispatch.is_norm, dispatch.placements_of(tensor)))
 
 
+def has_shared_elements(tensor: DTensor | dispatch.Spec) -> bool:
+    """Return whether elements share memory, as those of an expanded tensor do."""
+    strides = tensor.tensor_meta.stride if isinstance(tensor, dispatch.Spec) else tensor.stride()
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides, strict=True))
+
+
 def block_axes(tensor: DTensor) -> tuple[int, ...]:
     """Return the mesh axes along which ``tensor`` is sharded in blocks."""
     return tuple(axis for axis, p in enumerate(dispatch.placements_of(tensor)) if isinstance(p, BlockShard))
 
 
-def empty_axes(tensor: DTensor) -> tuple[int, ...]:
+def empty_axes(tensor: DTensor | dispatch.Spec) -> tuple[int, ...]:
     """Return the mesh axes along which some rank's shard of ``tensor`` is empty, although the tensor is not.
 
     Example: 5 rows over 4 ranks are 2 + 2 + 1 + 0.
@@ -92,7 +99,7 @@ def uneven_axes(tensor: DTensor) -> tuple[int, ...]:
     return _axes_where(tensor, lambda size, num_ranks: size % num_ranks != 0)
 
 
-def _axes_where(tensor: DTensor, holds: Callable[[int, int], bool]) -> tuple[int, ...]:
+def _axes_where(tensor: DTensor | dispatch.Spec, holds: Callable[[int, int], bool]) -> tuple[int, ...]:
     found, sizes = [], [[size] for size in tensor.shape]  # the different local sizes of each dim so far
     for axis, placement in enumerate(tensor.placements):
         if not is_sharded(placement):

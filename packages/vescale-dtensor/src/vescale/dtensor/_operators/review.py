@@ -23,6 +23,8 @@ maxima to complex numbers
 gives partial truths (any)   several ranks with True count as several: any(0).sum()     the result is reduced at once
 asks parts of sums for       any() of parts that add up to zero is True                 the sums are reduced first
 truths
+scatters sums that it        the same sums have other bits in another operator          the sums are reduced first
+compares
 runs on partial maxima or    the maximum of the results is not the result of the        the extremes are taken first
 minima                       maximum, except of :data:`MONOTONE` operators
 gives norms of parts, which  norm(dim=0).sum() has another value, norm.neg_() no sign   the result is reduced at once
@@ -69,6 +71,7 @@ from .._placements.rules import refuse_ragged
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .copies import remember_copy
+from .exact import compares_scattered_sums
 from .gather import gather, gather_axes, whole_placements
 from .gradients import zeros_around
 from .lookup import look_up
@@ -220,6 +223,8 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         if dispatch.written_arguments(op):
             return whole
         return functools.partial(_reduced, op, args, kwargs, decision, extreme)
+    if compares_scattered_sums(name, args, decision):
+        return whole if dispatch.written_arguments(op) else functools.partial(_of_whole, op, args, kwargs)
     if name in REDUCTIONS and args[0].ndim and len(args) > 1 and args[1] == []:
         return functools.partial(op, args[0], list(range(args[0].ndim)), *args[2:], **kwargs)
     if name == "_to_copy" and _is_partial(args[0]) and _changes_parts(args[0], kwargs.get("dtype")):
@@ -228,8 +233,11 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         return whole if name == "fill_" else functools.partial(_like_whole, op, args, kwargs)
     if name == "select_backward" or (name == "slice_backward" and uneven_axes(args[0])):
         return functools.partial(zeros_around, op, args, kwargs)
-    if not is_fine_where_empty(op, name) and any(map(empty_axes, dtensors(args, kwargs))):
-        return functools.partial(whole_where_empty, op, args, kwargs)
+    if not is_fine_where_empty(op, name):
+        if any(map(empty_axes, dtensors(args, kwargs))):
+            return functools.partial(whole_where_empty, op, args, kwargs)
+        if any(spec is not None and empty_axes(spec) for spec in map(_spec, leaves(decision.needed or ()))):
+            return whole
     if name == "linalg_vector_norm" and any(map(dispatch.is_norm, decision.output.placements)):
         return functools.partial(_reduced, op, args, kwargs, decision, None)
     return None
@@ -397,6 +405,10 @@ def _is_extreme(placement: Placement) -> bool:
 
 def _placements(value: object) -> tuple[Placement, ...]:
     return tuple(getattr(value, "placements", ()))
+
+
+def _spec(value: object) -> dispatch.Spec | None:
+    return value if isinstance(value, dispatch.Spec) else None
 
 
 def _of_whole(op: dispatch.Op, args: tuple, kwargs: dict) -> object:

@@ -44,6 +44,10 @@ __all__ = [
 ]
 
 
+WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Dtypes that collectives do not take, and those that hold their values."""
+
+
 def for_own_placements(stock: Callable, function: Callable) -> Callable:
     """Return a method of DTensor that is ``function`` for our placements and ``stock`` for torch's."""
 
@@ -91,11 +95,12 @@ def redistribute_method(stock: Callable) -> Callable:
 def redistribute_shards(stock: Callable) -> Callable:
     """Return the redistribution of local tensors for all placements, meshes and numbers of Partial axes.
 
-    Torch calls it for gradients and operands, too. Ours differs from torch's in four cases:
+    Torch calls it for gradients and operands, too. Ours differs from torch's in five cases:
 
     * a placement is ragged or interleaved;
     * the ranks of the mesh do not ascend: torch gathers their shards in the wrong order;
     * several Partial axes become Replicate: one collective here, one per axis in torch;
+    * collectives do not take the dtype: integers of 16 bits are moved as wider ones;
     * the tensor's dims have another order in memory, as those of ``x.t()``: torch gives a contiguous shard, so that a
       view that the tensor has by its strides fails on the shard.
     """
@@ -105,6 +110,9 @@ def redistribute_shards(stock: Callable) -> Callable:
         if local.is_conj() or local.is_neg():  # a lazy bit, perhaps not set on ranks with an empty shard
             local = local.resolve_conj().resolve_neg()
         source, new = current.placements, target.placements
+        if local.dtype in WIDER and source != new:
+            moved = redistribute_local_tensor(local.to(WIDER[local.dtype]), current, target, **options)
+            return moved.to(local.dtype)  # sums in the wider dtype are those of the narrow one, modulo its range
         mesh = current.mesh
         name_axes(mesh)
         own = is_own(source, mesh) or is_own(new, mesh) or not in_group_order(mesh)
