@@ -6,6 +6,7 @@ import torch
 from vescale.dtensor import Replicate, Shard, UnsupportedOperator, distribute_tensor, init_device_mesh
 from vescale_testing import ranks
 
+REFUSED = r"expected `out` of the result's shape \(4, 3\), got \(|reads elements of the tensor that it writes to"
 X = torch.arange(12.0).reshape(4, 3)
 PLACEMENTS = [Shard(0), Shard(1), Replicate()]
 
@@ -16,7 +17,7 @@ def test_a_result_of_another_shape():
     for placement in PLACEMENTS:
         x = distribute_tensor(X.clone(), mesh, [placement])
         for out in (x[0], x[1:3], distribute_tensor(torch.zeros(2, 3), mesh, [placement])):
-            with pytest.raises(UnsupportedOperator, match=r"expected `out` of the result's shape \(4, 3\), got \("):
+            with pytest.raises(UnsupportedOperator, match=REFUSED):
                 torch.mul(x, 2, out=out)
         assert torch.equal(x.full_tensor(), X)
         out = distribute_tensor(torch.zeros(4, 3), mesh, [placement])
