@@ -32,6 +32,7 @@ from ._operators import (
     in_orders_of_kernels,
     in_row_major_order,
     operator_handlers,
+    pointwise_operators,
     review,
     without_elements,
 )
@@ -194,6 +195,12 @@ ROWS: tuple[Row, ...] = (
         "operators",
         "stock answers topk(x, 2) after topk(x, 1) with the shape of the first call",
         decisions.CacheKeyPatch(dispatch.operators),
+    ),
+    Row(
+        "pointwise operators",
+        "operators",
+        "stock guesses that x[..., 0] = 5 and the gradients of hardtanh and hardswish need full operands",
+        decisions.PointwiseRulesPatch(pointwise_operators),
     ),
     Row(
         "memory order",

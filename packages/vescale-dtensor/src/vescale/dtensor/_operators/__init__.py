@@ -28,7 +28,7 @@ from .copies import forget_copies
 from .given_results import apart
 from .memory_order import in_orders_of_kernels, in_row_major_order
 from .review import review, without_elements
-from .tables import fallback, operator_handlers
+from .tables import fallback, operator_handlers, pointwise_operators
 
 __all__ = [
     "apart",
@@ -37,6 +37,7 @@ __all__ = [
     "in_orders_of_kernels",
     "in_row_major_order",
     "operator_handlers",
+    "pointwise_operators",
     "review",
     "without_elements",
 ]

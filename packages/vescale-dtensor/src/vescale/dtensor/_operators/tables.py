@@ -21,7 +21,7 @@ from .metadata import change_metadata
 from .review import whole_where_empty
 from .versions import count_writes, writes_lists
 
-__all__ = ["fallback", "operator_handlers"]
+__all__ = ["fallback", "operator_handlers", "pointwise_operators"]
 
 # Stock normalizes over the local batch only, updates running statistics from it, and aborts if those are sharded.
 GATHER: tuple[str, ...] = (
@@ -43,21 +43,14 @@ GUESSED_RIGHT = frozenset(
         "complex",
         "elu_backward",
         "fill.Scalar",
-        "fill.Tensor",
-        "fill_.Tensor",
         "floor_divide",
         "floor_divide.Scalar",
         "floor_divide_.Scalar",
-        "floor_divide_.Tensor",
-        "hardsigmoid_backward",
         "hardswish",
         "hardswish_",
-        "hardswish_backward",
-        "hardtanh_backward",
         "leaky_relu_backward",
         "lift",
         "lift_fresh",
-        "log_sigmoid_backward",
         "log_sigmoid_forward",
         "masked_fill.Tensor",
         "masked_fill_.Tensor",
@@ -67,6 +60,17 @@ GUESSED_RIGHT = frozenset(
         "softplus_backward",
         "zero",
     }
+)
+
+# Pointwise operators without a rule, for which stock guesses that they need full operands.
+POINTWISE: tuple[str, ...] = (
+    "fill.Tensor",
+    "fill_.Tensor",
+    "floor_divide_.Tensor",
+    "hardsigmoid_backward",
+    "hardswish_backward",
+    "hardtanh_backward",
+    "log_sigmoid_backward",
 )
 
 # Operators whose definition consists of operators that keep the shards. Stock runs the operator itself on a shard: a
@@ -120,6 +124,12 @@ def operator_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     return table | _by_operator(whole) | in_orders_of_kernels(_by_operator(computed))
 
 
+@functools.cache
+def pointwise_operators() -> frozenset[dispatch.Op]:
+    """Return the operators that get stock's rule for pointwise ones."""
+    return frozenset(op for name in POINTWISE if (op := dispatch.overload(name)) is not None)
+
+
 def _by_operator(rules: Iterable[tuple[Iterable[str], dispatch.Handler]]) -> dict[dispatch.Op, dispatch.Handler]:
     return {op: rule for names, rule in rules for name in names if (op := dispatch.overload(name)) is not None}
 
@@ -131,7 +141,7 @@ def _changes_metadata(op: dispatch.Op) -> bool:
 def _is_guess(op: dispatch.Op) -> bool:
     if dispatch.is_random(op) or dispatch.is_composite(op) or not dispatch.is_guessed(op):
         return False
-    return op.name().removeprefix("aten::") not in GUESSED_RIGHT
+    return op.name().removeprefix("aten::") not in GUESSED_RIGHT and op not in pointwise_operators()
 
 
 def _is_misnamed(op: dispatch.Op) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,6 +17,7 @@ from .patches import AttributePatch, Op, PatchGroup
 
 __all__ = [
     "CacheKeyPatch",
+    "PointwiseRulesPatch",
     "Sharding",
     "decide",
     "forget_decisions",
@@ -101,6 +102,45 @@ def _longer(entry: RuntimeSchemaInfo | None, position: int | None, keywords: Seq
     first = entry.static_argnum if position is None else min(position, entry.static_argnum)
     names = list(dict.fromkeys([*(entry.static_kwargkey or ()), *keywords]))
     return dataclasses.replace(entry, static_argnum=first, static_kwargkey=names or None)
+
+
+class PointwiseRulesPatch:
+    """Give pointwise operators without a rule the one of torch's that says nothing else of an operator.
+
+    Stock guesses from their definition, and where that is written by other than pointwise operators it finds that only
+    full operands fit: x[..., 0] = 5 gathers x to fill a part of it.
+    """
+
+    place = "the rules of DTensor's sharding propagator"
+    TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs")  # the second is not in every version
+
+    def __init__(self, operators: Callable[[], Collection[Op]]):
+        self.operators = operators
+        self.new: list[tuple[dict, Op]] = []
+
+    def install(self) -> None:
+        """Add the rule of each operator that has none."""
+        if self.new:
+            return
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        tables = [getattr(propagator, name, {}) for name in self.TABLES]
+        for op in self.operators():
+            like = torch.ops.aten.atan2_.default if op._schema.is_mutable else torch.ops.aten.atan2.default
+            if any(op in table for table in tables):
+                continue
+            for table in (table for table in tables if like in table):
+                table[op] = table[like]
+                self.new.append((table, op))
+
+    def remove(self) -> None:
+        """Take the rules away."""
+        for table, op in self.new:
+            del table[op]
+        self.new.clear()
+
+    def is_installed(self) -> bool:
+        """Return whether the tables have our entries."""
+        return bool(self.new) and all(op in table for table, op in self.new)
 
 
 def identity_of_meshes() -> PatchGroup:
