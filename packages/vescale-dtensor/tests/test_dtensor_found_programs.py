@@ -94,7 +94,33 @@ RIGHT |= {
     "parts of one tensor": ([Input((4, 2, 3), "float", "S0")], ["x0[:, 0].add_(x0[:, 1])", "x0[:, :, 0] *= 2"], 0),
 }
 
+RIGHT |= {
+    "a squeezed tensor without elements": (
+        [Input((0, 3, 2), "float", "S2"), Input((1, 0, 3), "float", "S2")],
+        ["v0 = x0.squeeze()", "v1 = v0.scatter_reduce(0, x0.long(), v0, 'sum')", "v2 = x1.squeeze((0, 1))"],
+        0,
+    ),
+    "losses of two dtypes": (
+        [Input((2, 3), "int3", "S0"), Input((3,), "float", "R")],
+        ["v0 = x0 * 0.5", "v1 = F.huber_loss(v0, x1, reduction='sum')", "v2 = F.mse_loss(v0, x1, reduction='none')"],
+        0,
+    ),
+    "windows that are filled": ([Input((4, 2), "float", "S1")], ["v0 = x0.unfold(0, 3, 1)", "v0.fill_(2)"], 0),
+    "the shape of a result in place": (
+        [Input((2, 2), "float", "S0", requires_grad=True)],
+        ["v0 = x0 @ x0", "v0.t_()", "v0.mul_(2)", "v1 = x0.view(4).view(2, 2)", "v2 = v1.t() * v0"],
+        1,
+    ),
+}
+
 REFUSED = {
+    "products in windows": ([Input((4, 1), "float", "R")], ["v0 = x0.unfold(-2, 3, 1)", "v0.cumprod_(-3)"], 0),
+    "windows that are doubled": ([Input((4, 2), "float", "S1")], ["v0 = x0.unfold(0, 3, 1)", "v0.mul_(2)"], 0),
+    "the shape of a view in place": (
+        [Input((2, 2), "float", "R", requires_grad=True)],
+        ["v0 = torch.chain_matmul(x0, x0)", "v0.t_()", "with torch.no_grad(): v0.mul_(2)"],
+        1,
+    ),
     "what is read is written": (
         [Input((3, 2, 3), "float", "S0")],
         ["v0 = x0.tensor_split(2, 1)[1]", "x0.add_(v0, alpha=0.5)"],

@@ -4,12 +4,16 @@ On one device ``x.add_(x[:1])`` reads elements that it has just written: what it
 where both views are dense torch refuses it. A shard of few elements may be dense where the whole is not, so that some
 ranks would refuse it and others wait. Here it is refused on all ranks, when the operator runs for the first time.
 
+What an operator does to elements that share memory, as in ``x.unfold(0, 3, 1).mul_(2)``, also depends on the kernel, and
+is refused but for fills.
+
 ``torch.sum(x, 0, out=x)`` reads its operand before it writes, and is an operator on a copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,16 +22,16 @@ from torch.distributed.tensor import DTensor
 from .._containers import map_leaves
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
-from .operands import dtensors, written_arguments
+from .operands import dtensors, has_shared_elements, written_arguments
 
-__all__ = ["apart"]
+__all__ = ["apart", "refuse_shared"]
 
 
 def apart(op: dispatch.Op, args: tuple, kwargs: dict, _schema: object) -> object:
     """Run an operator on copies of operands that are its results, too; else return NotImplemented.
 
     Raises:
-        UnsupportedOperator: it reads elements to which it writes.
+        UnsupportedOperator: it reads elements to which it writes, or writes to elements that share memory.
     """
     if not dispatch.schema(op).is_mutable:
         return NotImplemented
@@ -37,6 +41,7 @@ def apart(op: dispatch.Op, args: tuple, kwargs: dict, _schema: object) -> object
     for tensor, other in ((w, r) for w in written for r in read if _share_elements(w, r)):
         way_out = "it reads elements of the tensor that it writes to, through a view: clone() the view first"
         raise UnsupportedOperator.for_operands(op, (tensor, other), way_out)
+    refuse_shared(op, written)
     names = {name for _, name in dispatch.written_arguments(op)}
     given = {name: value for name, value in kwargs.items() if name in names}
     is_read = any(id(tensor) in places for tensor in dtensors(args, {}))
@@ -44,6 +49,21 @@ def apart(op: dispatch.Op, args: tuple, kwargs: dict, _schema: object) -> object
         return NotImplemented
     copies = map_leaves(lambda tensor: tensor.clone() if id(tensor) in places else tensor, args, Tensor)
     return op(*copies, **kwargs)
+
+
+def refuse_shared(op: dispatch.Op, written: Sequence[Tensor]) -> None:
+    """Refuse to write to elements that share memory, unless all of them get one value.
+
+    Raises:
+        UnsupportedOperator: they do.
+    """
+    if op.overloadpacket.__name__ not in FILLS and any(map(has_shared_elements, dtensors(tuple(written), {}))):
+        way_out = "it writes to elements that share memory, as those of an expanded tensor do: clone() it first"
+        raise UnsupportedOperator.for_operands(op, written, way_out)
+
+
+FILLS = frozenset({"_foreach_zero_", "fill_", "zero_"})
+"""Operators that write one value to all elements."""
 
 
 def _share_elements(written: DTensor, read: DTensor) -> bool:

@@ -1,4 +1,4 @@
-"""Handlers whose results are in the memory order of the operator's own kernel.
+"""Handlers whose results are in the memory order, and of the dtype, of the operator's own kernel.
 
 A handler that computes an operator by others, as a loss by its definition, gives their order. The kernel may have
 another one: `mse_loss_backward` of transposed operands is row-major, its definition is transposed. A view or a draw
@@ -31,7 +31,7 @@ def in_orders_of_kernels(handlers: Mapping[dispatch.Op, dispatch.Handler]) -> di
 def _in_order_of_kernel(handler: dispatch.Handler) -> dispatch.Handler:
     @functools.wraps(handler)
     def run(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
-        results = handler(op, args, kwargs)
+        results = _in_dtypes_of_kernel(handler(op, args, kwargs), op, args, kwargs)
         if kernels.are_row_major(leaves((args, kwargs))):
             return results
         given = list(leaves(results))
@@ -43,6 +43,15 @@ def _in_order_of_kernel(handler: dispatch.Handler) -> dispatch.Handler:
         return map_leaves(lambda each: in_order_of(each, strides[id(each)]), results, DTensor)
 
     return run
+
+
+def _in_dtypes_of_kernel(results: object, op: dispatch.Op, args: tuple, kwargs: dict) -> object:
+    dtypes = kernels.kernel_dtypes(op, args, kwargs)
+    given = list(leaves(results))
+    if dtypes is None or len(dtypes) != len(given):
+        return results
+    wanted = {id(each): dtype for each, dtype in zip(given, dtypes, strict=True)}
+    return map_leaves(lambda each: each.to(wanted[id(each)]), results, DTensor)
 
 
 def in_order_of(tensor: DTensor, strides: tuple[int, ...]) -> DTensor:

@@ -3,6 +3,9 @@
 The operators run as their out-of-place form, which decides the placements and gives the local tensor. The operand then
 takes over the result. (Stock DTensor has a rule for ``squeeze_`` only; the tensor reports its old shape afterwards.)
 
+Autograd makes the history of a view anew when its memory is written. For a DTensor it repeats the operators that made
+the view, in which the change is missing; on one device it takes the strides. So a view with a gradient is refused.
+
 ``x.data = y`` gives the DTensor the memory of another one. (In stock it changes nothing but the shape that the tensor
 reports: the values that were put in place are lost.)
 """
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._torch import dispatch
+from .._torch.autograd import is_view_with_gradient
 from ..errors import UnsupportedOperator
 from .operands import dtensors, is_sharded
 
@@ -27,7 +31,8 @@ def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run an operator that changes its first operand's metadata.
 
     Raises:
-        UnsupportedOperator: it changes the storage, or has no form that returns a result.
+        UnsupportedOperator: it changes the storage, or has no form that returns a result; or the tensor is a view in
+            autograd, whose gradients after a later write would lack the change.
     """
     functional = _functional(op) if torch.Tag.inplace_view in op.tags else None
     if functional is None:
@@ -36,7 +41,11 @@ def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
             tuple(dtensors(args, kwargs)),
             "it changes the tensor's shape or storage in place: use the form that returns a new tensor",
         )
-    return dispatch.become(op, args, kwargs, functional(*args, **kwargs))
+    result = functional(*args, **kwargs)
+    if (result.shape, result.stride()) != (args[0].shape, args[0].stride()) and is_view_with_gradient(args[0]):
+        way_out = "it changes the shape of a view that has a gradient in place: use the form that returns a new tensor"
+        raise UnsupportedOperator.for_operands(op, args[:1], way_out)
+    return dispatch.become(op, args, kwargs, result)
 
 
 @functools.cache

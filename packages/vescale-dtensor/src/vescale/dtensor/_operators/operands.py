@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -30,6 +31,10 @@ __all__ = [
     "uneven_axes",
     "written_arguments",
 ]
+
+
+EXACT_REACH = 1 << 24
+"""Elements of memory up to which strides that may overlap are followed; those of a larger tensor count as shared."""
 
 
 def dtensors(args: tuple, kwargs: dict) -> Iterator[DTensor]:
@@ -76,9 +81,20 @@ def are_norms(tensor: DTensor) -> bool:
 
 
 def has_shared_elements(tensor: DTensor | dispatch.Spec) -> bool:
-    """Return whether elements share memory, as those of an expanded tensor do."""
+    """Return whether elements share memory, as those of an expanded tensor and of the windows of `unfold` do."""
     strides = tensor.tensor_meta.stride if isinstance(tensor, dispatch.Spec) else tensor.stride()
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides, strict=True))
+    shape = tuple(tensor.shape)
+    dims = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1)
+    if 0 in shape or not dims:
+        return False
+    reach, fits = 0, True
+    for stride, size in dims:
+        fits = fits and stride > reach
+        reach += (size - 1) * stride
+    if fits or dims[0][0] == 0 or reach > EXACT_REACH:
+        return not fits
+    places = torch.arange(reach + 1).as_strided(shape, tuple(strides)).flatten()
+    return bool(places.bincount().max() > 1)
 
 
 def block_axes(tensor: DTensor) -> tuple[int, ...]:

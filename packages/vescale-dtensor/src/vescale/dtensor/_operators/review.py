@@ -181,12 +181,16 @@ SHAPED = frozenset({"_reshape_alias", "_unsafe_view", "reshape", "view", "view_c
 
 
 def without_elements(op: dispatch.Op, args: tuple, kwargs: dict, _schema: object) -> object:
-    """Give another shape to a tensor without elements, for which stock's rule would never end; else NotImplemented."""
-    if op.overloadpacket.__name__ not in SHAPED or op._overloadname == "dtype":
+    """Give another shape to a tensor without elements, else return NotImplemented.
+
+    Stock's rule for that would never end, and that of ``squeeze`` takes a dim of size 0 for one of size 1.
+    """
+    name = op.overloadpacket.__name__
+    if (name not in SHAPED and name != "squeeze") or op._overloadname == "dtype":
         return NotImplemented
     if not isinstance(args[0], DTensor) or args[0].numel():
         return NotImplemented
-    keeps_shape = tuple(args[1]) == tuple(args[0].shape)  # so that the placements stay
+    keeps_shape = name in SHAPED and tuple(args[1]) == tuple(args[0].shape)  # so that the placements stay
     return NotImplemented if keeps_shape else gather(op, args, kwargs)
 
 

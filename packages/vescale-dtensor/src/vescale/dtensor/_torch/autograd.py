@@ -1,4 +1,4 @@
-"""Private names of autograd's gradient accumulation, for gradient receivers (torch 2.11 to 2.14)."""
+"""Private names of autograd: its accumulation, for gradient receivers, and views (torch 2.11 to 2.14)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
-__all__ = ["accumulates", "accumulation_node", "hook_tables", "local_of", "put_first", "runs_in_backward"]
+__all__ = [
+    "accumulates",
+    "accumulation_node",
+    "hook_tables",
+    "is_view_with_gradient",
+    "local_of",
+    "put_first",
+    "runs_in_backward",
+]
 
 HookTable = dict[int, Callable]
 
@@ -55,6 +63,13 @@ def runs_in_backward(node: Node) -> bool:
 def accumulates(leaf: Tensor) -> bool:
     """Return whether the running backward pass adds to ``leaf.grad``."""
     return runs_in_backward(accumulation_node(leaf))
+
+
+def is_view_with_gradient(tensor: Tensor) -> bool:
+    """Return whether autograd may make the history of a tensor anew from that of the tensor that it is a view of."""
+    if not tensor._is_view():
+        return False
+    return tensor.requires_grad or (torch.is_grad_enabled() and tensor._base.requires_grad)
 
 
 def local_of(tensor: Tensor) -> Tensor:

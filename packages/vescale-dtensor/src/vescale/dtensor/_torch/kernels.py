@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .._containers import leaves, map_leaves
 from .patches import AttributePatch, Op
 
-__all__ = ["are_row_major", "dims_in_order", "has_an_order", "kernel_metas", "strides_of_kernels"]
+__all__ = ["are_row_major", "dims_in_order", "has_an_order", "kernel_dtypes", "kernel_metas", "strides_of_kernels"]
 
 SMALL = 4096  # elements of memory
 
@@ -80,6 +80,17 @@ def kernel_metas(op: Op, args: tuple, kwargs: dict, metas: Metas) -> Metas:
         return metas
     found = [_ordered(meta, result, is_small) for meta, result in zip(metas, results, strict=True)]
     return metas if all(new is old for new, old in zip(found, metas, strict=True)) else found
+
+
+def kernel_dtypes(op: Op, args: tuple, kwargs: dict) -> list[torch.dtype | None] | None:
+    """Return the dtypes of results of the kernel on operands of several dtypes; None if they are not known.
+
+    The kernel of `huber_loss` gives its result the dtype of the first operand, torch's definition that of both.
+    """
+    if len({meta.dtype for each in leaves((args, kwargs)) if (meta := _meta(each)) is not None}) < 2:
+        return None
+    results = _run(op, args, kwargs, is_small=False)
+    return None if results is None else [getattr(result, "dtype", None) for result in results]
 
 
 @functools.cache
