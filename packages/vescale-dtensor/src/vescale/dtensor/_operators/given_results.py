@@ -4,8 +4,8 @@ On one device ``x.add_(x[:1])`` reads elements that it has just written: what it
 where both views are dense torch refuses it. A shard of few elements may be dense where the whole is not, so that some
 ranks would refuse it and others wait. Here it is refused on all ranks, when the operator runs for the first time.
 
-What an operator does to elements that share memory, as in ``x.unfold(0, 3, 1).mul_(2)``, also depends on the kernel, and
-is refused but for fills.
+What an operator does to elements that share memory, as in ``x.unfold(0, 3, 1).mul_(2)``, also depends on the kernel,
+and is refused but for fills.
 
 ``torch.sum(x, 0, out=x)`` reads its operand before it writes, and is an operator on a copy.
 """

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .._placements.types import BlockShard
 from .._torch import dispatch
+from .scalars import of_number
 from .vocabulary import axes_sharded_on, local_index, operand, reduced, shards_or_whole
 
 __all__ = ["loss_handlers"]
@@ -197,9 +198,9 @@ def _masked_fill_(op: dispatch.Op, args: tuple, kwargs: dict) -> Tensor:
     """Fill zeros into partial sums in place, as ``cross_entropy`` with label smoothing does: every part gets zero."""
     tensor, mask, value = args
     if value != 0 or not isinstance(tensor, DTensor) or Partial() not in tensor.placements:
-        return dispatch.stock_dispatch(op, args, kwargs)
+        return of_number(op, args, kwargs)
     if mask.shape != tensor.shape or not all(p == Partial() or not p.is_partial() for p in tensor.placements):
-        return dispatch.stock_dispatch(op, args, kwargs)
+        return of_number(op, args, kwargs)
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
     op(dispatch.local_tensor(tensor), operand(op, mask, tensor.device_mesh, placements), value)
     return tensor

@@ -10,7 +10,8 @@ Stock refuses ``x.tolist()``, as of every subclass of `Tensor`; here it is the l
 On a rank outside the mesh these operators are refused: it holds no values and takes part in no collective of the mesh.
 
 Complex numbers beside sharded tensors: some operators take them as tensors (``x * 1j``), others as numbers
-(``x ** 1j``), and stock's cache of sharding decisions cannot hold a complex number. There it becomes a tensor.
+(``x ** 1j``), and stock's cache of sharding decisions cannot hold a complex number. There it becomes a tensor: in the
+method of a DTensor, or in a handler, which costs time at every call; so ``torch.pow(x, 1j)`` has none.
 """
 
 from __future__ import annotations
@@ -25,12 +26,20 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
+from .gather import gather
 from .operands import check_operands
 
-__all__ = ["TAKING_NUMBERS", "as_lists", "scalar_handlers", "taking_complex_numbers"]
+__all__ = ["TAKING_NUMBERS", "as_lists", "of_number", "scalar_handlers", "taking_complex_numbers"]
 
-TAKING_NUMBERS = ("__eq__", "__ne__", "__pow__", "__rpow__", "__rsub__", "eq", "ne", "pow")
+TAKING_NUMBERS = ("__eq__", "__ne__", "__pow__", "__rpow__", "__rsub__", "eq", "float_power", "ne", "pow", "pow_")
 """Methods that pass a number to an operator as it is."""
+
+OF_NUMBERS = (
+    ("eq.Scalar", "eq_.Scalar", "ne.Scalar", "ne_.Scalar", "pow.Scalar", "rsub.Scalar", "lerp.Scalar", "lerp_.Scalar")
+    + ("masked_fill.Scalar", "masked_fill_.Scalar", "scatter.value", "scatter_.value", "new_full")
+    + ("index_fill.int_Scalar", "index_fill_.int_Scalar")
+)
+"""Operators that take a number as it is, and are called otherwise than by those methods."""
 
 
 def scalar_handlers() -> dict[dispatch.Op, dispatch.Handler]:
@@ -39,7 +48,9 @@ def scalar_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     ``bool()``, ``int()`` and ``float()`` call ``item()``.
     """
     aten = torch.ops.aten
-    return {aten._local_scalar_dense.default: _item, aten.equal.default: _equal, aten.mul.Scalar: _times_number}
+    taking = {op: of_number for name in OF_NUMBERS if (op := dispatch.overload(name)) is not None}
+    special = {aten._local_scalar_dense.default: _item, aten.equal.default: _equal, aten.mul.Scalar: _times_number}
+    return taking | special
 
 
 def taking_complex_numbers(stock: Callable) -> Callable:
@@ -48,7 +59,7 @@ def taking_complex_numbers(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def method(self: DTensor, *args: object, **kwargs: object) -> object:
         if len(args) == 1 and type(args[0]) is complex:
-            args = (_as_tensor(args[0], self),)
+            args = (_as_tensor(args[0], self, torch.complex128 if stock.__name__ == "float_power" else None),)
         return stock(self, *args, **kwargs)
 
     return method
@@ -67,9 +78,20 @@ def as_lists(stock: Callable) -> Callable:
     return tolist
 
 
-def _as_tensor(number: complex, operand: Tensor) -> Tensor:
-    """Return a number as a 0-dim tensor of the dtype that it gives the result of an operator with ``operand``."""
-    return torch.tensor(number, dtype=torch.result_type(operand, number), device=operand.device)
+def _as_tensor(number: complex, operand: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a number as a 0-dim tensor, of the dtype that it gives the result of an operator with ``operand``."""
+    return torch.tensor(number, dtype=dtype or torch.result_type(operand, number), device=operand.device)
+
+
+def of_number(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
+    """Run an operator with a complex number as the one with a tensor in its place, or on full operands."""
+    if not any(isinstance(arg, complex) for arg in args):
+        return dispatch.stock_dispatch(op, args, kwargs)
+    form = dispatch.form_with_tensors(op)
+    if form is None:
+        return gather(op, args, kwargs)
+    operand = next(arg for arg in args if isinstance(arg, DTensor))
+    return form(*(_as_tensor(arg, operand) if isinstance(arg, complex) else arg for arg in args), **kwargs)
 
 
 def _times_number(_op: dispatch.Op, args: tuple, _kwargs: dict) -> object:

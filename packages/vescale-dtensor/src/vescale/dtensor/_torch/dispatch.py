@@ -43,6 +43,7 @@ __all__ = [
     "decision_of",
     "decomposition",
     "dispatch_modes",
+    "form_with_tensors",
     "from_spec",
     "handler_of",
     "handler_table",
@@ -107,6 +108,20 @@ def schema(op: Op) -> torch.FunctionSchema:
 def argument_names(op: Op) -> tuple[str, ...]:
     """Return the names of an operator's arguments in order."""
     return tuple(argument.name for argument in op._schema.arguments)
+
+
+@functools.cache
+def form_with_tensors(op: Op) -> Op | None:
+    """Return the overload that takes tensors in place of numbers: ``lerp.Tensor`` for ``lerp.Scalar``; None without."""
+
+    def types(form: Op) -> list[tuple[str, str]]:
+        return [(a.name, str(a.type).replace("number", "Tensor")) for a in form._schema.arguments]
+
+    def takes_numbers(form: Op) -> bool:
+        return any(str(a.type) == "number" for a in form._schema.arguments)
+
+    forms = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
+    return next((form for form in forms if types(form) == types(op) and not takes_numbers(form)), None)
 
 
 @functools.cache
