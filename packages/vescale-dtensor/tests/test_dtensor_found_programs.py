@@ -66,6 +66,11 @@ ON_SIX = {
         ["v0 = x0[..., :-1]", "v2 = v0 * v0", "v3 = v2.amin(0, keepdim=True)"],
         1,
     ),
+    "products of complex numbers": (
+        [Input((4, 3), "complex", "S0S0", requires_grad=True)],
+        ["v0 = x0.prod(0)", "v1 = v0.real + 1", "v2 = v0.conj() * 2", "v3 = v0.abs()", "v4 = x0.prod(1).imag"],
+        1,
+    ),
     "sorted sums": (
         [Input((6,), "float", "RP")],
         ["v0 = torch.outer(x0, x0)", "v1 = torch.searchsorted(v0.sort().values, v0)"],
@@ -106,6 +111,25 @@ RIGHT |= {
         0,
     ),
     "windows that are filled": ([Input((4, 2), "float", "S1")], ["v0 = x0.unfold(0, 3, 1)", "v0.fill_(2)"], 0),
+    "complex numbers as arguments": (
+        [Input((4, 3), "complex", "S0", requires_grad=True), Input((4, 3), "float", "P", requires_grad=True)],
+        [
+            "v0 = x0.masked_fill(x1 > 0, 1j)",
+            "v1 = torch.pow(1j, x1) + x1.pow(1j) + x1.float_power(0.3j)",
+            "v2 = torch.lerp(x0, x0 * 2, 0.5j) + torch.rsub(x1, 1j)",
+            "v3 = torch.eq(x0, 1j)",
+            "v4 = x0.scatter(0, (x1 > 9).long(), 1j)",
+            "v5 = x1.new_full((2, 3), 1j, dtype=torch.complex128)",
+            "v6 = v0.clone().masked_fill_(x1 > 0, 2j)",
+        ],
+        1,
+    ),
+    "small integers that are compared": (
+        [Input((4, 3), "int5", "S0")],
+        ["v0 = x0.short().argmax(0)", "v1 = x0.short().argmin()"],
+        0,
+    ),
+    "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
     "the shape of a result in place": (
         [Input((2, 2), "float", "S0", requires_grad=True)],
         ["v0 = x0 @ x0", "v0.t_()", "v0.mul_(2)", "v1 = x0.view(4).view(2, 2)", "v2 = v1.t() * v0"],
@@ -115,6 +139,13 @@ RIGHT |= {
 
 REFUSED = {
     "products in windows": ([Input((4, 1), "float", "R")], ["v0 = x0.unfold(-2, 3, 1)", "v0.cumprod_(-3)"], 0),
+    "a product in its factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.mm(v0, x0, out=v0)"], 0),
+    "a product added to its factor": ([Input((3, 3), "float", "R")], ["x0.addmm_(x0, x0.view(3, 3))"], 0),
+    "bags at plain offsets": (
+        [Input((6, 3), "float", "S0"), Input((4,), "int6", "R")],
+        ["v0 = F.embedding_bag(x1, x0, torch.tensor([0, 2]))"],
+        0,
+    ),
     "windows that are doubled": ([Input((4, 2), "float", "S1")], ["v0 = x0.unfold(0, 3, 1)", "v0.mul_(2)"], 0),
     "the shape of a view in place": (
         [Input((2, 2), "float", "R", requires_grad=True)],

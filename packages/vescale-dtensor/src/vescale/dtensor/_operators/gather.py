@@ -27,7 +27,7 @@ from .._placements.rules import refuse_ragged
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .copies import remember_copy
-from .given_results import refuse_shared
+from .given_results import check_written
 from .operands import are_norms, check_operands, dtensors, mesh_of, written_arguments
 
 __all__ = ["gather", "gather_axes", "gather_in_layout", "whole_placements"]
@@ -167,7 +167,7 @@ def _writable_arguments(op: dispatch.Op, args: tuple, kwargs: dict) -> list[Tens
     if any(isinstance(tensor, DTensor) and are_norms(tensor) for tensor in written):
         way_out = "it writes to norms of parts, which have no sign: use the form that returns a result"
         raise UnsupportedOperator.for_operands(op, written, way_out)
-    refuse_shared(op, written)
+    check_written(op, args, kwargs)
     return written
 
 

@@ -7,13 +7,13 @@ ranks would refuse it and others wait. Here it is refused on all ranks, when the
 What an operator does to elements that share memory, as in ``x.unfold(0, 3, 1).mul_(2)``, also depends on the kernel,
 and is refused but for fills.
 
-``torch.sum(x, 0, out=x)`` reads its operand before it writes, and is an operator on a copy.
+``torch.sum(x, 0, out=x)`` reads its operand before it writes, and is an operator on a copy. ``torch.mm(x, y, out=x)``
+reads it while it writes, and is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .operands import dtensors, has_shared_elements, written_arguments
 
-__all__ = ["apart", "refuse_shared"]
+__all__ = ["apart", "check_written"]
 
 
 def apart(op: dispatch.Op, args: tuple, kwargs: dict, _schema: object) -> object:
@@ -41,7 +41,7 @@ def apart(op: dispatch.Op, args: tuple, kwargs: dict, _schema: object) -> object
     for tensor, other in ((w, r) for w in written for r in read if _share_elements(w, r)):
         way_out = "it reads elements of the tensor that it writes to, through a view: clone() the view first"
         raise UnsupportedOperator.for_operands(op, (tensor, other), way_out)
-    refuse_shared(op, written)
+    check_written(op, args, kwargs)
     names = {name for _, name in dispatch.written_arguments(op)}
     given = {name: value for name, value in kwargs.items() if name in names}
     is_read = any(id(tensor) in places for tensor in dtensors(args, {}))
@@ -51,19 +51,37 @@ def apart(op: dispatch.Op, args: tuple, kwargs: dict, _schema: object) -> object
     return op(*copies, **kwargs)
 
 
-def refuse_shared(op: dispatch.Op, written: Sequence[Tensor]) -> None:
-    """Refuse to write to elements that share memory, unless all of them get one value.
+def check_written(op: dispatch.Op, args: tuple, kwargs: dict) -> None:
+    """Refuse a write after which the values depend on the kernel.
 
     Raises:
-        UnsupportedOperator: they do.
+        UnsupportedOperator: it writes to elements that share memory, not one value to all of them; or it is a product
+            that writes to its own factor.
     """
-    if op.overloadpacket.__name__ not in FILLS and any(map(has_shared_elements, dtensors(tuple(written), {}))):
+    written = [tensor for tensor in written_arguments(op, args, kwargs) if isinstance(tensor, DTensor)]
+    name = op.overloadpacket.__name__
+    if name not in FILLS and any(map(has_shared_elements, written)):
         way_out = "it writes to elements that share memory, as those of an expanded tensor do: clone() it first"
+        raise UnsupportedOperator.for_operands(op, written, way_out)
+    first = READ_WHILE_WRITING.get(name.removesuffix("_"))
+    factors = [] if first is None else [factor for factor in args[first:] if isinstance(factor, DTensor)]
+    if any(factor is tensor or _are_same(factor, tensor) for factor in factors for tensor in written):
+        way_out = "it writes to a tensor while it reads it: use the form that returns a result"
         raise UnsupportedOperator.for_operands(op, written, way_out)
 
 
 FILLS = frozenset({"_foreach_zero_", "fill_", "zero_"})
 """Operators that write one value to all elements."""
+
+READ_WHILE_WRITING = {"mm": 0, "bmm": 0, "mv": 0, "masked_scatter": 1} | dict.fromkeys(
+    ("_addmm_activation", "addbmm", "addmm", "addmv", "baddbmm"), 1
+)
+"""Operators that read their operands, from a position on, after they have begun to write."""
+
+
+def _are_same(tensor: DTensor, other: DTensor) -> bool:
+    first, second = dispatch.local_tensor(tensor), dispatch.local_tensor(other)
+    return dispatch.storage_key(first) == dispatch.storage_key(second) and tensor.numel() > 0
 
 
 def _share_elements(written: DTensor, read: DTensor) -> bool:

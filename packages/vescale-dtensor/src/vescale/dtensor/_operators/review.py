@@ -38,6 +38,8 @@ reshapes a tensor of another a shard with a dim of size 1 may have other strides
 order in memory              (_unsafe_view)
 views uneven shards, or      bytes of an element lie on two ranks; the bits are those   those axes are gathered first
 sums, in another dtype       of parts of a sum
+takes the real parts of    they are no factors of that of the product               the product is taken first
+complex factors
 indexes with an index of     index and source are sharded at different positions        full operands
 another shape
 shards stacks of matrices    matrices of other positions meet, or shards of other sizes  see ``solvers``
@@ -211,6 +213,8 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         return functools.partial(_in_new_shape, op, args, kwargs, decision)
     if name in ("view", "_unsafe_view") and (axes := _misfitting_axes(args[0], decision.output)):
         return functools.partial(view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
+    if name == "view_as_real" and (axes := _product_axes(args[0])):
+        return functools.partial(view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
     if name in SOLVERS and (instead := align_batches(op, args, kwargs, decision)):
         return instead
     if name in INDEXING and _has_other_shape(args):
@@ -302,6 +306,10 @@ def _misfitting_axes(tensor: DTensor, output: dispatch.Spec | None) -> tuple[int
 
     fits = num_bytes(tensor.shape, given, tensor.dtype) == num_bytes(output.shape, output.placements, new_dtype)
     return partial if fits else (*partial, *(axis for axis, is_asked in enumerate(asked) if is_asked))
+
+
+def _product_axes(tensor: DTensor) -> tuple[int, ...]:
+    return tuple(axis for axis, p in enumerate(dispatch.placements_of(tensor)) if p.is_partial("product"))
 
 
 def view_of_copy(op: dispatch.Op, args: tuple, kwargs: dict, placements: tuple[Placement, ...]) -> object:

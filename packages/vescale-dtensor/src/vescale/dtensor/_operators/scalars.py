@@ -35,9 +35,9 @@ TAKING_NUMBERS = ("__eq__", "__ne__", "__pow__", "__rpow__", "__rsub__", "eq", "
 """Methods that pass a number to an operator as it is."""
 
 OF_NUMBERS = (
-    ("eq.Scalar", "eq_.Scalar", "ne.Scalar", "ne_.Scalar", "pow.Scalar", "rsub.Scalar", "lerp.Scalar", "lerp_.Scalar")
-    + ("masked_fill.Scalar", "masked_fill_.Scalar", "scatter.value", "scatter_.value", "new_full")
-    + ("index_fill.int_Scalar", "index_fill_.int_Scalar")
+    *("eq.Scalar", "eq_.Scalar", "ne.Scalar", "ne_.Scalar", "pow.Scalar", "rsub.Scalar", "lerp.Scalar", "lerp_.Scalar"),
+    *("masked_fill.Scalar", "masked_fill_.Scalar", "scatter.value", "scatter_.value", "new_full"),
+    *("index_fill.int_Scalar", "index_fill_.int_Scalar"),
 )
 """Operators that take a number as it is, and are called otherwise than by those methods."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
+from .._placements.hooks import WIDER
 from .._torch import dispatch
 from .convolution import convolution, convolution_backward
 from .decompose import compose
@@ -104,14 +105,14 @@ COMPOSE: tuple[str, ...] = (
 
 AS_STRIDED: tuple[str, ...] = ("as_strided", "as_strided_copy", "as_strided_scatter")
 
-# Operators with a handler of torch's own; `review` does not see them.
-WHOLE_WHERE_EMPTY: tuple[str, ...] = ("argmax", "argmin")
+# Operators with a handler of torch's own, which gathers values; `review` does not see them.
+EXTREME_POSITION: tuple[str, ...] = ("argmax", "argmin")
 
 
 @functools.cache
 def operator_handlers() -> dict[dispatch.Op, dispatch.Handler]:
     """Return a handler for every operator that stock DTensor guesses or has a wrong rule for."""
-    whole = ((GATHER, gather), (AS_STRIDED, gather_in_layout), (WHOLE_WHERE_EMPTY, whole_where_empty))
+    whole = ((GATHER, gather), (AS_STRIDED, gather_in_layout), (EXTREME_POSITION, extreme_position))
     computed = (
         (COMPOSE, compose),
         (("convolution",), convolution),
@@ -161,6 +162,13 @@ def fallback(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     if op.overloadpacket in _OF_STORAGE:
         return change_metadata(op, args, kwargs)
     return gather(op, args, kwargs)
+
+
+def extreme_position(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
+    """Run ``argmax`` or ``argmin`` by stock's handler, on integers that collectives take."""
+    tensor, *rest = args
+    wider = WIDER.get(tensor.dtype)
+    return whole_where_empty(op, args if wider is None else (tensor.to(wider), *rest), kwargs)
 
 
 _OF_STORAGE = frozenset(

@@ -140,7 +140,14 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def all_reduce(group: Group, local: Tensor, ops: Sequence[str], *, divisor: int) -> Tensor:
-    """Reduce over the group by the ``ops`` of its axes (all alike, or sums and averages), and divide averages."""
+    """Reduce over the group by the ``ops`` of its axes (all alike, or sums and averages), and divide averages.
+
+    Backends have no product of complex numbers: their factors are gathered.
+    """
+    if ops[0] == "product" and local.is_complex():
+        num_ranks, flat = len(group.order), local.flatten()
+        factors = gather(group, flat, [len(flat)] * num_ranks, flat.new_empty(len(flat) * num_ranks))
+        return functools.reduce(torch.mul, factors).view(local.shape)
     result = local.clone(memory_format=torch.contiguous_format)
     group.waits.run("all-reduce", dist.all_reduce, result, op=_OPS[ops[0]])
     return _averaged(result, divisor)
@@ -153,7 +160,8 @@ def reduce_scatter(group: Group, sends: Sequence[Tensor], ops: Sequence[str], *,
     """
     sizes = [len(send) for send in sends]
     out = sends[0].new_empty(sizes[place])
-    if len(set(sizes)) == 1:
+    is_known = ops[0] != "product" or not sends[0].is_complex()  # to the backends
+    if len(set(sizes)) == 1 and is_known:
         buffer = torch.cat(group.arranged(sends))
         group.waits.reduce_scatter(out, buffer, _OPS[ops[0]])
         return _averaged(out, divisor)

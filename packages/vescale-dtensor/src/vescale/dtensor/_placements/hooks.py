@@ -34,6 +34,7 @@ from .redistribute import is_own, redistribute
 from .types import BlockShard, RaggedShard
 
 __all__ = [
+    "WIDER",
     "add_whole_once",
     "for_own_placements",
     "has_ragged",
@@ -95,12 +96,13 @@ def redistribute_method(stock: Callable) -> Callable:
 def redistribute_shards(stock: Callable) -> Callable:
     """Return the redistribution of local tensors for all placements, meshes and numbers of Partial axes.
 
-    Torch calls it for gradients and operands, too. Ours differs from torch's in five cases:
+    Torch calls it for gradients and operands, too. Ours differs from torch's in six cases:
 
     * a placement is ragged or interleaved;
     * the ranks of the mesh do not ascend: torch gathers their shards in the wrong order;
     * several Partial axes become Replicate: one collective here, one per axis in torch;
     * collectives do not take the dtype: integers of 16 bits are moved as wider ones;
+    * collectives have no product of complex numbers;
     * the tensor's dims have another order in memory, as those of ``x.t()``: torch gives a contiguous shard, so that a
       view that the tensor has by its strides fails on the shard.
     """
@@ -116,6 +118,7 @@ def redistribute_shards(stock: Callable) -> Callable:
         mesh = current.mesh
         name_axes(mesh)
         own = is_own(source, mesh) or is_own(new, mesh) or not in_group_order(mesh)
+        own = own or (local.is_complex() and source != new and any(p.is_partial("product") for p in source))
         if own and mesh == target.mesh and not is_tracing():
             return _in_memory_order(redistribute_shard(local, current.shape, mesh, source, new), local, current)
         given = local

@@ -243,7 +243,7 @@ def _becomes_a_tensor(position: object) -> bool:
 
 
 def _indexed_by_lists(stock: Callable) -> Callable:
-    among = _among_dtensors(stock)
+    among = _among_dtensors(stock, refuses=False)
 
     @functools.wraps(stock)
     def call(self: DTensor, index: object, *value: object) -> object:
@@ -253,17 +253,27 @@ def _indexed_by_lists(stock: Callable) -> Callable:
     return call
 
 
-def _among_dtensors(stock: Callable) -> Callable:
+def _among_dtensors(stock: Callable, *, refuses: bool = True) -> Callable:
+    """Return a function of torch that takes the plain tensors it makes for replicated ones, if it gets DTensors only.
+
+    Raises:
+        UnsupportedOperator: inside, if it gets a plain tensor too and ``refuses``.
+    """
+
     @functools.wraps(stock)
     def call(*args: object, **kwargs: object) -> object:
         tensors = list(tensors_in((args, kwargs)))
-        is_own = [isinstance(tensor, DTensor) for tensor in tensors]
-        if any(is_own) and all(own or tensor.numel() == 1 for own, tensor in zip(is_own, tensors, strict=True)):
+        plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and tensor.numel() != 1]
+        if not any(isinstance(tensor, DTensor) for tensor in tensors):
+            return stock(*args, **kwargs)
+        if not plain:
             _here.num_functions += 1
             try:
                 return _switched_on(stock, args, kwargs)
             finally:
                 _here.num_functions -= 1
+        if refuses and not _is_on():
+            raise UnsupportedOperator.for_mixed(stock.__name__, plain[0])
         return stock(*args, **kwargs)
 
     return call
