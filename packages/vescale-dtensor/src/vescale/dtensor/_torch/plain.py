@@ -36,7 +36,14 @@ from .patches import AttributePatch, Patch, PatchGroup, dtensor_attribute
 
 __all__ = ["FUNCTIONS", "counts_as_replicated", "plain_operands_patch"]
 
-FUNCTIONS = ("combinations", "embedding_bag", "nanquantile", "quantile", "scaled_dot_product_attention")
+FUNCTIONS = (
+    "combinations",
+    "embedding_bag",
+    "nanquantile",
+    "quantile",
+    "scaled_dot_product_attention",
+    "unravel_index",
+)
 """Functions of torch, and methods of tensors, that are made of operators and of tensors of their own."""
 
 _MARK = "_vescale_of_program"
