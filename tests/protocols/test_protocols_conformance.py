@@ -1,5 +1,7 @@
 """Our own packages keep the protocols of docs/protocols.md, and each check finds what breaks it."""
 
+import importlib.metadata
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,14 @@ from vescale.dtensor import InterleavedShard, Shard, distribute_tensor, init_dev
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.pipe import PipelineEngine, PipelinePlan
 from vescale_testing import ranks
-from vescale_testing.protocols import check_absent_fqns, check_boxes, check_execution, check_hook, check_memory
+from vescale_testing.protocols import (
+    check_absent_fqns,
+    check_boxes,
+    check_execution,
+    check_hook,
+    check_memory,
+    check_rehearsal,
+)
 
 
 @ranks(2)
@@ -45,6 +54,12 @@ def test_a_parallelized_module_says_how_it_runs():
     model = nn.Sequential(nn.Linear(4, 4))
     plan = {"parameter": {r"0\.weight": [Shard(1)]}, "forward": {}}
     check_execution(parallelize_module(model, mesh, plan, mode="static"))
+
+
+@ranks(1)
+def test_a_rehearsal_is_found_and_finds_what_mixes_rows():
+    (found,) = importlib.metadata.entry_points(group="vescale.pipe", name="rehearsal")
+    check_rehearsal(found.load())
 
 
 @ranks(2)

@@ -116,17 +116,20 @@ def calls():
         "PipelineEngine": Call(
             PipelineEngine,
             lambda: {
-                "model": nn.Linear(2, 2),
+                "model": nn.Sequential(nn.Linear(2, 2)),
                 "axis": mesh,
                 "plan": PLAN,
                 "loss_fn": torch.sum,
                 "meshes": (mesh,),
+                "per_microbatch": False,
+                "row_wise": (),
                 "timeout": timedelta(seconds=60),
             },
             {
                 "model": {"module"},
                 "loss_fn": {"None", "class", "function", "module"},
                 "meshes": {"()", "[]", "longer", "shorter"},
+                "row_wise": {"[]"},
                 "timeout": {"None"},
             },
         ),

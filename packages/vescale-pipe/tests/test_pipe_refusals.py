@@ -262,7 +262,7 @@ def test_attention_dropout_counts_by_its_probability(pipeline_mesh):
             return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=self.p)[0, 0]
 
     x = torch.randn(4, 4)
-    make_engine(Model(), pipeline_mesh)(x)
+    make_engine(Model(), pipeline_mesh, per_microbatch=True)(x)
     model = Model()
     model.p = 0.5
     check_refused(model, pipeline_mesh, RandomOperatorError, "got aten.* in code outside of stage modules")
@@ -402,7 +402,7 @@ def test_a_late_failure_ends_the_others_by_timeout(pipeline_mesh):
             super().__init__()
             self.first = Fails()
 
-    engine = make_engine(Model(), pipeline_mesh, timeout=datetime.timedelta(seconds=3))
+    engine = make_engine(Model(), pipeline_mesh, timeout=datetime.timedelta(seconds=3), per_microbatch=True)
     begin = time.monotonic()
     if engine.stage == 0:
         with pytest.raises(OSError, match="disk full"):
@@ -431,7 +431,7 @@ def test_a_shape_that_varies_with_the_data(pipeline_mesh):
             super().__init__()
             self.first = Keeps()
 
-    engine = make_engine(Model(), pipeline_mesh, timeout=datetime.timedelta(seconds=3))
+    engine = make_engine(Model(), pipeline_mesh, timeout=datetime.timedelta(seconds=3), per_microbatch=True)
     x = torch.ones(4, 4)
     x[3] = -1
     match = (

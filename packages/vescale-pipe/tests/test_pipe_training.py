@@ -176,7 +176,8 @@ def test_buffers_are_updated_once_per_microbatch(pipeline_mesh):
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
 
     reference, model = with_norm(), with_norm()
-    engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", 2), loss_fn=torch.mean)
+    plan = PipelinePlan("1f1b", 2)
+    engine = PipelineEngine(model, pipeline_mesh(), plan, loss_fn=torch.mean, per_microbatch=True)
     engine(data()).backward()
     for rows in data().chunk(2):
         reference(rows)

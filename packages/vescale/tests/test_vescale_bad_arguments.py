@@ -35,10 +35,14 @@ def arguments():
         "param_groups": None,
         "module_plan": PLAN,
         "mesh": init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pp", "dp", "tp")),
+        "per_rank": False,
+        "row_wise": (),
     }
 
 
-def parallelize(plan, model, optimizer_fn, clip_grad_norm, loss_fn, param_groups, module_plan, mesh):
+def parallelize(
+    plan, model, optimizer_fn, clip_grad_norm, loss_fn, param_groups, module_plan, mesh, per_rank, row_wise
+):
     """Call `parallelize`; what a callable for groups raises is the user's."""
     vescale.parallelize(
         plan,
@@ -49,6 +53,8 @@ def parallelize(plan, model, optimizer_fn, clip_grad_norm, loss_fn, param_groups
         param_groups=None if callable(param_groups) else param_groups,
         module_plan=module_plan,
         mesh=mesh,
+        per_rank=per_rank,
+        row_wise=row_wise,
     )
 
 
@@ -65,6 +71,7 @@ def calls():
                 "param_groups": CALLABLES,
                 "module_plan": {"None", "{}"},
                 "mesh": {"None"},
+                "row_wise": {"[]"},
             },
             called={"model": "module", "module_plan": "plan"},  # by parallelize_module
         ),

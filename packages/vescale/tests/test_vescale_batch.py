@@ -120,7 +120,7 @@ def test_unequally_masked_slices_are_refused(name):
     """The mean of means would be another number than one process computes, whatever the name of the targets."""
     text = refusal({"x": torch.ones(4, 5), name: labels(0, 0, 3, 3)}, dp=2)
     assert f"expected equally many counted targets (not -100) in the 2 slices of {name!r}, got [10, 4]" in text
-    assert "put num_items_in_batch=<counted targets> / 2 into the batch" in text
+    assert "put num_items_in_batch=<counted targets> into the batch" in text
 
 
 def test_slices_of_micro_batches_and_of_shifted_targets_are_compared():

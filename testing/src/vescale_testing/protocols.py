@@ -8,6 +8,7 @@ AssertionError that says what was expected and what was found. It needs no proce
     check_execution(module)       _vescale_execution
     check_hook(hook)              _vescale_in_graph
     check_memory(parameter)       _vescale_memory
+    check_rehearsal(kind)         the entry point by which a pipeline finds what mixes rows
 """
 
 import copy
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["check_absent_fqns", "check_boxes", "check_execution", "check_hook", "check_memory"]
+__all__ = ["check_absent_fqns", "check_boxes", "check_execution", "check_hook", "check_memory", "check_rehearsal"]
 
 MODES = ("eager", "static", "compile")
 IN_GRAPH = ("absent", "outside")
@@ -104,6 +105,30 @@ def check_memory(parameter: torch.Tensor) -> None:
     assert isinstance(_attribute(memory, "frees"), bool), f"frees: expected a bool, got {memory.frees!r}"
     assert callable(_attribute(memory, "share")), "share: expected a function"
     assert copy.deepcopy(memory) is None, "_vescale_memory: expected None in a copy of the parameter"
+
+
+def check_rehearsal(kind: type) -> None:
+    """Check a class that rehearses calls: it tells an operator that mixes rows from one that does not.
+
+    It needs a process group of one rank.
+
+    Raises:
+        AssertionError: A name is missing, or a finding is wrong.
+    """
+    x = torch.arange(12.0).view(4, 3)
+    for loss, mixes in ((lambda y: y.square().mean(), False), (lambda y: (y - y.mean(0)).square().mean(), True)):
+        module = nn.Linear(3, 3)
+        assert _attribute(kind, "can_run")(module) is True, "can_run: expected True for a plain module"
+        rehearsal = kind(module, device_type="cpu", row_wise=())
+        found = rehearsal.run(lambda args, _, run=(module, loss): run[1](run[0](*args)), (x,), {}, anywhere=bool)
+        findings = {name: _attribute(found, name) for name in ("mixing", "counted", "written", "is_sum", "error")}
+        assert bool(found.mixing) is mixes, f"mixing: expected {'a' if mixes else 'no'} text, got {findings}"
+        assert (found.counted, found.written, found.is_sum, found.error) == ((), (), False, None), f"got {findings}"
+        assert _attribute(rehearsal, "num_ranks") == 1, f"num_ranks: expected 1, got {rehearsal.num_ranks}"
+        assert rehearsal.highest([2.0]) == [2.0], "highest: expected the numbers of the only rank"
+        with rehearsal.as_they_are():
+            module(x)
+    _attribute(rehearsal, "mesh")
 
 
 def _attribute(value: Any, name: str) -> Any:

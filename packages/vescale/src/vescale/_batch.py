@@ -79,6 +79,6 @@ def check_equal_weight(name: str, targets: Tensor, *, slices: int) -> None:
             raise ValueError(
                 f"local_batch: expected equally many counted targets (not {IGNORED_TARGET}) in the {slices} slices of "
                 f"{name!r}, got {counts.tolist()}: the mean of their means is not the mean over the global batch; "
-                f"mask each slice equally, or divide by the same number on every rank: put {_NUM_ITEMS}=<counted "
-                f"targets> / {slices} into the batch, if the model's loss accepts it (Hugging Face models do)"
+                "mask each slice equally, or divide by the number in the whole batch: put "
+                f"{_NUM_ITEMS}=<counted targets> into the batch, if the model's loss takes it (Hugging Face models do)"
             )

@@ -7,7 +7,6 @@
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,6 @@ from vescale.plan import Plan
 from ._batch import slice_batch
 
 LossFn = Callable[..., Tensor]
-
-STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,14 @@ class ParallelModel(nn.Module):
     """
 
     def __init__(
-        self, ddp: DDP, *, plan: Plan, mesh: DeviceMesh, engine: PipelineEngine | None, loss_fn: LossFn | None = None
+        self,
+        ddp: DDP,
+        *,
+        plan: Plan,
+        mesh: DeviceMesh,
+        engine: PipelineEngine | None,
+        loss_fn: LossFn | None = None,
+        draws: bool = False,
     ) -> None:
         super().__init__()
         self.ddp = ddp
@@ -60,9 +64,7 @@ class ParallelModel(nn.Module):
         self.mesh = mesh
         self.engine = engine
         self.loss_fn = loss_fn
-        for name, part in self.module.named_modules():
-            if plan.num_microbatches > 1 and isinstance(part, STATISTICS):
-                part.register_forward_pre_hook(functools.partial(refuse_statistics, plan, name))
+        self._draws = draws
 
     @property
     def module(self) -> nn.Module:
@@ -80,12 +82,12 @@ class ParallelModel(nn.Module):
             The module's output. With a pipeline, micro-batches or a ``loss_fn``: a `StepOutput` with the loss.
 
         Raises:
-            RuntimeError: with ``num_microbatches > 1``, a random operator ran on one stage, or BatchNorm in training.
+            RuntimeError: with ``num_microbatches > 1``, a random operator ran on one stage, or rows are mixed.
         """
         if self.engine is not None and self.plan.pp > 1:
             return StepOutput(loss=self.engine(*args, **kwargs))
         if self.engine is not None:
-            with refuse_random_operators(self.plan):
+            with contextlib.nullcontext() if self._draws else refuse_random_operators(self.plan):
                 return StepOutput(loss=self.engine(*args, **kwargs))
         if self.loss_fn is None:
             return self.ddp(*args, **kwargs)
@@ -169,16 +171,6 @@ class ParallelModel(nn.Module):
         raise RuntimeError(
             "expected device and dtype to be final, got a conversion of a parallel model, whose parameters lie in flat "
             "buffers; convert the model before parallelize"
-        )
-
-
-def refuse_statistics(plan: Plan, name: str, part: nn.Module, args: Any) -> None:  # noqa: ARG001 - a forward pre-hook
-    """Raise `RuntimeError` if a module normalizes by statistics of a micro-batch."""
-    if part.training:
-        raise RuntimeError(
-            f"expected no statistics of a batch with num_microbatches = {plan.num_microbatches}, got {name!r} "
-            f"({type(part).__name__}) in training, whose statistics would be those of a micro-batch and not of the "
-            "batch of one process; use num_microbatches=1, a GroupNorm or LayerNorm, or .eval() it"
         )
 
 

@@ -9,7 +9,7 @@
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ def parallelize(
     param_groups: Callable[[nn.Module], Iterable[dict[str, Any]]] | None = None,
     module_plan: CheckedInside[ModulePlan | None] = None,
     mesh: DeviceMesh | None = None,
+    per_rank: bool = False,
+    row_wise: Sequence[str] = (),
 ) -> tuple[ParallelModel, DistributedOptimizer]:
     """Parallelize a model and its optimizer by a plan. Every process calls it with the same arguments.
 
@@ -58,6 +60,11 @@ def parallelize(
             for example without weight decay of norms. By default one group of all parameters.
         module_plan: tensor-parallel plan of ``vescale.dmodule``; by default the ready plan of the model's family.
         mesh: device mesh with the axes "pp", "dp" and "tp"; by default built from the plan.
+        per_rank: whether every data-parallel rank and every micro-batch is a world of its own, as in torch's DDP and in
+            gradient accumulation: batch statistics, losses of routers, contrasts, means over targets and random numbers
+            are those of its rows alone. By default they are those of one device on the whole batch, or an error.
+        row_wise: names of modules, or regular expressions for full names, that treat every row alone although their
+            code sorts or selects rows, as a mixture's experts do; those of families with a ready plan are known.
 
     Returns:
         The parallel model and its optimizer, for a training loop as in a single process.
@@ -91,11 +98,19 @@ def parallelize(
     engine = None
     if plan.pp > 1 or plan.num_microbatches > 1:
         pipeline = PipelinePlan(schedule=plan.schedule, num_microbatches=plan.num_microbatches, split=plan.split)
-        engine = PipelineEngine(model, mesh["pp"], pipeline, loss_fn=loss_fn, meshes=[mesh["tp"]])
+        engine = PipelineEngine(
+            model,
+            mesh["pp"],
+            pipeline,
+            loss_fn=loss_fn,
+            meshes=[mesh["tp"]],
+            per_microbatch=per_rank,
+            row_wise=row_wise,
+        )
     if not is_deferred(model):
         model.to(plan.device)
     parallelize_module(model, mesh["tp"], resolved, mode=plan.mode)
-    ddp = DDP(model, mesh["dp"], zero=plan.zero, bucket_bytes=plan.bucket_bytes)
+    ddp = DDP(model, mesh["dp"], zero=plan.zero, bucket_bytes=plan.bucket_bytes, per_rank=per_rank, row_wise=row_wise)
     optimizer = DistributedOptimizer(
         optimizer_class,
         model=ddp,
@@ -104,7 +119,8 @@ def parallelize(
         norm_axes=(mesh["pp"],),
         **hyperparameters,
     )
-    return ParallelModel(ddp, plan=plan, mesh=mesh, engine=engine, loss_fn=loss_fn), optimizer
+    draws = per_rank or plan.num_microbatches == 1
+    return ParallelModel(ddp, plan=plan, mesh=mesh, engine=engine, loss_fn=loss_fn, draws=draws), optimizer
 
 
 def _read_arguments(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import operator
 import sys
 from collections import OrderedDict
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as _c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,6 +41,7 @@ __all__ = [
     "direct_apply",
     "flat_group",
     "for_each",
+    "ghost_mesh",
     "has_dispatch_mode",
     "has_global_hooks",
     "hook_first",
@@ -184,6 +187,23 @@ def awaited(tensor: Tensor) -> Tensor:
 def for_each(function: Callable, *columns: Iterable) -> None:
     """Call a function once per row of some columns, without a Python loop."""
     collections.deque(map(function, *columns), maxlen=0)
+
+
+def ghost_mesh(device_type: str, axis: str) -> DeviceMesh:
+    """Return a mesh of two ranks, of which this process is the first, and the second does not exist.
+
+    Its group has the backend "fake": collectives carry no data. A process makes it alone.
+    """
+    ranks = [dist.get_rank(), dist.get_rank() + dist.get_world_size()]
+    name = f"vescale.dmodule:ghost:{next(_numbers)}"
+    group, _ = distributed_c10d._new_process_group_helper(
+        2, 0, ranks, "fake", dist.HashStore(), name, timeout=distributed_c10d.default_pg_timeout
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(axis,))
+
+
+_numbers = itertools.count()  # a name of a group is used once
 
 
 def in_backward() -> bool:

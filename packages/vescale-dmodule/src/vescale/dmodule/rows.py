@@ -1,5 +1,5 @@
-"""For data parallelism, which gives every rank other rows of a batch: see `RowsProgram` and `PlannedRows`."""
+"""For rows of a batch on several ranks or in micro-batches: see `RowsProgram`, `PlannedRows` and `Rehearsal`."""
 
-from ._rows import JointCalls, PlannedRows, RowsProgram
+from ._rows import JointCalls, PlannedRows, Rehearsal, RowsProgram
 
-__all__ = ["JointCalls", "PlannedRows", "RowsProgram"]
+__all__ = ["JointCalls", "PlannedRows", "Rehearsal", "RowsProgram"]

@@ -71,9 +71,9 @@ class DDP(_torch.UnmovableModule):
     are summed over the other axes once per step (`_gradients/partials.py`). Each rank's forward computes its part of
     what one device computes for the rows of all ranks; see ``per_rank`` and `islands`. With a plan of
     `vescale.dmodule` the rows are one more mesh axis of the module's programs; experts and local regions run on this
-    rank's rows. In modules with parts compiled by ``torch.compile`` what mixes rows is refused. Modules of which only a
-    part has a plan, and pipelines, are not recorded, as a warning says: there random operators draw as if dim 0 had the
-    rows, BatchNorm is refused, and a loss that is no mean over rows is that of this rank's rows.
+    rank's rows. In modules with parts compiled by ``torch.compile``, and in pipelines, what mixes rows is refused.
+    Modules of which only a part has a plan are not recorded, as a warning says: there random operators draw as if dim 0
+    had the rows, BatchNorm is refused, and a loss that is no mean over rows is that of this rank's rows.
 
     Attributes the wrapper does not have are looked up in the module; ``state_dict``, ``load_state_dict`` and
     ``named_parameters`` use the module's names. Copies of the module (``copy.deepcopy(model.module)``) are plain

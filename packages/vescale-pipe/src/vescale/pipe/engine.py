@@ -21,7 +21,9 @@ the failed process ends. The engine then refuses further steps.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -40,6 +42,7 @@ from ._run.microbatch import checksum, describe_inputs, digest, split_inputs
 from ._run.mode import RunState, TraceMode
 from ._run.program import Program, Transfer
 from ._run.recorder import RandomGuard, Recorder
+from ._run.rows import LossRule, RowChecks, TargetCounts, unequal_counts
 from ._run.transport import Transport
 from ._run.values import PipelineError, meta_of
 from ._schedule.actions import FORWARD, Schedule
@@ -66,6 +69,11 @@ class PipelineEngine:
             ``loss_fn(output, target)`` if the engine is called with ``target=``. Without it the loss is
             ``output.loss``, ``output["loss"]`` or the output itself, a scalar tensor.
         meshes: meshes for DTensors that cross stages, in addition to those of this stage's parameters.
+        per_microbatch: whether every micro-batch is a batch of its own, as in a loop of gradient accumulation. By
+            default micro-batches are parts of one batch: the first step with new inputs looks for operators that mix
+            rows, and such a step is refused (this needs vescale-dmodule; without it a warning says so).
+        row_wise: names of modules, or regular expressions for full names, that treat every row alone although their
+            code sorts or selects rows, as a mixture's experts do: ``[r".*\\.experts"]``.
         timeout: time limit of a transfer between stages; the backend's default if None.
 
     Attributes:
@@ -74,10 +82,11 @@ class PipelineEngine:
         stage: index of this rank's stage, below ``num_stages``.
         schedule: the actions of every rank.
         split: the units of every stage; None with one stage.
+        rows: checks of what mixes rows.
 
     Raises:
         SplitError: the model cannot be split by the plan.
-        ValueError: the axis is not one-dimensional.
+        ValueError: the axis is not one-dimensional, or ``row_wise`` names no module.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -103,6 +112,8 @@ class PipelineEngine:
         *,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         meshes: Sequence[DeviceMesh] = (),
+        per_microbatch: bool = False,
+        row_wise: Sequence[str | re.Pattern] = (),
         timeout: timedelta | None = None,
     ) -> None:
         if axis.ndim != 1:
@@ -121,16 +132,12 @@ class PipelineEngine:
         self._current = Program()
         self._failure: BaseException | None = None
         self._units: dict[str, nn.Module] = {}
+        names = _matching_names(model, row_wise)
         if self.num_stages > 1:
             self.split = split_units(model, plan, self.num_stages)
             self._units = install_stubs(model, self.split, self.stage, self._state)
         self._transport = Transport(axis, timeout=timeout)
-        if self.stage == 0 and (self.num_stages > 1 or plan.num_microbatches > 1):
-            logger.warning(
-                "PipelineEngine: every micro-batch is computed by itself, on this rank's rows; what mixes rows (losses "
-                "of routers, contrasts, sums over rows) is then not that of the whole batch, which is not checked; "
-                "use one stage and one micro-batch for a model that mixes rows"
-            )
+        self.rows = RowChecks(model, self._transport, plan.num_microbatches, row_wise=names, is_on=not per_microbatch)
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -149,7 +156,8 @@ class PipelineEngine:
 
         Raises:
             ValueError: an input cannot be split.
-            PipelineError: the program cannot run as a pipeline, or another stage failed.
+            PipelineError: the program cannot run as a pipeline, its micro-batches are not parts of one batch, or
+                another stage failed.
             RandomOperatorError: a random operator ran in a pipeline of several stages.
         """
         if self._failure is not None:
@@ -163,15 +171,19 @@ class PipelineEngine:
         program = self._program_for(*microbatches[0])
         parameters = [p for p in self.model.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
         self._gate.guard(parameters)
-        step = _Step(self, microbatches, program, GradientSum(parameters))
         try:
             with hooked_units(self._units, self._state, self.stage):
-                step.run()
+                if program.rule is None:
+                    program.rule = self.rows.rule_of(self._rehearsed, *microbatches[0])
+                step = _Step(self, microbatches, program, GradientSum(parameters))
+                with self.rows.rehearsed():
+                    step.run()
         except BaseException as error:
             self._transport.drop_sends()
             # a recording fails on all stages with nothing in flight; later failures may leave unreceived messages
             self._failure = error if program.recorded or not isinstance(error, Exception) else None
             raise
+        step.check_targets()
         if not program.loss_meta.requires_grad:
             return step.loss
         return connect(step.loss, step.total, self._gate)
@@ -184,13 +196,14 @@ class PipelineEngine:
         Raises:
             PipelineError: the stages got different inputs.
         """
-        if self.num_stages == 1:
-            return Program()
         form = f"{describe_inputs(args, kwargs)}; {self._mode_text()}"
         key, stage_form = digest(form), self._parameters_text()
         program = self._programs.get(key)
         if program is None or program.stage_form != stage_form:
             program = None  # to be recorded
+        if self.num_stages == 1:
+            self._programs[key] = program = program or Program(stage_form=stage_form)
+            return program
         arrivals = self._transport.gather_integers([key, int(program is None)])
         if any(other != key for other, _ in arrivals):
             forms = self._transport.gather_objects(form)
@@ -225,16 +238,22 @@ class PipelineEngine:
         """Return the part of the input signature that only this stage has: ``requires_grad`` and dtypes."""
         return " ".join(f"{p.requires_grad:d}{p.dtype}" for p in self.model.parameters())
 
+    def _rehearsed(self, args: tuple, kwargs: dict) -> torch.Tensor | None:
+        """Run a call forward, for nothing but what it shows, and return its loss where that is."""
+        if self.num_stages == 1:
+            return self.loss_of(args, kwargs)
+        _, loss = _Step(self, [], Program(), GradientSum([])).record(args, kwargs)
+        return loss
+
     # --- used by a step ---
 
     def loss_of(self, args: tuple, kwargs: dict) -> torch.Tensor:
         """Run the model (and ``loss_fn``) on one micro-batch."""
         if self._loss_fn is None:
             return _default_loss(self.model(*args, **kwargs))
-        has_target = "target" in kwargs
-        target = kwargs.pop("target", None)
-        output = self.model(*args, **kwargs)
-        loss = self._loss_fn(output, target) if has_target else self._loss_fn(output)
+        inputs = {name: value for name, value in kwargs.items() if name != "target"}
+        output = self.model(*args, **inputs)
+        loss = self._loss_fn(output, kwargs["target"]) if "target" in kwargs else self._loss_fn(output)
         return _default_loss(loss)
 
     def find_mesh(self, axis_names: tuple[str, ...]) -> DeviceMesh:
@@ -243,7 +262,11 @@ class PipelineEngine:
         Raises:
             PipelineError: no mesh of the parameters or of ``meshes`` has these axes.
         """
-        candidates = [*self._meshes, *(p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor))]
+        candidates = [
+            *self._meshes,
+            *self.rows.meshes,
+            *(p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor)),
+        ]
         for mesh in candidates:
             names = mesh.mesh_dim_names or ()
             if names == axis_names:
@@ -277,6 +300,9 @@ class _Step:
         self._is_last = engine.stage == engine.num_stages - 1
         self._saved: dict[int, tuple[Boundary, torch.Tensor | None]] = {}
         self._losses: list[torch.Tensor] = []
+        self._rule = program.rule or LossRule(1)
+        self._counts = TargetCounts() if self._is_last and self._rule.counts_targets else None
+        self._differs = False
         self.loss: torch.Tensor
 
     def run(self) -> None:
@@ -295,26 +321,37 @@ class _Step:
         self._transport.wait_sends()
         self.loss = self._shared_loss()
 
+    def check_targets(self) -> None:
+        """Check that all parts of the batch count equally many targets.
+
+        Raises:
+            PipelineError: on every stage, if they do not.
+        """
+        if self._differs:
+            raise unequal_counts([] if self._counts is None else self._counts.of_microbatches())
+
     def _forward(self, microbatch: int) -> tuple[Boundary, torch.Tensor | None]:
         boundary: Boundary
         loss: torch.Tensor | None
         args, kwargs = self._microbatches[microbatch]
         self._microbatches[microbatch] = None
-        if self._engine.num_stages == 1:
-            boundary, loss = Boundary(), self._engine.loss_of(args, kwargs)
-            self._program.loss, self._program.backward_known = meta_of(loss), True
-        elif not self._program.recorded:
-            boundary, loss = self._record(args, kwargs)
-        else:
-            boundary, loss = self._follow(args, kwargs, recorder=None)
+        with contextlib.nullcontext() if self._counts is None else self._counts.microbatch():
+            if self._engine.num_stages == 1:
+                boundary, loss = Boundary(), self._engine.loss_of(args, kwargs)
+                self._program.loss, self._program.backward_known = meta_of(loss), True
+            elif not self._program.recorded:
+                boundary, loss = self.record(args, kwargs)
+            else:
+                boundary, loss = self._follow(args, kwargs, recorder=None)
         if loss is None:
             return boundary, None
         # each part is divided before its backward, as in a loop of (loss / n).backward()
-        part = _plain_loss(loss) / len(self._microbatches)
+        part = self._rule.part(_plain_loss(loss))
         self._losses.append(part.detach())
         return boundary, part
 
-    def _record(self, args: tuple, kwargs: dict) -> tuple[Boundary, torch.Tensor | None]:
+    def record(self, args: tuple, kwargs: dict) -> tuple[Boundary, torch.Tensor | None]:
+        """Run a forward in lockstep with all stages, and record it."""
         recorder = Recorder(self._transport)
         try:
             result = self._follow(args, kwargs, recorder=recorder)
@@ -343,15 +380,49 @@ class _Step:
         return frame.boundary, frame.end(loss, last_stage=engine.num_stages - 1)
 
     def _shared_loss(self) -> torch.Tensor:
-        """Return the sum of the micro-batches' losses, in order, broadcast from the last stage."""
+        """Return the sum of the micro-batches' losses, in order, broadcast from the last stage.
+
+        Whether their numbers of targets differ comes with it.
+        """
         if self._is_last:
             total = self._losses[0]
             for part in self._losses[1:]:
                 total = total + part
+            self._differs = self._counts is not None and self._engine.rows.differ(self._counts)
         else:
             meta = self._program.loss_meta
             total = torch.zeros((), dtype=meta.dtype, device=self._transport.device_of(meta.device_type))
-        return total if self._engine.num_stages == 1 else self._transport.broadcast_from_last(total)
+        if self._engine.num_stages == 1:
+            return total
+        if not self._rule.counts_targets:
+            return self._transport.broadcast_from_last(total)
+        both = self._transport.broadcast_from_last(torch.stack([total, total.new_tensor(self._differs)]))
+        self._differs = bool(both[1])
+        return both[0]
+
+
+def _matching_names(model: nn.Module, patterns: Sequence[str | re.Pattern]) -> list[str]:
+    """Return the names of the modules that ``row_wise`` lists.
+
+    Raises:
+        ValueError: a pattern names none, or is no regular expression.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        try:
+            found = {name for name in names if re.fullmatch(pattern, name)}
+        except re.error as error:
+            raise ValueError(
+                f"PipelineEngine: row_wise: expected regular expressions, got {pattern!r}: {error}"
+            ) from None
+        if not found:
+            raise ValueError(
+                f"PipelineEngine: row_wise: expected names of modules of {type(model).__name__}, or regular "
+                f"expressions for full names, got {pattern!r}, which matches none; see model.named_modules()"
+            )
+        chosen |= found
+    return [name for name in names if name in chosen]
 
 
 def _default_loss(output: Any) -> torch.Tensor:

@@ -154,6 +154,8 @@ class Execution:
             output = output if left is None else left
         else:
             self.checks.leave(output)
+            if self.rows is not None and self.rows.keeps_results:
+                return None
         return None if output is None else map_tensors(self._to_plain, output)
 
     def _to_plain(self, tensor: Tensor) -> Tensor:

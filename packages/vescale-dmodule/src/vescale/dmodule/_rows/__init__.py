@@ -8,10 +8,12 @@ mode       plain modules: operators that run on the rows of all ranks, and the g
 recording  plain modules: dry runs that show which operators mix rows
 program    plain modules: run recorded operators in later calls
 planned    modules with a plan: the rows are one more mesh axis of their programs
+rehearsal  calls of a pipeline: find what mixes rows, without the other rows
 """
 
 from .calls import JointCalls
 from .planned import PlannedRows
 from .program import RowsProgram
+from .rehearsal import Rehearsal
 
-__all__ = ["JointCalls", "PlannedRows", "RowsProgram"]
+__all__ = ["JointCalls", "PlannedRows", "Rehearsal", "RowsProgram"]

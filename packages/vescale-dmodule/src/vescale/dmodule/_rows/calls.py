@@ -18,13 +18,15 @@ from .._static.recording.compare import maxima
 from .joint import JointRecorder, OwnError
 from .values import WAY_OUT, num_rows
 
-__all__ = ["JointCalls"]
+__all__ = ["JointCalls", "calls_of"]
 
 logger = logging.getLogger("vescale.dmodule")
 
 R = TypeVar("R")
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+ATTRIBUTE = "_vescale_rows"  # of the module
 
 WARNS_AT = 32  # signatures after which a warning says that shapes keep changing
 
@@ -45,6 +47,8 @@ class JointCalls(ABC, Generic[R]):
         recorded: by signature of a call; None where nothing mixes rows.
         is_uneven: whether ranks may have different numbers of rows. They compare them in every call then, and calls
             with different numbers run as they are.
+        scales_sums: whether a loss that is a sum over rows is returned as many times as there are ranks, whose mean
+            then is the sum; a caller that knows of it switches it off.
     """
 
     recorder: JointRecorder[R]
@@ -53,7 +57,7 @@ class JointCalls(ABC, Generic[R]):
         self.module, self.mesh = module, mesh
         self._meet = None if meet is None else weakref.WeakMethod(meet)
         self.recorded: dict[Hashable, R | None] = {}
-        self.is_uneven = False
+        self.is_uneven = self.is_off = False
         self._depth = 0  # calls of the module that are running
         self._failure: RuntimeError | None = None  # of a recording of the call in progress, which should fail itself
         self._dropouts = [part for part in module.modules() if isinstance(part, _DROPOUTS)]
@@ -63,6 +67,7 @@ class JointCalls(ABC, Generic[R]):
 
     def attach(self) -> None:
         """Hook the module, outside of all hooks that it has."""
+        vars(self.module)[ATTRIBUTE] = self
         self.module.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
         self.module.register_forward_hook(self.leave, always_call=True)
 
@@ -103,7 +108,7 @@ class JointCalls(ABC, Generic[R]):
 
     def _begin(self, args: tuple, kwargs: dict) -> None:
         recorded = self._failure = None
-        if self.module.training and torch.is_grad_enabled() and not _torch.is_traced():
+        if self.module.training and torch.is_grad_enabled() and not (self.is_off or _torch.is_traced()):
             signature = self._signature(args, kwargs)
             is_new = signature not in self.recorded
             if self.is_uneven:
@@ -198,6 +203,12 @@ class JointCalls(ABC, Generic[R]):
                 type(self.module).__name__,
                 WARNS_AT,
             )
+
+
+def calls_of(module: nn.Module) -> JointCalls | None:
+    """Return the calls of a module that data-parallel ranks make together; None if it has none."""
+    calls = vars(module).get(ATTRIBUTE)
+    return calls if calls is not None and calls.module is module else None
 
 
 def _of_copy(kind: type[JointCalls]) -> JointCalls:

@@ -16,7 +16,7 @@ Experts, local regions, and modules that are named ``row_wise``, run on this ran
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
 
 from vescale.dtensor import debug
 from vescale.dtensor.extension import generator_fact, in_batch_window, random_position
@@ -45,7 +46,7 @@ from .calls import JointCalls
 from .joint import JointRecorder, no_draws_outside_torch
 from .values import WAY_OUT, has_rows, num_rows
 
-__all__ = ["PlannedRows"]
+__all__ = ["OnAxis", "PlannedRows", "RowWisePart", "placement_of_rows"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,10 @@ class PlannedRows(JointCalls[RecordedCall]):
     Attributes:
         mesh: the axis of rows, ahead of the axes of the plan.
         row_wise: names of all modules that run on this rank's rows.
+        keeps_results: whether the module returns DTensors on this mesh.
     """
+
+    keeps_results = False
 
     def __init__(
         self,
@@ -185,7 +189,7 @@ class PlannedRows(JointCalls[RecordedCall]):
     def log(self) -> Iterator[Sized]:
         """Log the collectives over the axis of rows while the context is open."""
         with debug.comm_log(mesh=self.mesh) as log:
-            yield _OnAxis(log, self.mesh.mesh_dim_names[0])
+            yield OnAxis(log, self.mesh.mesh_dim_names[0])
 
 
 class PlannedRecorder(JointRecorder[RecordedCall]):
@@ -263,10 +267,12 @@ class RowWisePart:
     def __deepcopy__(self, memo: dict) -> RowWisePart:
         return RowWisePart(PlannedRows(nn.Module(), None, meet=None), self.name)  # of a copy, which runs as it is
 
-    def register(self, part: nn.Module) -> None:
+    def register(self, part: nn.Module) -> list[RemovableHandle]:
         """Hook the part, outside of its boundaries."""
-        part.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
-        part.register_forward_hook(self.leave, always_call=True)
+        return [
+            part.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
+            part.register_forward_hook(self.leave, always_call=True),
+        ]
 
     def enter(self, _part: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Bring the arguments to the mesh of the plan."""
@@ -298,30 +304,42 @@ class RowWisePart:
         context.__exit__(None, None, None)
         if output is None or not wide:
             return None
-        execution = self.rows.execution
-        sharded = [tensor for tensor in wide if tensor.placements[0].is_shard()]
+        plan, mesh = self.rows.execution.mesh, wide[0].device_mesh
 
         def convert(tensor: Tensor) -> Tensor:
-            tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, execution.mesh)
-            return lift(tensor, self.rows.mesh, self._placement(part, tensor, sharded))
+            tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, plan)
+            return lift(tensor, mesh, placement_of_rows(self.name, part, tensor, wide))
 
         return map_tensors(convert, output)
 
-    def _placement(self, part: nn.Module, result: Tensor, sharded: list[DTensor]) -> Shard | Replicate:
-        if not sharded:
-            return Replicate()
-        sizes = {t.placements[0].dim: t.shape[t.placements[0].dim] for t in reversed(sharded)}
-        for dim, size in sizes.items():
-            if dim < result.ndim and result.shape[dim] * self.rows.mesh.size(0) == size:
-                return Shard(dim)
-        raise RuntimeError(
-            f"{describe(self.name)} ({type(part).__name__}) runs on the rows of each rank alone: expected results with "
-            f"the rows of its arguments, (dim, global size) in {sorted(sizes.items())}, got one of shape "
-            f"{tuple(result.shape)}; return statistics of rows from a module of its own, or, {WAY_OUT}"
-        )
+
+def placement_of_rows(name: str, part: nn.Module, result: Tensor, arguments: Sequence[DTensor]) -> Shard | Replicate:
+    """Return the placement, on the axis of rows, of a result of a part that ran on this rank's rows.
+
+    Args:
+        name: of the part.
+        part: the module.
+        result: on this rank's rows.
+        arguments: those that were DTensors over the axis of rows.
+
+    Raises:
+        RuntimeError: no dim of the result has the rows of the arguments.
+    """
+    sharded = [tensor for tensor in arguments if tensor.placements[0].is_shard()]
+    if not sharded:
+        return Replicate()
+    sizes = {t.placements[0].dim: t.shape[t.placements[0].dim] for t in reversed(sharded)}
+    for dim, size in sizes.items():
+        if dim < result.ndim and result.shape[dim] * sharded[0].device_mesh.size(0) == size:
+            return Shard(dim)
+    raise RuntimeError(
+        f"{describe(name)} ({type(part).__name__}) runs on the rows of each rank alone: expected results with the rows "
+        f"of its arguments, (dim, global size) in {sorted(sizes.items())}, got one of shape {tuple(result.shape)}; "
+        f"return statistics of rows from a module of its own, or, {WAY_OUT}"
+    )
 
 
-class _OnAxis:
+class OnAxis:
     """The number of collectives in a log that one axis has."""
 
     def __init__(self, log: debug.CommLog, axis: str):

@@ -19,10 +19,15 @@ __all__ = ["Model", "Rows"]
 
 
 class Rows(Protocol):
-    """Calls of the model on the rows of all data-parallel ranks; ``mesh`` has an axis of rows ahead of the plan's."""
+    """Calls of the model on the rows of all data-parallel ranks; ``mesh`` has an axis of rows ahead of the plan's.
+
+    Attributes:
+        keeps_results: whether the model returns DTensors on that mesh.
+    """
 
     mesh: DeviceMesh
     row_wise: frozenset[str]
+    keeps_results: bool
 
     def distribute(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return the arguments of the model with DTensors in place of tensors of rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .rows import LossRule
 from .tree import Structure, flatten
 from .values import PipelineError, TensorMeta, Value, ValueId
 
@@ -85,7 +86,7 @@ class Program:
     """The records of one micro-batch, for one input signature.
 
     ``stage_form`` is the part of the signature that only this stage has (frozen parameters, dtypes). ``dead`` are the
-    crossings without a gradient; the first backward finds them.
+    crossings without a gradient; the first backward finds them. ``rule`` is that of the loss, once it is known.
     """
 
     stage_form: str = ""
@@ -95,6 +96,7 @@ class Program:
     dead: set[CrossingKey] = field(default_factory=set)
     recorded: bool = False
     backward_known: bool = False
+    rule: LossRule | None = None
 
     @property
     def loss_meta(self) -> TensorMeta:

@@ -1,0 +1,239 @@
+"""What micro-batches have to do with each other: nothing, or the step is refused.
+
+Micro-batches compute parts of a batch, and data-parallel ranks parts of these. Together they compute what one device
+does on the whole batch if three things hold. A rehearsal (``docs/protocols.md``) finds them out before the first step
+with new inputs:
+
+    every operator treats every row alone            else the step is refused
+    the loss is a mean over rows                     a sum over rows is added up instead
+    the parts count equally many targets             compared in every step, if some may be ignored
+
+The package that rehearses is found by its entry point. Without one a warning says that nothing is checked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import logging
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from .transport import Transport
+from .values import PipelineError
+
+logger = logging.getLogger("vescale.pipe")
+
+GROUP, NAME = "vescale.pipe", "rehearsal"  # of the entry point
+COUNTED_MEANS = (F.cross_entropy, F.nll_loss)
+WAY_OUT = (
+    "or, if every micro-batch on every rank may be a batch of its own, as in gradient accumulation, pass "
+    "per_microbatch=True to PipelineEngine (per_rank=True to vescale.parallelize)"
+)
+
+
+@dataclass(frozen=True)
+class LossRule:
+    """How the losses of micro-batches make that of the batch.
+
+    Attributes:
+        divisor: of each loss: the number of micro-batches for a mean over rows, 1 for a sum.
+        factor: of each loss: 1 for a mean; for a sum the number of data-parallel ranks, whose mean is taken later.
+        counts_targets: whether it is a mean over targets of which some may be ignored.
+    """
+
+    divisor: int
+    factor: int = 1
+    counts_targets: bool = False
+
+    def part(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what a micro-batch adds to the loss of the batch."""
+        part = loss if self.divisor == 1 else loss / self.divisor
+        return part if self.factor == 1 else part * self.factor
+
+
+class RowChecks:
+    """Finds the rule of a loss by a rehearsal, and compares numbers of targets.
+
+    Args:
+        model: the model, with stubs.
+        transport: this stage's communication.
+        num_microbatches: of a step.
+        row_wise: names of this stage's modules that treat every row alone, whatever their operators do.
+        is_on: whether micro-batches are parts of a batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, transport: Transport, num_microbatches: int, *, row_wise: Sequence[str], is_on: bool
+    ) -> None:
+        self._model, self._transport = model, transport
+        self._num_microbatches, self._row_wise = num_microbatches, row_wise
+        self._kind = _rehearsal_type() if is_on else None
+        self._rehearsal: Any = None
+        if is_on and self._kind is None:
+            self._warn("vescale-dmodule is not installed; install it")
+
+    @property
+    def meshes(self) -> tuple[DeviceMesh, ...]:
+        """Meshes of values that cross stages in a rehearsal."""
+        return () if self._rehearsal is None else (self._rehearsal.mesh,)
+
+    def rule_of(self, call: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> LossRule:
+        """Rehearse a call, on all stages, and return the rule of its loss.
+
+        Args:
+            call: makes the call forward, and returns its loss; None on stages that do not have it.
+            args: positional arguments of a micro-batch.
+            kwargs: its keyword arguments.
+
+        Raises:
+            PipelineError: on every stage, if rows are mixed, or the call cannot be rehearsed.
+        """
+        mean = LossRule(self._num_microbatches)
+        if self._kind is not None and self._rehearsal is None:
+            self._begin(self._kind)
+        if self._rehearsal is None:
+            return mean
+        num_ranks = self._rehearsal.num_ranks
+        if num_ranks * self._num_microbatches == 1:
+            return mean
+        found = self._rehearsal.run(call, args, kwargs, anywhere=self._anywhere)
+        is_last = self._transport.stage == self._transport.num_stages - 1
+        error = found.error and f"{type(found.error).__name__}: {found.error}"
+        # a mean over targets on an earlier stage is one that the last stage cannot compare
+        writes = [f"writes to buffer {name!r}, once in every micro-batch" for name in found.written]
+        mixing = (
+            *found.mixing,
+            *(() if is_last else found.counted),
+            *(writes if self._num_microbatches > 1 else ()),
+        )
+        every = self._gathered((error, mixing, bool(found.counted), found.is_sum))
+        if errors := [f"on stage {stage}, {error}" for stage, (error, *_) in enumerate(every) if error]:
+            what = f"it cannot be recorded with the rows of several: {errors[-1]}"
+            raise PipelineError(self._refusal(what)) from found.error
+        if mixers := dict.fromkeys(text for _, texts, *_ in every for text in texts):
+            raise PipelineError(
+                self._refusal(
+                    f"{'; '.join(mixers)}; use one stage and one micro-batch, or name modules that treat every "
+                    "row alone all the same, such as experts, in row_wise=[...]"
+                )
+            )
+        _, _, counts, is_sum = every[-1]
+        return LossRule(1, num_ranks) if is_sum else LossRule(self._num_microbatches, counts_targets=counts)
+
+    def _begin(self, kind: Any) -> None:
+        self._kind = None
+        if not self._anywhere(not kind.can_run(self._model)):
+            device = self._transport.device.type
+            self._rehearsal = kind(self._model, device_type=device, row_wise=self._row_wise)
+        else:
+            self._warn("it has DTensors without a plan of vescale.dmodule; give the model to parallelize_module")
+
+    def _warn(self, why: str) -> None:
+        if self._transport.stage == 0 and (self._transport.num_stages, self._num_microbatches) != (1, 1):
+            logger.warning(
+                "PipelineEngine computes every micro-batch by itself, on this rank's rows; whether the model mixes "
+                "rows (losses of routers, contrasts, sums over rows) is not checked, because %s, %s",
+                why,
+                WAY_OUT,
+            )
+
+    def rehearsed(self) -> Any:
+        """Return a context in which calls that were rehearsed run as they are."""
+        return nullcontext() if self._rehearsal is None else self._rehearsal.as_they_are()
+
+    def differ(self, counts: TargetCounts) -> bool:
+        """Return whether parts of the batch have different numbers of targets. Collective over data-parallel ranks."""
+        each = counts.of_microbatches()
+        number = zlib.crc32(repr(each[0]).encode())
+        most, least, differs = self._rehearsal.highest([number, -number, float(any(c != each[0] for c in each))])
+        return bool(differs) or most != -least
+
+    def _anywhere(self, flag: bool) -> bool:
+        return any(found for (found,) in self._gathered((flag,)))
+
+    def _gathered(self, item: tuple) -> list[tuple]:
+        return [item] if self._transport.num_stages == 1 else self._transport.gather_objects(item)
+
+    def _refusal(self, what: str) -> str:
+        ranks = self._rehearsal.num_ranks
+        parts = f"{self._num_microbatches} micro-batches" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+        return (
+            f"expected that {type(self._model).__name__} treats every row alone, since {parts} are parts of one batch, "
+            f"got {what}; {WAY_OUT}"
+        )
+
+
+class TargetCounts(TorchFunctionMode):
+    """Notes how many targets each mean over targets counts, micro-batch by micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[list[torch.Tensor]] = []
+
+    @contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """Note those of the next micro-batch while the context is open."""
+        self._found.append([])
+        with self:
+            yield
+
+    def of_microbatches(self) -> list[list[float]]:
+        """Return the numbers of each micro-batch, in order of the calls."""
+        return [torch.stack(counts).tolist() if counts else [] for counts in self._found]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if func in COUNTED_MEANS:
+            given = inspect.signature(func).bind(*args, **kwargs).arguments
+            if given.get("reduction", "mean") == "mean":
+                self._found[-1].append(_weight_of_targets(given))
+        return func(*args, **kwargs)
+
+
+@torch.no_grad()
+def _weight_of_targets(given: dict[str, Any]) -> torch.Tensor:
+    """Return the number by which a mean over targets divides."""
+    target, weight = _plain(given["target"]), given.get("weight")
+    if target.is_floating_point():  # probabilities: none is ignored
+        return torch.tensor(float(given["input"].numel()), dtype=torch.float64)
+    counted = target.ne(given.get("ignore_index", -100))
+    if weight is None:
+        return counted.sum().double()
+    weights = _plain(weight)[target.where(counted, torch.zeros_like(target))]
+    return weights.mul(counted).sum().double()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def unequal_counts(each: list[list[float]]) -> PipelineError:
+    """Return the error about parts of a batch with different numbers of targets.
+
+    Args:
+        each: the numbers of each micro-batch; empty on stages that do not have them.
+    """
+    listed = f" {each}" if each else ""
+    return PipelineError(
+        "expected equally many counted targets in all micro-batches, and on all data-parallel ranks, got others"
+        f"{listed}, so that the mean of their means is not that of the batch; ignore equally many in each, or sum the "
+        f"losses and divide by the number in the whole batch (num_items_in_batch of Hugging Face models), {WAY_OUT}"
+    )
+
+
+def _rehearsal_type() -> Any:
+    """Return the class that rehearses calls; None if no installed package has one."""
+    found = importlib.metadata.entry_points(group=GROUP, name=NAME)
+    return next(iter(found)).load() if found else None
