@@ -80,6 +80,9 @@ MIXERS = {
     "router": (lambda _, x, __: (x.softmax(-1).mean(0) * x.sigmoid().mean(0)).sum(), "mul in the root module"),
     "count read": (lambda _, x, t: x.sum() / (t > 0).sum().item(), "item in the root module"),
     "mean times rows": (lambda _, x, __: x.square().mean() * len(x), "neither a mean nor a sum"),
+    "sum and a constant": (lambda _, x, __: x.square().sum() + 1, "add in the root module"),
+    "sum and a penalty": (lambda m, x, __: x.square().sum() + m.linear.weight.sum(), "add in the root module"),
+    "row numbers": (lambda _, x, __: (x * torch.arange(len(x))[:, None]).mean(), "neither a mean nor a sum"),
     "moving average": (averaged, "a write of statistics of rows to buffer 'seen'"),
     "selected by value": (experts, "__getitem__ in the root module"),
 }

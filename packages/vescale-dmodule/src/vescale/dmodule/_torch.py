@@ -190,14 +190,14 @@ def for_each(function: Callable, *columns: Iterable) -> None:
 
 
 def ghost_mesh(device_type: str, axis: str) -> DeviceMesh:
-    """Return a mesh of two ranks, of which this process is the first, and the second does not exist.
+    """Return a mesh of two ranks, of which this process is the second, and the first does not exist.
 
     Its group has the backend "fake": collectives carry no data. A process makes it alone.
     """
-    ranks = [dist.get_rank(), dist.get_rank() + dist.get_world_size()]
+    ranks = [dist.get_rank() + dist.get_world_size(), dist.get_rank()]
     name = f"vescale.dmodule:ghost:{next(_numbers)}"
     group, _ = distributed_c10d._new_process_group_helper(
-        2, 0, ranks, "fake", dist.HashStore(), name, timeout=distributed_c10d.default_pg_timeout
+        2, 1, ranks, "fake", dist.HashStore(), name, timeout=distributed_c10d.default_pg_timeout
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
     return DeviceMesh.from_group(group, device_type, mesh_dim_names=(axis,))

@@ -114,11 +114,13 @@ class MixingNotes(TorchFunctionMode):
                 (_local(tensor) if tensor.placements[0].is_replicate() else None) if self._is_wide(tensor) else tensor
             )
             return (
-                tensor if part is None else DTensor.from_local(_half(part, 0), self._mesh, [Shard(0)], run_check=False)
+                tensor
+                if part is None
+                else DTensor.from_local(_own_half(part, 0), self._mesh, [Shard(0)], run_check=False)
             )
         if self._is_wide(tensor):
             return tensor
-        part = _half(tensor, 0)
+        part = _own_half(tensor, 0)
         return lift(part if isinstance(part, DTensor) else as_dtensor(part, self._plan), self._mesh, Shard(0))
 
     @staticmethod
@@ -155,7 +157,7 @@ class MixingNotes(TorchFunctionMode):
         if not torch.equal(rows.flatten(), torch.arange(rows.numel(), device=rows.device)):
             return None
         position = dims[0] - rows.ndim + max(i.ndim for i in indices)  # all indices come first in the result
-        indices[dim] = _half(rows, dims[0])
+        indices[dim] = _own_half(rows, dims[0]) - rows.numel() // 2
         return (x, tuple(indices)), Shard(position)
 
 
@@ -163,8 +165,9 @@ def _local(leaf: Tensor) -> Tensor:
     return _torch.local_of(leaf) if isinstance(leaf, DTensor) else leaf
 
 
-def _half(tensor: Tensor, dim: int) -> Tensor:
-    return tensor.narrow(dim, 0, tensor.shape[dim] // 2)
+def _own_half(tensor: Tensor, dim: int) -> Tensor:
+    half = tensor.shape[dim] // 2
+    return tensor.narrow(dim, half, half)
 
 
 def _is_integers(index: object) -> bool:

@@ -3,13 +3,14 @@
 A pipeline computes a batch in micro-batches, and data-parallel ranks compute parts of each. That is what one device
 computes on the whole batch, if every operator treats every row alone and the loss is a mean over rows. A rehearsal
 shows whether that is so. The call runs twice, forward and without side effects: as it is, and on DTensors whose rows
-are ``Shard(0)`` on an axis of two ranks, of which this process is the first, and the second does not exist::
+are ``Shard(0)`` on an axis of two ranks, of which this process is the second, and the first does not exist::
 
     an operator communicates over that axis          it mixes rows
     cross_entropy with targets that it may ignore    a mean over rows if all parts count equally many: to be compared
     the loss is Partial("avg"), equal in both        a mean over rows
     the loss is Partial("sum"), equal in both        a sum over rows, divided by nothing or by a given number
     the loss is Partial("sum"), half in the second   a sum over rows, divided by their number: a mean
+    another loss                                     refused: numbers of rows count, or a constant beside a sum
 
 Until something communicates, all values are those of the given rows. So everything can be rehearsed, also a stage of a
 pipeline that gets its values from other stages, which rehearse, too.

@@ -264,7 +264,8 @@ def _among_dtensors(stock: Callable, *, refuses: bool = True) -> Callable:
     """Return a function of torch that takes the plain tensors it makes for replicated ones, if it gets DTensors only.
 
     Raises:
-        UnsupportedOperator: inside, if it gets a plain tensor too and ``refuses``.
+        UnsupportedOperator: inside, if it gets a plain tensor too and ``refuses``. A function mode may yet take that
+            for a replicated one, so under a mode the function itself decides.
     """
 
     @functools.wraps(stock)
@@ -279,7 +280,7 @@ def _among_dtensors(stock: Callable, *, refuses: bool = True) -> Callable:
                 return _switched_on(stock, args, kwargs)
             finally:
                 _here.num_functions -= 1
-        if refuses and not _is_on():
+        if refuses and not _is_on() and not torch._C._is_torch_function_mode_enabled():
             raise UnsupportedOperator.for_mixed(stock.__name__, plain[0])
         return stock(*args, **kwargs)
 
