@@ -124,6 +124,17 @@ RIGHT |= {
         ],
         1,
     ),
+    "real parts of interleaved shards": (
+        [Input((2, 2, 1), "complex", "S1", requires_grad=True)],
+        [
+            "v0 = x0.ravel()",
+            "v1 = v0.real + v0.imag",
+            "v2 = x0.flatten(0, 1).imag",
+            "v3 = x0.clone().view(4)",
+            "v3.real.mul_(2)",
+        ],
+        1,
+    ),
     "small integers that are compared": (
         [Input((4, 3), "int5", "S0")],
         ["v0 = x0.short().argmax(0)", "v1 = x0.short().argmin()"],

@@ -38,6 +38,8 @@ reshapes a tensor of another a shard with a dim of size 1 may have other strides
 order in memory              (_unsafe_view)
 views uneven shards, or      bytes of an element lie on two ranks; the bits are those   those axes are gathered first
 sums, in another dtype       of parts of a sum
+adds a dim to interleaved   the shards are taken for those of the new dim              the same placements
+shards (view_as_real)
 takes the real parts of    they are no factors of that of the product               the product is taken first
 complex factors
 indexes with an index of     index and source are sharded at different positions        full operands
@@ -207,13 +209,15 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         return whole
     if torch.Tag.pointwise in op.tags and _adds_a_number(args, decision):
         return whole if dispatch.written_arguments(op) else functools.partial(_of_whole, op, args, kwargs)
+    if name == "view_as_real" and (axes := _product_axes(args[0])):
+        return functools.partial(view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
+    if name == "view_as_real" and any(map(dispatch.is_strided_shard, dispatch.placements_of(args[0]))):
+        return functools.partial(_in_same_placements, op, args[0], decision)
     if dispatch.is_view(op) and _is_moved(args[0], decision):
         return functools.partial(view_of_copy, op, args, kwargs, decision.needed[0].placements)
     if name == "_unsafe_view" and not args[0].is_contiguous():
         return functools.partial(_in_new_shape, op, args, kwargs, decision)
     if name in ("view", "_unsafe_view") and (axes := _misfitting_axes(args[0], decision.output)):
-        return functools.partial(view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
-    if name == "view_as_real" and (axes := _product_axes(args[0])):
         return functools.partial(view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
     if name in SOLVERS and (instead := align_batches(op, args, kwargs, decision)):
         return instead
@@ -317,6 +321,13 @@ def view_of_copy(op: dispatch.Op, args: tuple, kwargs: dict, placements: tuple[P
     local = dispatch.redistributed(args[0], placements, for_op=op)
     remember_copy(args[0], placements, local)
     return op(dispatch.wrap(local, args[0].device_mesh, placements, args[0]), *args[1:], **kwargs)
+
+
+def _in_same_placements(op: dispatch.Op, tensor: DTensor, decision: dispatch.Decision) -> DTensor:
+    """Return a view with one dim more, at the end. Stock takes interleaved shards of the last dim for those of that."""
+    meta = decision.output.tensor_meta
+    like = torch.empty_strided(meta.shape, meta.stride, device="meta")
+    return dispatch.wrap(op(dispatch.local_tensor(tensor)), tensor.device_mesh, tensor.placements, like)
 
 
 def _in_new_shape(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decision) -> DTensor:
