@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-__all__ = ["FAMILIES", "arguments", "batch", "build"]
+__all__ = ["FAMILIES", "arguments", "batch", "build", "even_batch"]
 
 FAMILIES = """
     albert apertus arcee bart bert bert-generation big_bird biogpt bloom cohere cohere2 convbert deberta deberta-v2
@@ -83,6 +83,16 @@ def batch(num_rows: int, seed: int) -> dict[str, Tensor]:
     tokens = torch.randint(3, VOCABULARY, (num_rows, TOKENS), generator=generator)
     ignored = torch.rand(num_rows, TOKENS, generator=generator) < 0.2
     return {"input_ids": tokens, "labels": tokens.masked_fill(ignored, -100)}
+
+
+def even_batch(num_rows: int, seed: int) -> dict[str, Tensor]:
+    """Return inputs of a step with a mask of padding, in which every pair of rows ignores equally many targets."""
+    inputs = batch(num_rows, seed)
+    is_padding = torch.zeros(num_rows, TOKENS, dtype=torch.bool)
+    is_padding[1::2, -3:] = True
+    ignored = is_padding | (torch.arange(TOKENS) == 4)
+    labels = inputs["input_ids"].masked_fill(ignored, -100)
+    return {"input_ids": inputs["input_ids"], "labels": labels, "attention_mask": (~is_padding).long()}
 
 
 def arguments(model: nn.Module) -> dict[str, Any]:

@@ -31,6 +31,11 @@ def test_rows_of_each_rank_under_ddp():
         assert zoo.run_family(family, ["ddp 2"]) == {"ddp 2": ("right", "")}
 
 
+def test_micro_batches_are_parts_of_a_batch():
+    for family, kind in (("bert", "right"), ("bloom", "right"), ("mixtral", "refused")):  # the loss of a router
+        assert zoo.run_family(family, ["parts"])["parts"][0] == kind, family
+
+
 def test_ranks_that_are_worlds_of_their_own(monkeypatch):
     """A router's loss is no mean over rows."""
     monkeypatch.setattr(zoo, "DDP", functools.partial(zoo.DDP, per_rank=True))

@@ -7,9 +7,10 @@
     tp 2          every linear layer holds a part of its outputs, every embedding a part of its columns
     dp x tp       both
     ddp 2         `vescale.optim.DDP`, without a plan
+    parts         micro-batches of `vescale.pipe.PipelineEngine`, with padding and without dropout
 
-Dropout is on. After two steps losses, gradients and the random state are those of one process. A case is right, is
-refused (one of our errors), obscure (another error) or wrong; ranks may hang or die.
+Dropout is on otherwise. After two steps losses, gradients and the random state are those of one process. A case is
+right, is refused (one of our errors), obscure (another error) or wrong; ranks may hang or die.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
-from families import FAMILIES, arguments, batch, build
+from families import FAMILIES, arguments, batch, build, even_batch
 from torch import Tensor, nn
 
 from vescale.dmodule import parallelize_module
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale.optim import DDP
+from vescale.pipe import PipelineEngine, PipelinePlan
 from vescale_testing import RankFailure, gather_full, keep_float64, run_ranks
 
 __all__ = ["CASES", "KINDS", "main", "run_family"]
@@ -48,7 +50,9 @@ SHAPES = {
     "dp x tp": {"dp": 2, "tp": 2},
 }
 CASES = {f"{name} {mode}": (axes, mode) for name, axes in SHAPES.items() for mode in ("eager", "static")}
+SHAPES["parts"] = {"pp": 1}
 CASES["ddp 2"] = {"dp": 2}, "ddp"
+CASES["parts"] = {"pp": 1}, "parts"
 KINDS = ("right", "refused", "obscure", "wrong", "hang", "died")
 BAD = ("wrong", "hang", "died")
 STEPS = 2
@@ -61,14 +65,22 @@ TIMEOUT = 240.0
 # ------------------------------------------------------------------------------------------------- one training
 
 
-def train(model: nn.Module, num_rows: int, rows: slice = slice(None)) -> dict[str, Tensor]:
+def train(
+    model: nn.Module,
+    num_rows: int,
+    rows: slice = slice(None),
+    *,
+    make: Callable[[int, int], dict[str, Tensor]] = batch,
+    call: Callable[..., Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Return the losses of the steps, the sums of gradients and the random state."""
     torch.manual_seed(1)
     found = {}
     for step in range(STEPS):
-        inputs = {name: value[rows] for name, value in batch(num_rows, seed=step).items()}
+        inputs = {name: value[rows] for name, value in make(num_rows, step).items()}
+        inputs |= arguments(getattr(model, "module", model))
         with keep_float64():
-            loss = model(**inputs, **arguments(getattr(model, "module", model))).loss
+            loss = model(**inputs).loss if call is None else call(**inputs)
             loss.backward()
         found[f"loss {step}"] = gather_full(loss.detach())
     gradients = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
@@ -82,6 +94,9 @@ def train_on_ranks(family: str, case: str) -> dict[str, Tensor]:
     axes, mode = CASES[case]
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model, num_rows = build(family), num_rows_of(case)
+    if mode == "parts":
+        engine = PipelineEngine(model.eval(), mesh["pp"], PipelinePlan(num_microbatches=2))
+        return train(model, num_rows, make=even_batch, call=engine)
     if mode != "ddp":
         parallel = parallelize_module(model, mesh, plan_of(model, axes), mode=mode, allow_implicit=True)
         return train(parallel, num_rows)
@@ -152,8 +167,15 @@ def _badness(verdict: tuple[str, str]) -> tuple[int, bool]:
 
 def _on_a_rank(family: str, cases: Sequence[str]) -> dict[str, tuple[str, str]]:
     warnings.filterwarnings("ignore")
-    alone = functools.cache(lambda num_rows: train(build(family), num_rows))
-    return {case: _verdict(family, case, alone(num_rows_of(case))) for case in cases}
+
+    @functools.cache
+    def alone(num_rows: int, mode: str) -> dict[str, Tensor]:
+        if mode == "parts":
+            return train(build(family).eval(), num_rows, make=even_batch)
+        return train(build(family), num_rows)
+
+    modes = {case: "parts" if case == "parts" else "" for case in cases}
+    return {case: _verdict(family, case, alone(num_rows_of(case), modes[case])) for case in cases}
 
 
 def _verdict(family: str, case: str, expected: Mapping[str, Tensor]) -> tuple[str, str]:

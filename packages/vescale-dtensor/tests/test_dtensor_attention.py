@@ -93,6 +93,25 @@ def test_grouped_queries(shard):
 
 
 @ranks(2)
+def test_heads_that_share_one_key_by_an_expansion(shard):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for placement in (BATCH, WHOLE):
+        whole = operands(1)
+        sharded = [shard(tensor, mesh, (placement,)) for tensor in whole]
+        results = []
+        for query, key, value in (whole, sharded):
+            for mask in (None, mask_of((1, 1, L, S), torch.bool)):
+                mask = mask if mask is None or query is whole[0] else shard(mask, mesh, (WHOLE,))
+                shared = key.expand(B, H, S, E), value.expand(B, H, S, E)
+                results.append(F.scaled_dot_product_attention(query, *shared, attn_mask=mask))
+            sum(result.square().sum() for result in results[-2:]).backward()
+        for expected, actual in zip(results[:2], results[2:], strict=True):
+            torch.testing.assert_close(actual.full_tensor(), expected, rtol=1e-12, atol=1e-14)
+        for one, other in zip(sharded, whole, strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-12, atol=1e-13)
+
+
+@ranks(2)
 def test_dropout_takes_the_unfused_path(shard):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for placement in (BATCH, HEADS, WHOLE):

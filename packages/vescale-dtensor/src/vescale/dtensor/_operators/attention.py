@@ -22,6 +22,7 @@ operands (the mask) nor includes their placements in its cache key.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -162,9 +163,13 @@ def _in_memory_order_of(tensor: Tensor, local: Tensor) -> Tensor:
     """Return ``local`` with the memory order of the dims of ``tensor``.
 
     The result takes the memory order of the operands, and views of the result depend on it. A redistribution does not
-    preserve the order.
+    preserve the order. An expanded dim comes first: the kernel needs the last dim innermost.
     """
-    order = sorted(range(tensor.ndim), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]), reverse=True)
+
+    def outer_to_inner(dim: int) -> tuple[float, int]:
+        return -(tensor.stride(dim) or math.inf), -tensor.shape[dim]
+
+    order = sorted(range(tensor.ndim), key=outer_to_inner)
     back = sorted(range(tensor.ndim), key=order.__getitem__)
     return local.permute(order).contiguous().permute(back)
 
