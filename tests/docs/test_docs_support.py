@@ -25,7 +25,7 @@ def test_the_page_is_what_is_found(results):
 def test_something_runs_and_something_is_refused(results):
     assert {name for name, *_ in results} == set(FEATURES)
     assert not results["linear layers", "static", 1, 3]
-    assert "BatchNorm" in results["BatchNorm", "eager", 2, 0]
+    assert "batch_norm" in results["BatchNorm", "eager", 2, 0]
 
 
 def test_a_refusal_is_shortened_to_its_first_sentence():

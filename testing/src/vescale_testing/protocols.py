@@ -121,9 +121,13 @@ def check_rehearsal(kind: type) -> None:
         assert _attribute(kind, "can_run")(module) is True, "can_run: expected True for a plain module"
         rehearsal = kind(module, device_type="cpu", row_wise=())
         found = rehearsal.run(lambda args, _, run=(module, loss): run[1](run[0](*args)), (x,), {}, anywhere=bool)
-        findings = {name: _attribute(found, name) for name in ("mixing", "counted", "written", "is_sum", "error")}
+        findings = {
+            name: _attribute(found, name) for name in ("mixing", "counted", "written", "is_sum", "doubt", "error")
+        }
         assert bool(found.mixing) is mixes, f"mixing: expected {'a' if mixes else 'no'} text, got {findings}"
-        assert (found.counted, found.written, found.is_sum, found.error) == ((), (), False, None), f"got {findings}"
+        assert (found.counted, found.written, found.is_sum, found.doubt, found.error) == ((), (), False, "", None), (
+            f"got {findings}"
+        )
         assert _attribute(rehearsal, "num_ranks") == 1, f"num_ranks: expected 1, got {rehearsal.num_ranks}"
         assert rehearsal.highest([2.0]) == [2.0], "highest: expected the numbers of the only rank"
         with rehearsal.as_they_are():

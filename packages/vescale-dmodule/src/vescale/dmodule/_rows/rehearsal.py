@@ -58,10 +58,11 @@ class Rehearsed:
     """What a rehearsal shows.
 
     Attributes:
-        mixing: texts about what mixes rows.
+        mixing: texts about what mixes rows. Where it is not empty, other findings may follow from wrong values.
         counted: texts about means over targets of which some may be ignored.
         written: names of the buffers that a call changes.
         is_sum: whether the loss is a sum over rows, not a mean.
+        doubt: a text about a loss that is neither; empty if it is one of both.
         error: why the call cannot run on DTensors; None if it can.
     """
 
@@ -69,12 +70,13 @@ class Rehearsed:
     counted: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     is_sum: bool = False
+    doubt: str = ""
     error: Exception | None = None
 
     @property
     def is_clean(self) -> bool:
         """Whether nothing mixes rows."""
-        return not self.mixing and self.error is None
+        return not self.mixing and not self.doubt and self.error is None
 
 
 @dataclass(frozen=True)
@@ -213,11 +215,8 @@ class Rehearsal:
             buffers = _values(self._module)
             differs = [name for name, value in alone.buffers.items() if not _is_equal(buffers.get(name), value)]
             texts = [f"a write of statistics of rows to buffer {name!r}" for name in differs]
-        is_sum = False
-        if loss is not None and not texts:
-            is_sum, text = self._kind(loss, alone.loss)
-            texts = [text] if text else []
-        return Rehearsed(tuple(texts), tuple(notes.counted), is_sum=is_sum)
+        is_sum, doubt = (False, "") if loss is None or texts else self._kind(loss, alone.loss)
+        return Rehearsed(tuple(texts), tuple(notes.counted), is_sum=is_sum, doubt=doubt)
 
     @property
     def _execution(self) -> Execution | None:

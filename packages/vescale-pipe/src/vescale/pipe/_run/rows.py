@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import itertools
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -109,26 +110,21 @@ class RowChecks:
             return mean
         found = self._rehearsal.run(call, args, kwargs, anywhere=self._anywhere)
         is_last = self._transport.stage == self._transport.num_stages - 1
-        error = found.error and f"{type(found.error).__name__}: {found.error}"
-        # a mean over targets on an earlier stage is one that the last stage cannot compare
-        writes = [f"writes to buffer {name!r}, once in every micro-batch" for name in found.written]
-        mixing = (
-            *found.mixing,
-            *(() if is_last else found.counted),
-            *(writes if self._num_microbatches > 1 else ()),
+        errors = () if found.error is None else (f"{type(found.error).__name__}: {found.error}",)
+        writes = tuple(f"writes to buffer {name!r} in every micro-batch" for name in found.written)
+        findings = (
+            # a mean over targets on an earlier stage is one that the last stage cannot compare
+            (*found.mixing, *(() if is_last else found.counted)),
+            errors,
+            writes if self._num_microbatches > 1 else (),
+            (found.doubt,) if found.doubt else (),
         )
-        every = self._gathered((error, mixing, bool(found.counted), found.is_sum))
-        if errors := [f"on stage {stage}, {error}" for stage, (error, *_) in enumerate(every) if error]:
-            what = f"it cannot be recorded with the rows of several: {errors[-1]}"
-            raise PipelineError(self._refusal(what)) from found.error
-        if mixers := dict.fromkeys(text for _, texts, *_ in every for text in texts):
-            raise PipelineError(
-                self._refusal(
-                    f"{'; '.join(mixers)}; use one stage and one micro-batch, or name modules that treat every "
-                    "row alone all the same, such as experts, in row_wise=[...]"
-                )
-            )
-        _, _, counts, is_sum = every[-1]
+        every = self._gathered((findings, bool(found.counted), found.is_sum))
+        # findings of one kind on all stages; those of the next kinds may follow from them
+        for texts in zip(*(findings for findings, _, _ in every), strict=True):
+            if unique := dict.fromkeys(itertools.chain.from_iterable(texts)):
+                raise PipelineError(self._refusal("; ".join(unique))) from found.error
+        _, counts, is_sum = every[-1]
         return LossRule(1, num_ranks) if is_sum else LossRule(self._num_microbatches, counts_targets=counts)
 
     def _begin(self, kind: Any) -> None:
@@ -170,7 +166,8 @@ class RowChecks:
         parts = f"{self._num_microbatches} micro-batches" + (f" on each of {ranks} ranks" if ranks > 1 else "")
         return (
             f"expected that {type(self._model).__name__} treats every row alone, since {parts} are parts of one batch, "
-            f"got {what}; {WAY_OUT}"
+            f"got {what}; use one stage and one micro-batch, name modules that treat every row alone, such "
+            f"as experts, in row_wise=[...], {WAY_OUT}"
         )
 
 
