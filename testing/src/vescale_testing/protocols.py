@@ -133,6 +133,9 @@ def check_rehearsal(kind: type) -> None:
         with rehearsal.as_they_are():
             module(x)
     _attribute(rehearsal, "mesh")
+    assert nn.functional.cross_entropy in _attribute(rehearsal, "counted_means"), (
+        "counted_means: expected cross_entropy"
+    )
 
 
 def _attribute(value: Any, name: str) -> Any:

@@ -42,7 +42,7 @@ from ._run.microbatch import checksum, describe_inputs, digest, split_inputs
 from ._run.mode import RunState, TraceMode
 from ._run.program import Program, Transfer
 from ._run.recorder import RandomGuard, Recorder
-from ._run.rows import LossRule, RowChecks, TargetCounts, unequal_counts
+from ._run.rows import LossRule, RowChecks, unequal_counts
 from ._run.transport import Transport
 from ._run.values import PipelineError, meta_of
 from ._schedule.actions import FORWARD, Schedule
@@ -301,7 +301,7 @@ class _Step:
         self._saved: dict[int, tuple[Boundary, torch.Tensor | None]] = {}
         self._losses: list[torch.Tensor] = []
         self._rule = program.rule or LossRule(1)
-        self._counts = TargetCounts() if self._is_last and self._rule.counts_targets else None
+        self._counts = engine.rows.target_counts() if self._is_last and self._rule.counts_targets else None
         self._differs = False
         self.loss: torch.Tensor
 

@@ -28,7 +28,7 @@ from .._boundary.values import map_tensors
 from .._static.parts import describe
 from .._static.recording.names import Names
 
-__all__ = ["MixingNotes"]
+__all__ = ["COUNTED_MEANS", "MixingNotes"]
 
 COUNTED_MEANS = (F.cross_entropy, F.nll_loss)
 OUT_OF_PLACE = {getattr(Tensor, f"{name}_"): getattr(Tensor, name) for name in ("add", "sub", "mul", "div")}

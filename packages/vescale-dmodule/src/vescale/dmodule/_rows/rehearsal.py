@@ -44,7 +44,7 @@ from .._static.recording.dry_run import without_side_effects
 from .._static.recording.names import Names
 from .calls import calls_of
 from .known import known_row_wise
-from .mixing import MixingNotes
+from .mixing import COUNTED_MEANS, MixingNotes
 from .planned import OnAxis, PlannedRows, RowWisePart, placement_of_rows
 from .values import all_rows, num_rows
 
@@ -94,7 +94,12 @@ class Rehearsal:
         module: the module; parts may be absent.
         device_type: of its tensors.
         row_wise: names of modules that treat every row alone, whatever their operators do.
+
+    Attributes:
+        counted_means: functions that are means over targets, of which they may ignore some.
     """
+
+    counted_means = COUNTED_MEANS
 
     def __init__(self, module: nn.Module, *, device_type: str, row_wise: Iterable[str] = ()):
         self._module, self._row_wise = module, {*row_wise, *known_row_wise(module)}

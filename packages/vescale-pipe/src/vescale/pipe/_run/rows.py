@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -36,7 +35,6 @@ from .values import PipelineError
 logger = logging.getLogger("vescale.pipe")
 
 GROUP, NAME = "vescale.pipe", "rehearsal"  # of the entry point
-COUNTED_MEANS = (F.cross_entropy, F.nll_loss)
 WAY_OUT = (
     "or, if every micro-batch on every rank may be a batch of its own, as in gradient accumulation, pass "
     "per_microbatch=True to PipelineEngine (per_rank=True to vescale.parallelize)"
@@ -148,6 +146,10 @@ class RowChecks:
         """Return a context in which calls that were rehearsed run as they are."""
         return nullcontext() if self._rehearsal is None else self._rehearsal.as_they_are()
 
+    def target_counts(self) -> TargetCounts:
+        """Return what notes the targets of a step whose loss is a mean over them."""
+        return TargetCounts(self._rehearsal.counted_means)
+
     def differ(self, counts: TargetCounts) -> bool:
         """Return whether parts of the batch have different numbers of targets. Collective over data-parallel ranks."""
         each = counts.of_microbatches()
@@ -172,10 +174,15 @@ class RowChecks:
 
 
 class TargetCounts(TorchFunctionMode):
-    """Notes how many targets each mean over targets counts, micro-batch by micro-batch."""
+    """Notes how many targets each mean over targets counts, micro-batch by micro-batch.
 
-    def __init__(self) -> None:
+    Args:
+        functions: those that are such means.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         super().__init__()
+        self._functions = functions
         self._found: list[list[torch.Tensor]] = []
 
     @contextmanager
@@ -192,7 +199,7 @@ class TargetCounts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        if func in COUNTED_MEANS:
+        if func in self._functions:
             given = inspect.signature(func).bind(*args, **kwargs).arguments
             if given.get("reduction", "mean") == "mean":
                 self._found[-1].append(_weight_of_targets(given))
@@ -204,7 +211,7 @@ def _weight_of_targets(given: dict[str, Any]) -> torch.Tensor:
     """Return the number by which a mean over targets divides."""
     target, weight = _plain(given["target"]), given.get("weight")
     if target.is_floating_point():  # probabilities: none is ignored
-        return torch.tensor(float(given["input"].numel()), dtype=torch.float64)
+        return torch.tensor(float(given["input"].numel()), dtype=torch.float64, device=target.device)
     counted = target.ne(given.get("ignore_index", -100))
     if weight is None:
         return counted.sum().double()
