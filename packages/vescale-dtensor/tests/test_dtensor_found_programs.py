@@ -141,11 +141,6 @@ RIGHT |= {
         0,
     ),
     "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
-    "the shape of a result in place": (
-        [Input((2, 2), "float", "S0", requires_grad=True)],
-        ["v0 = x0 @ x0", "v0.t_()", "v0.mul_(2)", "v1 = x0.view(4).view(2, 2)", "v2 = v1.t() * v0"],
-        1,
-    ),
 }
 
 REFUSED = {
@@ -158,9 +153,19 @@ REFUSED = {
         0,
     ),
     "windows that are doubled": ([Input((4, 2), "float", "S1")], ["v0 = x0.unfold(0, 3, 1)", "v0.mul_(2)"], 0),
+    "the shape of a result in place": (
+        [Input((2, 2), "float", "S0", requires_grad=True)],
+        ["v0 = x0 @ x0", "v0.t_()", "v0.mul_(2)", "v1 = x0.view(4).view(2, 2)", "v2 = v1.t() * v0"],
+        1,
+    ),
     "the shape of a view in place": (
         [Input((2, 2), "float", "R", requires_grad=True)],
         ["v0 = torch.chain_matmul(x0, x0)", "v0.t_()", "with torch.no_grad(): v0.mul_(2)"],
+        1,
+    ),
+    "the shape of a viewed tensor in place": (
+        [Input((2, 2), "float", "R", requires_grad=True)],
+        ["v0 = x0 + x0", "v1 = v0.movedim(-1, -2)", "v0.transpose_(-2, 1)"],
         1,
     ),
     "what is read is written": (

@@ -3,8 +3,9 @@
 The operators run as their out-of-place form, which decides the placements and gives the local tensor. The operand then
 takes over the result. (Stock DTensor has a rule for ``squeeze_`` only; the tensor reports its old shape afterwards.)
 
-Autograd makes the history of a view anew when its memory is written. For a DTensor it repeats the operators that made
-the view, in which the change is missing; on one device it takes the strides. So a view with a gradient is refused.
+Autograd makes the history of a view anew when its memory is written, or when the shape of the tensor that it views
+changes. For a DTensor it repeats the operators that made the view, on the shape as it is now; on one device it takes the
+strides. So a tensor with a gradient is refused, viewed or not: which views are alive differs between ranks.
 
 ``x.data = y`` gives the DTensor the memory of another one. (In stock it changes nothing but the shape that the tensor
 reports: the values that were put in place are lost.)
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._torch import dispatch
-from .._torch.autograd import is_view_with_gradient
+from .._torch.autograd import has_gradient
 from ..errors import UnsupportedOperator
 from .operands import dtensors, is_sharded
 
@@ -31,8 +32,8 @@ def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run an operator that changes its first operand's metadata.
 
     Raises:
-        UnsupportedOperator: it changes the storage, or has no form that returns a result; or the tensor is a view in
-            autograd, whose gradients after a later write would lack the change.
+        UnsupportedOperator: it changes the storage, or has no form that returns a result; or the tensor has a gradient,
+            and its views would get a wrong one.
     """
     functional = _functional(op) if torch.Tag.inplace_view in op.tags else None
     if functional is None:
@@ -42,8 +43,8 @@ def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
             "it changes the tensor's shape or storage in place: use the form that returns a new tensor",
         )
     result = functional(*args, **kwargs)
-    if (result.shape, result.stride()) != (args[0].shape, args[0].stride()) and is_view_with_gradient(args[0]):
-        way_out = "it changes the shape of a view that has a gradient in place: use the form that returns a new tensor"
+    if (result.shape, result.stride()) != (args[0].shape, args[0].stride()) and has_gradient(args[0]):
+        way_out = "it changes the shape of a tensor that has a gradient in place: use the form that returns a new tensor"
         raise UnsupportedOperator.for_operands(op, args[:1], way_out)
     return dispatch.become(op, args, kwargs, result)
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 __all__ = [
     "accumulates",
     "accumulation_node",
+    "has_gradient",
     "hook_tables",
-    "is_view_with_gradient",
     "local_of",
     "put_first",
     "runs_in_backward",
@@ -65,11 +65,9 @@ def accumulates(leaf: Tensor) -> bool:
     return runs_in_backward(accumulation_node(leaf))
 
 
-def is_view_with_gradient(tensor: Tensor) -> bool:
-    """Return whether autograd may make the history of a tensor anew from that of the tensor that it is a view of."""
-    if not tensor._is_view():
-        return False
-    return tensor.requires_grad or (torch.is_grad_enabled() and tensor._base.requires_grad)
+def has_gradient(tensor: Tensor) -> bool:
+    """Return whether a tensor has a gradient, or is a view of one that has."""
+    return tensor.requires_grad or (tensor._is_view() and tensor._base.requires_grad)
 
 
 def local_of(tensor: Tensor) -> Tensor:
