@@ -11,7 +11,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import vescale
 from vescale.dmodule import parallelize_module
-from vescale.dtensor import Replicate, Shard, init_device_mesh
+from vescale.dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from vescale.optim import DDP
 from vescale.pipe import PipelineEngine, PipelineError, PipelinePlan
 from vescale_testing import ranks
@@ -186,3 +186,21 @@ def test_modules_that_do_not_exist_are_refused():
         ValueError, match=r"row_wise: expected names of modules of Stack, .* got 'expert', which matches no"
     ):
         engine_of(build(EQUAL["mean"])[1], 1, 1, 2, row_wise=["expert"])
+
+
+@ranks(4)
+def test_dtensors_without_a_plan_are_refused():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    for num_microbatches in (1, 2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer in model:
+            for name, param in layer.named_parameters():
+                setattr(layer, name, nn.Parameter(distribute_tensor(param.detach(), mesh["tp"], [Replicate()])))
+        plan = PipelinePlan(num_microbatches=num_microbatches)
+        engine = PipelineEngine(model, mesh["pp"], plan, loss_fn=lambda out: out.mean(), meshes=(mesh["tp"],))
+        x = distribute_tensor(torch.ones(8, 4), mesh["tp"], [Replicate()])
+        if num_microbatches == 1:
+            engine(x)
+        else:
+            with pytest.raises(PipelineError, match="whose 2 micro-batches can be.*got Sequential, which has DTensors"):
+                engine(x)

@@ -140,6 +140,11 @@ RIGHT |= {
         ["v0 = x0.short().argmax(0)", "v1 = x0.short().argmin()"],
         0,
     ),
+    "the first of equal numbers": (
+        [Input((2, 2, 4), "int4", "S1"), Input((4, 6), "int4", "S0")],
+        ["v0 = x0.argmax()", "v1 = x0[:1].argmin(keepdim=True)", "v2 = x1.argmax()", "v3 = x1.t().argmin()"],
+        0,
+    ),
     "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
 }
 

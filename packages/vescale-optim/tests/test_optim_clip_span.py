@@ -101,7 +101,8 @@ def on_three_axes(mesh, variants):
     names = ["abc", "def"][stage]
     found = []
     for zero, reduction, norm_type in variants:
-        model = DDP(Stage(names, mesh["tp"]), mesh["dp"], zero=zero, reduction=reduction, bucket_bytes=100)
+        settings = {"zero": zero, "reduction": reduction, "bucket_bytes": 100, "per_rank": True}
+        model = DDP(Stage(names, mesh["tp"]), mesh["dp"], **settings)
         backward(model, names, mesh["tp"], scale=[0.5, 1.5][coord])
         found.append(measure(model, norm_type=norm_type, norm_axes=[mesh["pp"]]))
         params = [p for p in model.parameters() if p.requires_grad]
@@ -132,7 +133,7 @@ def on_four_ranks():
     found = []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for zero in (0, 3):
-        model = DDP(Stage(SHAPES, mesh["tp"]), mesh["dp"], zero=zero)
+        model = DDP(Stage(SHAPES, mesh["tp"]), mesh["dp"], zero=zero, per_rank=True)
         backward(model, SHAPES, mesh["tp"])
         found += [(measure(model), SHAPES), (measure(list(model.parameters())), SHAPES)]
     params = []
@@ -162,7 +163,7 @@ def test_one_collective_over_two_axes():
 def test_axes_of_one_rank_and_nothing_to_reduce():
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
     for zero, collectives in ((0, 0), (1, 1)):
-        model = DDP(Stage(SHAPES, mesh["tp"]), mesh["dp"], zero=zero)
+        model = DDP(Stage(SHAPES, mesh["tp"]), mesh["dp"], zero=zero, per_rank=True)
         backward(model, SHAPES, mesh["tp"])
         check([measure(model, norm_axes=[mesh["pp"], mesh["tp"]])], SHAPES, collectives)
     check([measure(Stage("ab"))], "", 0)

@@ -138,7 +138,7 @@ class Training:
     def on_ranks(self, mesh, row):
         tp = mesh["tp"] if "tp" in mesh.mesh_dim_names else None
         data = data_mesh(mesh)
-        model = DDP(build(tp), data, **row)
+        model = DDP(build(tp), data, per_rank=tp is not None, **row)
         optimizer_class, settings = OPTIMIZERS[self.optimizer]
         optimizer = DistributedOptimizer(optimizer_class, model=model, clip_grad_norm=self.clip, **settings)
         return self.run(model, optimizer, coord=place(data), size=data.size(), tp=tp)

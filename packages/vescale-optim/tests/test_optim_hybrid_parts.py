@@ -206,7 +206,7 @@ def tensor_parallel(shape):
             placed = nn.Parameter(distribute_tensor(param.detach(), mesh["tp"], [placement]))
             setattr(module.get_submodule(owner), name, placed)
         module.mesh = mesh["tp"]
-        model = DDP(module, mesh[NAMES], zero=zero)
+        model = DDP(module, mesh[NAMES], zero=zero, per_rank=True)
         optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.01, clip_grad_norm=0.05)
         norms = train(model, optimizer, *place(mesh[NAMES]))
         found.append((norms, whole(model)))

@@ -130,7 +130,7 @@ def watched(iterations):
     @contextlib.contextmanager
     def watched(mesh, zero, parameters=PARAMETERS, data=("dp",), tensor="tp"):
         module = Sums(parameters, lambda value, p: distribute_tensor(value, mesh[tensor], [p]) if tensor else value)
-        model = module if zero is None else DDP(module, mesh[data], zero=zero, bucket_bytes=300)
+        model = module if zero is None else DDP(module, mesh[data], zero=zero, bucket_bytes=300, per_rank=True)
         optimizer = DistributedOptimizer(Muon, model=model, **SETTINGS)
         with pytest.MonkeyPatch().context() as patch:
             yield model, optimizer, Watch(optimizer, patch, iterations)
@@ -292,7 +292,7 @@ def test_axes_that_cross_otherwise_elsewhere_are_an_error():
         tensor = DeviceMesh("cpu", torch.tensor(tensor), mesh_dim_names=("other", "tp"))["tp"]
         parameters = {name: PARAMETERS[name] for name in ("up", "down")}
         module = Sums(parameters, lambda value, p, mesh=tensor: distribute_tensor(value, mesh, [p]))
-        model = DDP(module, data, zero=0)
+        model = DDP(module, data, zero=0, per_rank=True)
         optimizer = DistributedOptimizer(Muon, model=model, lr=0.02)
         model(0).backward()
         message = r"shared over the axes dp x tp, whose ranks are no grid: on rank \d .* from one init_device_mesh"

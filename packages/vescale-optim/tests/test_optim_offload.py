@@ -204,8 +204,8 @@ def block_of_dtensors(block, x, mesh):
 def test_tensor_parallel_and_hybrid():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for case in ({"clip": 0.5, "reduction": "ordered"}, {"micros": 2, "sync": True, "scale": 4.0}):
-        case |= {"mesh": mesh["dp"], "module": lambda: tensor_parallel(mesh["tp"])}
-        assert_same(local(train(True, **case)), local(train(False, **case)))
+        parallel = {"mesh": mesh["dp"], "module": lambda: tensor_parallel(mesh["tp"]), "per_rank": True}
+        assert_same(local(train(True, **case, **parallel)), local(train(False, **case, **parallel)))
         case |= {"mesh": mesh, "module": build}
         assert_same(train(True, **case), train(False, **case))
 

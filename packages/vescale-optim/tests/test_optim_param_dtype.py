@@ -154,7 +154,7 @@ def test_tensor_parallel_parameters():
         module = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False))
         for layer, weight, placement in zip(module, weights, (Shard(0), Shard(1)), strict=True):
             layer.weight = nn.Parameter(distribute_tensor(weight, mesh["tp"], [placement]))
-        model = DDP(module, mesh["dp"], zero=zero, param_dtype=NARROW)
+        model = DDP(module, mesh["dp"], zero=zero, param_dtype=NARROW, per_rank=True)
         optimizer = DistributedOptimizer(torch.optim.SGD, model=model, lr=0.1)
         masters = optimizer.full_state_dict()["master_weights"]
         assert torch.equal(masters["0.weight"], weights[0])

@@ -33,7 +33,7 @@ def build(zero, mesh, *, seed=0, tp=None):
     with torch.no_grad():
         for param in (module.gain, module.other):
             param.add_(seed)
-    model = DDP(module, mesh, zero=zero)
+    model = DDP(module, mesh, zero=zero, per_rank=True)
     optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.1)
     step(model, optimizer)
     return model, optimizer

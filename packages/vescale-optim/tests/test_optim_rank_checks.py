@@ -107,7 +107,7 @@ def test_ranks_of_tensor_parallelism_are_compared_too():
     linear, mesh = tensor_parallel()
     with pytest.raises(ValueError, match=r"'lr' of param group 0"):
         DistributedOptimizer(torch.optim.SGD, model=linear, lr=0.1 + mesh.get_local_rank("tp"))
-    model = DDP(linear, mesh["dp"])
+    model = DDP(linear, mesh["dp"], per_rank=True)
     with pytest.raises(ValueError, match=r"'lr' of param group 0"):
         DistributedOptimizer(torch.optim.SGD, model=model, lr=0.1 + mesh.get_local_rank("tp"))
     optimizer = DistributedOptimizer(torch.optim.SGD, model=model, lr=0.1)

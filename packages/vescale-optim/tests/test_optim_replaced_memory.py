@@ -195,7 +195,7 @@ def test_tensor_parallel_parameters():
             distribute_tensor(v.clone(), mesh["tp"], [p]) for v, p in zip(starts, (Shard(0), Replicate()), strict=True)
         ]
         module = Weighted(given)
-        model = DDP(module, mesh["dp"], zero=zero)
+        model = DDP(module, mesh["dp"], zero=zero, per_rank=True)
         optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.1)
         for step in range(3):
             with model.unsharded():

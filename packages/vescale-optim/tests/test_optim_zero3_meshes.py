@@ -78,7 +78,7 @@ def train(model, optimizer, coord=0, size=1, clip=lambda: None):
 
 def tensor_parallel(shape, names):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    model = DDP(shard(build(), mesh["tp"]), mesh["dp"], zero=3)
+    model = DDP(shard(build(), mesh["tp"]), mesh["dp"], zero=3, per_rank=True)
     optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.01, clip_grad_norm=0.05)
     norms = train(model, optimizer, mesh.get_local_rank("dp"), mesh["dp"].size())
     pieces = gather_named(model.state_dict())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +28,6 @@ __all__ = [
     "set_grad_dtype",
 ]
 
-logger = logging.getLogger("vescale.optim")
 
 #: Attribute of parameters that have a DDP: a second DDP would reduce their gradients twice. Its value is the id of
 #: the parameter, because a copy through pickle has the same attributes.
@@ -53,7 +52,7 @@ def check_module(
             f"expected a module with trainable parameters, got one without: {type(module).__name__} has no trainable "
             "parameter, so DDP has nothing to reduce; use it without DDP"
         )
-    for fqn, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for fqn, tensor in _named_tensors(module):
         if _torch.is_deferred_storage(tensor):
             raise ValueError(f"{fqn!r} has no storage (device meta); materialize the module before wrapping it")
         if isinstance(tensor, DTensor):
@@ -94,7 +93,7 @@ def check_shared_memory(module: nn.Module, parameters: dict[str, nn.Parameter]) 
     """Raise ValueError if moving a parameter into a flat buffer would separate it from a tensor in the same memory."""
     moved = {_torch.local_tensor(p).data_ptr(): fqn for fqn, p in parameters.items() if _torch.local_tensor(p).numel()}
     moved.pop(0, None)  # no memory yet
-    for fqn, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for fqn, tensor in _named_tensors(module):
         other = moved.get(_torch.local_tensor(tensor).data_ptr(), fqn)
         if other != fqn:
             raise ValueError(
@@ -120,30 +119,44 @@ def executions_of(module: nn.Module) -> list[Any]:
 
 
 def rows_program(module: nn.Module) -> type[RowsProgram] | type[PlannedRows] | None:
-    """Return what runs a module as one device does on the rows of all ranks; None, with a warning, if nothing can."""
-    tensors = itertools.chain(module.parameters(), module.buffers())
+    """Return what runs a module as one device does on the rows of all ranks; None, and calls raise, if nothing can."""
     executions = executions_of(module)
-    if executions == [vars(module).get(_EXECUTION)] and not _torch.is_compiled(module):
+    if not executions:
+        unplanned = [fqn for fqn, t in _named_tensors(module) if isinstance(t, DTensor)]
+        if not unplanned:
+            return RowsProgram
+        why = f"it has DTensors without a plan, such as {unplanned[0]!r}"
+    elif executions != [vars(module).get(_EXECUTION)]:
+        planned = next(fqn for fqn, part in module.named_modules() if _EXECUTION in vars(part))
+        why = f"only a part of it has a plan, {planned!r}"
+    elif _torch.is_compiled(module):
+        why = "it has a plan, and it or a part of it is compiled by torch.compile"
+    else:
         return PlannedRows
-    if not executions and not any(isinstance(tensor, DTensor) for tensor in tensors):
-        return RowsProgram
-    logger.warning(
-        "DDP cannot record %s on the rows of all ranks, because only a part of it has a plan, or a part with a plan is "
-        "compiled by torch.compile, or it has DTensors without a plan; what mixes rows (losses of routers, contrasts, "
-        "sums over rows), or draws elsewhere than on dim 0, is then that of each rank's rows, which is not checked; "
-        "give the whole module to parallelize_module, or pass per_rank=True if that is what you want",
-        type(module).__name__,
-    )
+
+    def refuse(part: nn.Module, _args: tuple) -> None:
+        raise RuntimeError(
+            "expected a module that DDP can run on the rows of all ranks as one device does, got "
+            f"{type(part).__name__}: {why}; what mixes rows (losses of routers, contrasts, sums over rows), and what "
+            "random operators draw, would be that of each rank's rows: give the whole module to parallelize_module, "
+            "whose plan may leave parts out, or pass per_rank=True to DDP if that is what you want"
+        )
+
+    module.register_forward_pre_hook(refuse)
     return None
 
 
-def refuse_local_statistics(module: nn.Module, rows: JointCalls | None) -> None:
+def _named_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+def refuse_local_statistics(module: nn.Module, rows: JointCalls) -> None:
     """Make BatchNorm raise in training where its statistics would be those of the local batch."""
     for fqn, part in module.named_modules():
         if isinstance(part, _LOCAL_STATISTICS):
 
             def refuse(part: nn.Module, _args: tuple, fqn: str = fqn) -> None:
-                if part.training and not (rows is not None and rows.covers_rows):
+                if part.training and not rows.covers_rows:
                     raise RuntimeError(
                         f"{fqn!r} ({type(part).__name__}) normalizes by statistics of the local batch, which is not "
                         "what one device computes: the call is not recorded on the rows of all ranks, as in a "

@@ -71,9 +71,8 @@ class DDP(_torch.UnmovableModule):
     are summed over the other axes once per step (`_gradients/partials.py`). Each rank's forward computes its part of
     what one device computes for the rows of all ranks; see ``per_rank`` and `islands`. With a plan of
     `vescale.dmodule` the rows are one more mesh axis of the module's programs; experts and local regions run on this
-    rank's rows. In modules with parts compiled by ``torch.compile``, and in pipelines, what mixes rows is refused.
-    Modules of which only a part has a plan are not recorded, as a warning says: there random operators draw as if dim 0
-    had the rows, BatchNorm is refused, and a loss that is no mean over rows is that of this rank's rows.
+    rank's rows. In modules with parts compiled by ``torch.compile``, and in pipelines, what mixes rows is refused; so
+    are calls of a module of which only a part has a plan, or with DTensors without a plan.
 
     Attributes the wrapper does not have are looked up in the module; ``state_dict``, ``load_state_dict`` and
     ``named_parameters`` use the module's names. Copies of the module (``copy.deepcopy(model.module)``) are plain
@@ -247,17 +246,15 @@ class DDP(_torch.UnmovableModule):
         """Make the forward of the module, on this rank's rows, that of one device on the rows of all ranks."""
         axes, reducer = self.data_axes, self._reducer
         calls = self._calls = LocalCalls(axes.all.device_type, backward_ran=reducer.take_received, meet=self._meet)
-        if options.per_rank:
+        if options.per_rank or (program := rows_program(module)) is None:
             return
-        if (kind := rows_program(module)) is not None:
-            self._rows = kind(module, axes.one_mesh, meet=self._meet, row_wise=row_wise)
+        self._rows = program(module, axes.one_mesh, meet=self._meet, row_wise=row_wise)
         refuse_local_statistics(module, self._rows)
         attach_local_batch(module, axes.meshes, watch_draws=options.watch_draws, rows=self._rows)
-        self._calls.attach(module)
-        self.compare_in_backward(self._calls.facts)
+        calls.attach(module)
+        self.compare_in_backward(calls.facts)
         reducer.checks.watch(IgnoredOutputs(module, is_scaled=lambda: calls.is_scaled))
-        if self._rows is not None:
-            self._rows.attach()
+        self._rows.attach()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on this rank's part of the batch."""

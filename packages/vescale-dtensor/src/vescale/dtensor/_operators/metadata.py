@@ -3,9 +3,9 @@
 The operators run as their out-of-place form, which decides the placements and gives the local tensor. The operand then
 takes over the result. (Stock DTensor has a rule for ``squeeze_`` only; the tensor reports its old shape afterwards.)
 
-Autograd makes the history of a view anew when its memory is written, or when the shape of the tensor that it views
-changes. For a DTensor it repeats the operators that made the view, on the shape as it is now; on one device it takes the
-strides. So a tensor with a gradient is refused, viewed or not: which views are alive differs between ranks.
+Autograd makes the history of a view anew when its memory is written, or when the tensor that it views changes its
+shape. For a DTensor it repeats the operators that made the view, on the new shape; on one device it takes the strides.
+So a tensor with a gradient is refused, viewed or not: which views are alive may differ between ranks.
 
 ``x.data = y`` gives the DTensor the memory of another one. (In stock it changes nothing but the shape that the tensor
 reports: the values that were put in place are lost.)
@@ -44,7 +44,7 @@ def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
         )
     result = functional(*args, **kwargs)
     if (result.shape, result.stride()) != (args[0].shape, args[0].stride()) and has_gradient(args[0]):
-        way_out = "it changes the shape of a tensor that has a gradient in place: use the form that returns a new tensor"
+        way_out = "it changes the shape of a tensor with a gradient in place: use the form that returns a new tensor"
         raise UnsupportedOperator.for_operands(op, args[:1], way_out)
     return dispatch.become(op, args, kwargs, result)
 

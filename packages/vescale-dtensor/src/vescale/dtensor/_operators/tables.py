@@ -16,9 +16,10 @@ from .._placements.hooks import WIDER
 from .._torch import dispatch
 from .convolution import convolution, convolution_backward
 from .decompose import compose
-from .gather import gather, gather_in_layout
+from .gather import gather, gather_axes, gather_in_layout
 from .memory_order import in_orders_of_kernels
 from .metadata import change_metadata
+from .operands import is_sharded
 from .review import whole_where_empty
 from .versions import count_writes, writes_lists
 
@@ -165,10 +166,17 @@ def fallback(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
 
 
 def extreme_position(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
-    """Run ``argmax`` or ``argmin`` by stock's handler, on integers that collectives take."""
+    """Run ``argmax`` or ``argmin`` by stock's handler, on integers that collectives take.
+
+    Of equal values the first counts. The handler takes that of the first rank, which is another one if the position is
+    that in all of a tensor whose shards are not in the order of its elements.
+    """
     tensor, *rest = args
-    wider = WIDER.get(tensor.dtype)
-    return whole_where_empty(op, args if wider is None else (tensor.to(wider), *rest), kwargs)
+    if not rest or rest[0] is None:
+        shards = [(axis, p) for axis, p in enumerate(dispatch.placements_of(tensor)) if is_sharded(p)]
+        in_order = len(shards) == 1 and shards[0][1].dim == 0
+        tensor = tensor if in_order else gather_axes(op, tensor, tuple(axis for axis, _ in shards))
+    return whole_where_empty(op, (tensor.to(WIDER.get(tensor.dtype, tensor.dtype)), *rest), kwargs)
 
 
 _OF_STORAGE = frozenset(

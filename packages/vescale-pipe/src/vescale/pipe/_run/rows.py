@@ -80,7 +80,7 @@ class RowChecks:
         self._kind = _rehearsal_type() if is_on else None
         self._rehearsal: Any = None
         if is_on and self._kind is None:
-            self._warn("vescale-dmodule is not installed; install it")
+            self._warn()
 
     @property
     def meshes(self) -> tuple[DeviceMesh, ...]:
@@ -130,15 +130,19 @@ class RowChecks:
         if not self._anywhere(not kind.can_run(self._model)):
             device = self._transport.device.type
             self._rehearsal = kind(self._model, device_type=device, row_wise=self._row_wise)
-        else:
-            self._warn("it has DTensors without a plan of vescale.dmodule; give the model to parallelize_module")
+        elif self._num_microbatches > 1:
+            raise PipelineError(
+                f"expected a model whose {self._num_microbatches} micro-batches can be compared with one batch, got "
+                f"{type(self._model).__name__}, which has DTensors without a plan of vescale.dmodule; give the model "
+                f"to parallelize_module, {WAY_OUT}"
+            )
 
-    def _warn(self, why: str) -> None:
+    def _warn(self) -> None:
         if self._transport.stage == 0 and (self._transport.num_stages, self._num_microbatches) != (1, 1):
             logger.warning(
                 "PipelineEngine computes every micro-batch by itself, on this rank's rows; whether the model mixes "
-                "rows (losses of routers, contrasts, sums over rows) is not checked, because %s, %s",
-                why,
+                "rows (losses of routers, contrasts, sums over rows) is not checked, because vescale-dmodule is not "
+                "installed; install it, %s",
                 WAY_OUT,
             )
 
