@@ -62,6 +62,8 @@ RESULTS = ("Simulation", "StageSplit", "Stub", "Transfer")  # which users do not
 TEXTS = {"no text", "text", "misspelled"}
 PATHS = {"text", "misspelled"}
 NUMBERS = {"0", "0.5", "huge"}
+PER_STAGE = ("forward", "input_grad", "weight_grad", "activations", "unshard", "reduce_grad", "message", "parameters")
+LOOPED = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")
 
 
 def calls():
@@ -69,6 +71,7 @@ def calls():
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
     schedule = gpipe(2, 2)
     sizes = {"num_stages": 2, "num_microbatches": 2}
+    of_ranks = {"num_ranks": 2, "num_microbatches": 2}
     return {
         "Action": Call(
             Action, lambda: {"stage": 0, "kind": "F", "microbatch": 0}, {"stage": {"True"}, "microbatch": {"True"}}
@@ -76,14 +79,15 @@ def calls():
         "Action.parse": Call(Action.parse, lambda: {"text": "0F0"}),
         "Costs": Call(
             Costs,
-            lambda: {"forward": 1.0, "input_grad": (1.0, 2.0), "weight_grad": 1.0, "latency": 0.0},
-            {
-                "forward": NUMBERS | {"()", "[]", "[0]"},
+            lambda: dict.fromkeys(PER_STAGE, 1.0) | {"input_grad": (1.0, 2.0), "latency": 0.0, "overlap": 0.0},
+            dict.fromkeys(PER_STAGE, NUMBERS | {"()", "[]", "[0]"})
+            | {
                 "input_grad": NUMBERS | {"()", "[]", "[0]", "longer", "shorter"},
-                "weight_grad": NUMBERS | {"()", "[]", "[0]"},
                 "latency": NUMBERS,
+                "overlap": {"0", "0.5"},
             },
         ),
+        "Overlap": Call(public.Overlap, lambda: {"forward": Action(0, "F", 1), "backward": Action(1, "B", 0)}),
         "PipelinePlan": Call(
             PipelinePlan,
             lambda: {"schedule": "1f1b", "num_microbatches": 2, "split": (("a",), ("b",))},
@@ -105,13 +109,51 @@ def calls():
                 "text": {"no text", "()", "[]", "{}", "iterator"},
             },
         ),
+        "Schedule.of": Call(
+            Schedule.of,
+            lambda: sizes | {"ranks": schedule.ranks},
+            {
+                "num_stages": {"None", "0"},
+                "num_microbatches": {"None", "0"},
+                "ranks": {"()", "[]", "longer", "shorter"},
+            },
+        ),
         "gpipe": Call(gpipe, lambda: sizes),
         "one_f_one_b": Call(one_f_one_b, lambda: sizes),
-        "validate": Call(validate, lambda: {"schedule": schedule}),
+        **{name: Call(getattr(public, name), lambda: of_ranks) for name in ("zb_h1", "zb_h2", "zb_v", "dual_pipe_v")},
+        **{name: Call(getattr(public, name), lambda: of_ranks | {"stages_per_rank": 2}) for name in LOOPED},
+        **{
+            name: Call(getattr(public, name), lambda: of_ranks | {"costs": Costs(), "effort": 100}, {"costs": {"None"}})
+            for name in ("v_half", "v_min")
+        },
+        "search_schedule": Call(
+            public.search_schedule,
+            lambda: (
+                of_ranks | {"stages_per_rank": 2, "costs": Costs(), "activations": 2.0, "placement": "V", "effort": 100}
+            ),
+            {"costs": {"None"}, "activations": {"None", "huge"}, "stages_per_rank": set()},
+        ),
+        "lower": Call(
+            public.lower,
+            lambda: {
+                "schedule": schedule,
+                "costs": Costs(),
+                "unshard": True,
+                "max_unsharded": 2,
+                "reduce_grad": True,
+            },
+            {"costs": {"None"}},
+        ),
+        "validate": Call(validate, lambda: {"schedule": schedule, "buffers": 2}, {"buffers": {"None"}}),
         "simulate": Call(simulate, lambda: {"schedule": schedule, "costs": Costs()}, {"costs": {"None"}}),
         "format_table": Call(public.format_table, lambda: {"schedule": schedule}),
-        "from_csv": Call(from_csv, lambda: {"path": "schedule.csv"}),
+        "from_csv": Call(from_csv, lambda: {"path": "schedule.csv", "lowered": True}),
         "to_csv": Call(public.to_csv, lambda: {"schedule": schedule, "path": "schedule.csv"}, {"path": PATHS}),
+        "to_trace": Call(
+            public.to_trace,
+            lambda: {"schedule": schedule, "path": "step.json", "costs": Costs(), "microseconds": 2.0},
+            {"path": PATHS, "costs": {"None"}, "microseconds": {"0.5", "huge"}},
+        ),
         "split_units": Call(split_units, lambda: {"model": MODEL, "plan": PLAN, "num_stages": 2}),
         "PipelineEngine": Call(
             PipelineEngine,

@@ -2,8 +2,25 @@
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from vescale.pipe import from_csv, gpipe, one_f_one_b, to_csv, validate
+from vescale.pipe import (
+    Costs,
+    dual_pipe_v,
+    from_csv,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    lower,
+    one_f_one_b,
+    search_schedule,
+    simulate,
+    to_csv,
+    validate,
+    zb_h2,
+    zb_v,
+)
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
@@ -16,33 +33,88 @@ def test_round_trip(tmp_path, make, p, m):
 class Stage:
     """As much of a torch pipeline stage as the loader looks at."""
 
-    def __init__(self, index, num_stages):
+    def __init__(self, index, num_stages, home):
         self.stage_index = index
         self.num_stages = num_stages
-        self.group_size = num_stages
-        self.group_rank = index
+        self.group_size = 1 + max(home.values())
+        self.group_rank = home[index]
         self.group = None
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self.has_backward = True
-        self.stage_index_to_group_rank = {i: i for i in range(num_stages)}
+        self.stage_index_to_group_rank = home
 
 
-@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
-def test_torch_runtime_loads_our_file(tmp_path, make):
-    schedule = make(4, 8)
+OURS = {
+    "gpipe": lambda: gpipe(4, 8),
+    "1f1b": lambda: one_f_one_b(4, 8),
+    "bfs": lambda: looped_bfs(4, 8),
+    "interleaved": lambda: interleaved_1f1b(4, 8),
+    "zb_h2": lambda: zb_h2(4, 8),
+    "interleaved_zb": lambda: interleaved_zero_bubble(4, 8, 3),
+    "zb_v": lambda: zb_v(4, 8),
+    "dual_pipe_v": lambda: dual_pipe_v(4, 8),
+    "searched": lambda: search_schedule(4, 8, costs=Costs(1.0, 1.4, 0.6, 0.1), effort=50_000),
+}
+
+
+def runtime_of(schedule):
+    """Return torch's runtime for rank 0 of a schedule."""
+    home = {action.stage: rank for rank, action in schedule}
+    stages = [Stage(s, schedule.num_stages, home) for s, rank in home.items() if rank == 0]
+    return torch_schedules._PipelineScheduleRuntime(stages, n_microbatches=schedule.num_microbatches)
+
+
+def words_of(actions):
+    return [str(action) for action in actions if action is not None]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_torch_runtime_loads_our_file(tmp_path, name):
+    schedule = OURS[name]()
     to_csv(schedule, tmp_path / "schedule.csv")
-    runtime = torch_schedules._PipelineScheduleRuntime([Stage(0, 4)], n_microbatches=8)
+    runtime = runtime_of(schedule)
     runtime._load_csv(str(tmp_path / "schedule.csv"))
-    for rank, actions in enumerate(schedule.ranks):
-        theirs = [str(action) for action in runtime.pipeline_order_with_comms[rank]]
-        computed = [word for word in theirs if word.lstrip("0123456789")[0] in "FB" and "_" not in word]
-        assert computed == [str(action) for action in actions]
+    for rank, cells in enumerate(schedule.ranks):
+        theirs = words_of(runtime.pipeline_order_with_comms[rank])
+        computed = [word for word in theirs if "OVERLAP" in word or ("_" not in word and "SHARD" not in word)]
+        assert computed == [str(cell) for cell in cells]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_torch_runtime_takes_our_communication(tmp_path, name):
+    schedule = lower(OURS[name](), unshard=True, reduce_grad=True)
+    to_csv(schedule, tmp_path / "schedule.csv")
+    runtime = runtime_of(schedule)
+    runtime._load_csv(str(tmp_path / "schedule.csv"), format="compute_comms")
+    for rank, cells in enumerate(schedule.ranks):
+        assert words_of(runtime.pipeline_order_with_comms[rank]) == [str(cell) for cell in cells]
+
+
+TORCHS = {
+    "Interleaved1F1B": lambda: interleaved_1f1b(4, 8),
+    "InterleavedZeroBubble": lambda: interleaved_zero_bubble(4, 8),
+    "LoopedBFS": lambda: looped_bfs(4, 8),
+    "ZBVZeroBubble": lambda: zb_v(4, 8),
+    "DualPipeV": lambda: dual_pipe_v(4, 8),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_schedules_of_torch_are_read_and_as_good_as_ours(tmp_path, name):
+    rows = get_schedule_ops(name, 4, 8, num_stages_per_rank=2, with_comms=False)
+    lines = [",".join("" if action is None else str(action) for action in row) for row in rows]
+    (tmp_path / "torch.csv").write_text("\n".join(lines))
+    theirs, ours = from_csv(tmp_path / "torch.csv"), TORCHS[name]()
+    validate(lower(theirs), buffers=1)
+    costs = Costs(0.5, 0.6, 0.4, 0.05)
+    assert simulate(ours, costs).makespan == pytest.approx(simulate(theirs, costs).makespan)
+    assert max(simulate(ours).peak_activations) <= max(simulate(theirs).peak_activations)
 
 
 def test_torch_refuses_a_broken_file(tmp_path):
     (tmp_path / "schedule.csv").write_text("0F0,0B0\n1B0,1F0\n")
-    runtime = torch_schedules._PipelineScheduleRuntime([Stage(0, 2)], n_microbatches=1)
+    runtime = torch_schedules._PipelineScheduleRuntime([Stage(0, 2, {0: 0, 1: 1})], n_microbatches=1)
     with pytest.raises(AssertionError):
         runtime._load_csv(str(tmp_path / "schedule.csv"))
 
@@ -59,10 +131,17 @@ def test_a_torch_zero_bubble_file_is_read(tmp_path):
     assert schedule.num_stages == 4
 
 
-@pytest.mark.parametrize("cell", ["0SEND_F0", "0UNSHARD", "(0F3;3B1)OVERLAP_F_B", "forward"])
-def test_other_cells_are_refused_with_their_place(tmp_path, cell):
+@pytest.mark.parametrize("cell", ["0SEND_F0", "0UNSHARD"])
+def test_communication_is_refused_with_its_place(tmp_path, cell):
     (tmp_path / "schedule.csv").write_text(f"0F0,0B0\n1F0,{cell}\n")
-    with pytest.raises(ValueError, match=r"row 2, column 2: expected an action like '2F0'.*compute_only format"):
+    with pytest.raises(ValueError, match=r"row 2, column 2: expected a computation, got .*compute_only.*lowered=True"):
+        from_csv(tmp_path / "schedule.csv")
+    assert str(from_csv(tmp_path / "schedule.csv", lowered=True)).endswith(cell)
+
+
+def test_other_text_is_refused_with_its_place(tmp_path):
+    (tmp_path / "schedule.csv").write_text("0F0,0B0\n1F0,forward\n")
+    with pytest.raises(ValueError, match=r"row 2, column 2: expected an action like '2F0'.*got the text 'forward'"):
         from_csv(tmp_path / "schedule.csv")
 
 

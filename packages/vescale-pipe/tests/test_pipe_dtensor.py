@@ -77,7 +77,7 @@ def test_megatron_blocks_in_two_stages(axes, train_one_process):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
     expected = train_one_process(build(Stack), loss_of, {"x": data()}, 4)
     model = build(Stack)
-    engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 4))
+    engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 4), per_microbatch=True)
     for fqn in engine.split.stages[engine.stage]:
         parallelize_module(model.get_submodule(fqn), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     loss = engine(data())
@@ -92,7 +92,7 @@ def test_sharded_and_replicated_values_cross(layout, train_one_process):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     expected = train_one_process(build(Cut), loss_of, {"x": data()}, 2)
     model = build(Cut)
-    engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 2, ["down"]))
+    engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 2, ["down"]), per_microbatch=True)
     style = {
         "up": ColwiseParallel(output_layouts=layout, use_local_output=False),
         "down": RowwiseParallel(input_layouts=layout),
@@ -147,7 +147,7 @@ def test_partial_values_cross_and_their_gradients_are_replicated(train_one_proce
     batch = {"x": data()}
     expected = train_one_process(Model(mesh["tp"]), lambda model, x: model(x).full_tensor(), batch, 2)
     model = Model(mesh["tp"])
-    engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 2, ["down"]))
+    engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 2, ["down"]), per_microbatch=True)
     loss = engine(**batch)
     loss.backward()
     assert torch.equal(loss, expected.losses[0])
@@ -177,7 +177,7 @@ def test_a_receiver_without_the_mesh_is_given_it(train_one_process):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
 
     def make_engine(model, **kwargs):
-        engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 2, ["down"]), **kwargs)
+        engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 2, ["down"]), per_microbatch=True, **kwargs)
         if engine.stage == 0:
             parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(use_local_output=False)})
         return engine

@@ -7,20 +7,37 @@ returns its loss. ``loss.backward()`` and the rest of the training loop stay unc
 from ._run.program import Transfer
 from ._run.recorder import RandomOperatorError
 from ._run.values import PipelineError
-from ._schedule.actions import Action, Schedule
+from ._schedule.actions import Action, Overlap, Schedule
 from ._schedule.csv_files import from_csv, to_csv
-from ._schedule.draw import draw, format_table
+from ._schedule.draw import draw, format_table, to_trace
+from ._schedule.errors import ScheduleError
+from ._schedule.lower import lower
 from ._schedule.simulate import Costs, Simulation, simulate
+from ._schedule.validate import validate
 from ._stages.split import SplitError, StageSplit, split_units
 from ._stages.stub import Stub
 from ._torch_range import warn_if_untested
 from .engine import PipelineEngine
 from .plan import PipelinePlan
-from .schedules import ScheduleError, gpipe, one_f_one_b, validate
+from .schedules import (
+    dual_pipe_v,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    search_schedule,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 
 __all__ = [
     "Action",
     "Costs",
+    "Overlap",
     "PipelineEngine",
     "PipelineError",
     "PipelinePlan",
@@ -33,14 +50,26 @@ __all__ = [
     "Stub",
     "Transfer",
     "draw",
+    "dual_pipe_v",
     "format_table",
     "from_csv",
     "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "looped_bfs",
+    "lower",
     "one_f_one_b",
+    "search_schedule",
     "simulate",
     "split_units",
     "to_csv",
+    "to_trace",
+    "v_half",
+    "v_min",
     "validate",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]
 
 warn_if_untested()

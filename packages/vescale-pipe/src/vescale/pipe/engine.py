@@ -307,7 +307,7 @@ class _Step:
 
     def run(self) -> None:
         """Run the schedule. Afterwards ``loss`` is the step's loss and ``total`` holds its gradients."""
-        for action in self._engine.schedule.ranks[self._engine.stage]:
+        for action in self._engine.schedule.actions(self._engine.stage):
             with record_function(f"vescale.pipe/{action}"):
                 if action.kind == FORWARD:
                     saved = self._forward(action.microbatch)

@@ -1,12 +1,21 @@
-"""Draw schedules: a text table, and a time line with matplotlib (optional: ``vescale-pipe[draw]``)."""
+"""Draw schedules: a text table, a time line with matplotlib (optional: ``vescale-pipe[draw]``), a trace for Perfetto.
+
+In a picture, two actions that overlap lie above each other. Communication is in traces alone.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
 
-from .._checked import FilePath, checked
-from .actions import Action, Schedule
+from .._checked import Condition, FilePath, checked
+from .actions import KINDS, Action, Cell, Schedule, actions_of
 from .simulate import Costs, Simulation, simulate
+
+Positive = Annotated[float, Condition("a finite number above 0", lambda value: 0 < value < math.inf)]
 
 # kind -> (face color, legend); distinct in print and with the common forms of color blindness
 _LOOK = {
@@ -35,10 +44,12 @@ def format_table(schedule: Schedule) -> str:
     """
     result = simulate(schedule)
     several = schedule.num_stages > schedule.num_ranks
-    width = 1 + max(len(_label(action, with_stage=several)) for _, action in schedule)
+    rows = list(map(_computations, schedule.ranks))
+    width = 1 + max(
+        len(_label(action, with_stage=several)) for row in rows for cell in row for action in actions_of(cell)
+    )
     lines = [
-        f"rank {rank} |" + _format_row(actions, result, width=width, with_stage=several)
-        for rank, actions in enumerate(schedule.ranks)
+        f"rank {rank} |" + _format_row(row, result, width=width, with_stage=several) for rank, row in enumerate(rows)
     ]
     peaks = " ".join(f"{peak:g}" for peak in result.peak_activations)
     lines.append(f"bubble {result.bubble:.1%}, peak activations {peaks} (micro-batches per rank)")
@@ -49,16 +60,22 @@ def _label(action: Action, *, with_stage: bool) -> str:
     return str(action) if with_stage else f"{action.kind}{action.microbatch}"
 
 
-def _format_row(actions: tuple[Action, ...], result: Simulation, *, width: int, with_stage: bool) -> str:
+def _computations(row: Iterable[Cell]) -> list[Cell]:
+    return [cell for cell in row if not isinstance(cell, Action) or cell.kind in KINDS]
+
+
+def _format_row(cells: list[Cell], result: Simulation, *, width: int, with_stage: bool) -> str:
     def idle(units: float) -> str:
         return " ".join([".".center(width)] * round(units)) + "|" if units > 0 else ""
 
     row, now = "", 0.0
-    for action in actions:
-        row += idle(result.starts[action] - now)
-        units = round(result.ends[action] - result.starts[action])
-        row += _label(action, with_stage=with_stage).ljust(units * (width + 1) - 1) + "|"
-        now = result.ends[action]
+    for cell in cells:
+        actions = actions_of(cell)
+        start, end = result.starts[actions[0]], result.ends[actions[0]]
+        row += idle(start - now)
+        label = "+".join(_label(action, with_stage=with_stage) for action in actions)
+        row += label.ljust(round(end - start) * (width + 1) - 1) + "|"
+        now = end
     return row + idle(max(result.ends.values()) - now)
 
 
@@ -87,12 +104,18 @@ def draw(schedule: Schedule, path: FilePath, *, costs: Costs | None = None, titl
     inches = min(_MAX_INCHES, max(_MIN_INCHES, 0.28 * result.makespan))
     figure = Figure(figsize=(inches, 1.3 + 0.42 * schedule.num_ranks), dpi=120)
     axes = figure.add_subplot()
-    for rank, action in schedule:
-        start, width = result.starts[action], result.ends[action] - result.starts[action]
-        axes.barh(rank, width, left=start, height=0.9, color=_LOOK[action.kind][0], edgecolor="white", linewidth=0.8)
-        label = str(action) if several else str(action.microbatch)
-        if width / result.makespan * inches > _INCHES_PER_LETTER * len(label):
-            axes.text(start + width / 2, rank, label, ha="center", va="center", fontsize=7)
+    for rank, row in enumerate(schedule.ranks):
+        for cell in _computations(row):
+            actions = actions_of(cell)
+            height = 0.9 / len(actions)
+            for number, action in enumerate(actions):
+                start, width = result.starts[action], result.ends[action] - result.starts[action]
+                middle = rank + (number - (len(actions) - 1) / 2) * height
+                look: dict[str, Any] = {"color": _LOOK[action.kind][0], "edgecolor": "white", "linewidth": 0.8}
+                axes.barh(middle, width, left=start, height=height, **look)
+                label = str(action) if several else str(action.microbatch)
+                if width / result.makespan * inches > _INCHES_PER_LETTER * len(label):
+                    axes.text(start + width / 2, middle, label, ha="center", va="center", fontsize=7 * height / 0.9)
     axes.set_xlim(0, result.makespan)
     axes.set_ylim(schedule.num_ranks - 0.5, -0.5)
     axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
@@ -107,6 +130,44 @@ def draw(schedule: Schedule, path: FilePath, *, costs: Costs | None = None, titl
     anchor: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (1.0, -0.3 / axes_inches)}
     axes.legend(handles=handles, ncols=len(kinds), frameon=False, fontsize=8, borderpad=0, **anchor)
     figure.savefig(path, bbox_inches="tight")
+
+
+@checked
+def to_trace(
+    schedule: Schedule, path: FilePath, *, costs: Costs | None = None, microseconds: Positive = 1000.0
+) -> None:
+    """Write a simulated step as a trace in JSON, for https://ui.perfetto.dev or ``chrome://tracing``.
+
+    Each rank is a process with two threads, one for computations and one for communication.
+
+    Args:
+        schedule: the schedule, lowered or not.
+        path: file to write, for example ``step.json``.
+        costs: durations of the actions; F = I = W = 1 by default.
+        microseconds: how long one unit of time of the costs is.
+
+    Raises:
+        ScheduleError: the schedule is invalid.
+
+    Example:
+        >>> import json, pathlib, tempfile
+        >>> from vescale.pipe import gpipe
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "step.json"
+        >>> to_trace(gpipe(1, 1), path)
+        >>> [event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+        ['0F0', '0B0']
+    """
+    events: list[dict[str, Any]] = []
+    for rank in range(schedule.num_ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for thread, name in enumerate(("computation", "communication")):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
+    for rank, action, start, end in simulate(schedule, costs).events:
+        time = {"ts": start * microseconds, "dur": (end - start) * microseconds}
+        place = {"pid": rank, "tid": int(action.kind not in KINDS)}
+        details = {"stage": action.stage, "microbatch": action.microbatch}
+        events.append({"ph": "X", "name": str(action), "cat": action.kind, **place, **time, "args": details})
+    Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 
 def _default_title(schedule: Schedule, result: Simulation) -> str:
