@@ -145,6 +145,11 @@ RIGHT |= {
         ["v0 = x0.argmax()", "v1 = x0[:1].argmin(keepdim=True)", "v2 = x1.argmax()", "v3 = x1.t().argmin()"],
         0,
     ),
+    "the second gradient of moved signs": (
+        [Input((4, 3), "float", "S0", requires_grad=True)],
+        ["v0 = x0.softmax(0)", "v1 = move(v0, [Replicate()]).abs()", "v2 = v0.softmax(1)"],
+        2,
+    ),
     "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
 }
 

@@ -104,6 +104,7 @@ class Redistribute(torch.autograd.Function):
     ) -> DTensor:
         """Redistribute, in ``forward_dtype`` if one is given."""
         ctx.source, ctx.dtype, ctx.backward_dtype = tensor.placements, tensor.dtype, backward_dtype
+        ctx.forward_input_device_mesh = tensor.device_mesh  # as in from_local: a plain gradient becomes a DTensor on it
         local = local_of(tensor)
         local = local if forward_dtype is None else local.to(forward_dtype)
         shard = redistribute_shard(local, tensor.shape, tensor.device_mesh, tensor.placements, placements)
