@@ -150,6 +150,11 @@ RIGHT |= {
         ["v0 = x0.softmax(0)", "v1 = move(v0, [Replicate()]).abs()", "v2 = v0.softmax(1)"],
         2,
     ),
+    "functions that squeeze their result": (
+        [Input((4, 3), "float", "S0", requires_grad=True)],
+        ["v0 = x0.quantile(0.3, 1)", "v1 = torch.nanquantile(x0, 0.5)", "v2 = x0.view(2, 2, 3) @ x0[0]"],
+        1,
+    ),
     "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
 }
 

@@ -5,7 +5,8 @@ takes over the result. (Stock DTensor has a rule for ``squeeze_`` only; the tens
 
 Autograd makes the history of a view anew when its memory is written, or when the tensor that it views changes its
 shape. For a DTensor it repeats the operators that made the view, on the new shape; on one device it takes the strides.
-So a tensor with a gradient is refused, viewed or not: which views are alive may differ between ranks.
+So a tensor with a gradient is refused, viewed or not: which views are alive may differ between ranks. Functions of
+torch, such as ``quantile``, also change shapes of tensors that they have made: those have no views.
 
 ``x.data = y`` gives the DTensor the memory of another one. (In stock it changes nothing but the shape that the tensor
 reports: the values that were put in place are lost.)
@@ -14,6 +15,8 @@ reports: the values that were put in place are lost.)
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Callable
 from types import GetSetDescriptorType
 
 import torch
@@ -25,7 +28,33 @@ from .._torch.autograd import has_gradient
 from ..errors import UnsupportedOperator
 from .operands import dtensors, is_sharded
 
-__all__ = ["assignable_data", "change_metadata"]
+__all__ = ["CHANGES_OF_SHAPE", "assignable_data", "change_metadata", "change_of_program"]
+
+CHANGES_OF_SHAPE = ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
+"""Methods that change the shape of a tensor in place."""
+
+
+class _Thread(threading.local):
+    """How many of `CHANGES_OF_SHAPE` the program has called in this thread."""
+
+    num_changes = 0
+
+
+_here = _Thread()
+
+
+def change_of_program(stock: Callable) -> Callable:
+    """Return one of `CHANGES_OF_SHAPE` that tells that the program has called it, not a function of torch."""
+
+    @functools.wraps(stock)
+    def change(tensor: DTensor, *args: object, **kwargs: object) -> Tensor:
+        _here.num_changes += 1
+        try:
+            return stock(tensor, *args, **kwargs)
+        finally:
+            _here.num_changes -= 1
+
+    return change
 
 
 def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
@@ -43,7 +72,9 @@ def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
             "it changes the tensor's shape or storage in place: use the form that returns a new tensor",
         )
     result = functional(*args, **kwargs)
-    if (result.shape, result.stride()) != (args[0].shape, args[0].stride()) and has_gradient(args[0]):
+    may_have_views = _here.num_changes or args[0]._is_view()
+    is_changed = (result.shape, result.stride()) != (args[0].shape, args[0].stride())
+    if may_have_views and is_changed and has_gradient(args[0]):
         way_out = "it changes the shape of a tensor with a gradient in place: use the form that returns a new tensor"
         raise UnsupportedOperator.for_operands(op, args[:1], way_out)
     return dispatch.become(op, args, kwargs, result)
