@@ -146,7 +146,7 @@ RIGHT |= {
         0,
     ),
     "the second gradient of moved signs": (
-        [Input((4, 3), "float", "S0", requires_grad=True)],
+        [Input((4, 3), "float", "R", requires_grad=True)],
         ["v0 = x0.softmax(0)", "v1 = move(v0, [Replicate()]).abs()", "v2 = v0.softmax(1)"],
         2,
     ),
