@@ -155,6 +155,26 @@ RIGHT |= {
         ["v0 = x0.quantile(0.3, 1)", "v1 = torch.nanquantile(x0, 0.5)", "v2 = x0.view(2, 2, 3) @ x0[0]"],
         1,
     ),
+    "a gradient that is a sum, of a mean": (
+        [
+            Input((1,), "float", "S0", requires_grad=True),
+            Input((1,), "float", "A", requires_grad=True),
+            Input((1,), "float", "R", requires_grad=True),
+        ],
+        ["v0 = move(x1, [Shard(0)])", "v1 = torch.outer(x0, v0)"],
+        1,
+    ),
+    "a column of a square in the second gradient": (
+        [Input((2,), "float", "S0", requires_grad=True), Input((2,), "float", "S0", requires_grad=True)],
+        [
+            "v0 = x1.to(torch.complex128)",
+            "v1 = torch.einsum('i,j->ij', v0, x0)",
+            "v2 = v1.split(4, -2)[0]",
+            "v3 = F.elu(x1)",
+            "v4 = torch.matrix_power(v2, 2)",
+        ],
+        2,
+    ),
     "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
 }
 

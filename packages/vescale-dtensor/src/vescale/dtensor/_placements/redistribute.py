@@ -124,7 +124,7 @@ class Redistribute(torch.autograd.Function):
 
 def _gradient_placements(present: Sequence[Placement], source: Sequence[Placement]) -> tuple[Placement, ...]:
     pairs = zip(present, source, strict=True)
-    return tuple(Replicate() if old.is_partial() and not now.is_partial() else old for now, old in pairs)
+    return tuple(Replicate() if old.is_partial() and now != old else old for now, old in pairs)
 
 
 def shard_gradient(gradient: torch.Tensor, like: DTensorSpec, placements: Sequence[Placement] | None) -> DTensor:
