@@ -175,6 +175,11 @@ RIGHT |= {
         ],
         2,
     ),
+    "random complex numbers without elements": (
+        [Input((1, 0), "complex", "R")],
+        ["x0.bernoulli_(0.4)", "x0.exponential_()"],
+        0,
+    ),
     "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
 }
 
