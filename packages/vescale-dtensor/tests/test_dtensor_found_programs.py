@@ -180,6 +180,16 @@ RIGHT |= {
         ["x0.bernoulli_(0.4)", "x0.exponential_()"],
         0,
     ),
+    "one row of losses, with a target of one dim": (
+        [Input((2,), "float", "S0"), Input((1,), "int2", "S0"), Input((1,), "float", "S0", requires_grad=True)],
+        [
+            "v0 = F.cross_entropy(x0, x1)",
+            "v1 = F.cross_entropy(move(x0, [Replicate()]), x1, reduction='none')",
+            "v2 = F.nll_loss(x0, x1, reduction='none')",
+            "v3 = F.nll_loss(x2, x1 * 0, reduction='none')",
+        ],
+        1,
+    ),
     "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
 }
 
