@@ -190,6 +190,11 @@ RIGHT |= {
         ],
         1,
     ),
+    "the extreme of a view of a written tensor": (
+        [Input((3, 2), "float", "S0", requires_grad=True)],
+        ["v0 = x0.t()", "v0.detach().mul_(2)", "v1 = v0.argmax(-1)"],
+        1,
+    ),
     "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
 }
 
