@@ -195,6 +195,11 @@ RIGHT |= {
         ["v0 = x0.t()", "v0.detach().mul_(2)", "v1 = v0.argmax(-1)"],
         1,
     ),
+    "the shape of a tensor without views in place": (
+        [Input((2, 2), "float", "S0"), Input((2, 2), "float", "R", requires_grad=True)],
+        ["v0 = x0 * 1", "v0.t_()", "v0.mul_(x1)", "v1 = (x0 > 0).t()", "v1.unsqueeze_(0)"],
+        1,
+    ),
     "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
 }
 
@@ -221,6 +226,16 @@ REFUSED = {
     "the shape of a viewed tensor in place": (
         [Input((2, 2), "float", "R", requires_grad=True)],
         ["v0 = x0 + x0", "v1 = v0.movedim(-1, -2)", "v0.transpose_(-2, 1)"],
+        1,
+    ),
+    "the shape of a view that gets a gradient": (
+        [Input((2, 2), "float", "R"), Input((2, 2), "float", "R", requires_grad=True)],
+        ["v0 = x0.t()", "v0.transpose_(0, 1)", "x0.mul_(x1)"],
+        1,
+    ),
+    "the shape of a viewed tensor that gets a gradient": (
+        [Input((2, 2), "float", "R"), Input((2, 2), "float", "R", requires_grad=True)],
+        ["v0 = x0.t()", "x0.transpose_(0, 1)", "x0.mul_(x1)"],
         1,
     ),
     "what is read is written": (

@@ -5,8 +5,9 @@ takes over the result. (Stock DTensor has a rule for ``squeeze_`` only; the tens
 
 Autograd makes the history of a view anew when its memory is written, or when the tensor that it views changes its
 shape. For a DTensor it repeats the operators that made the view, on the new shape; on one device it takes the strides.
-So a tensor with a gradient is refused, viewed or not: which views are alive may differ between ranks. Functions of
-torch, such as ``quantile``, also change shapes of tensors that they have made: those have no views.
+So a tensor with a gradient is refused, viewed or not: which views are alive may differ between ranks. A tensor without
+one gets one when what is written to its memory has one; it is refused if it is a view or has views. Functions of torch,
+such as ``quantile``, also change shapes of tensors that they have made: those have no views.
 
 ``x.data = y`` gives the DTensor the memory of another one. (In stock it changes nothing but the shape that the tensor
 reports: the values that were put in place are lost.)
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._torch import dispatch
-from .._torch.autograd import has_gradient
+from .._torch.autograd import has_gradient, is_viewed
 from ..errors import UnsupportedOperator
 from .operands import dtensors, is_sharded
 
@@ -35,9 +36,10 @@ CHANGES_OF_SHAPE = ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "u
 
 
 class _Thread(threading.local):
-    """How many of `CHANGES_OF_SHAPE` the program has called in this thread."""
+    """How many of `CHANGES_OF_SHAPE` the program has called in this thread; whether on a tensor that has views."""
 
     num_changes = 0
+    has_views = False
 
 
 _here = _Thread()
@@ -49,6 +51,7 @@ def change_of_program(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def change(tensor: DTensor, *args: object, **kwargs: object) -> Tensor:
         _here.num_changes += 1
+        _here.has_views = is_viewed(tensor)
         try:
             return stock(tensor, *args, **kwargs)
         finally:
@@ -74,10 +77,17 @@ def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     result = functional(*args, **kwargs)
     may_have_views = _here.num_changes or args[0]._is_view()
     is_changed = (result.shape, result.stride()) != (args[0].shape, args[0].stride())
-    if may_have_views and is_changed and has_gradient(args[0]):
-        way_out = "it changes the shape of a tensor with a gradient in place: use the form that returns a new tensor"
+    may_get_gradient = _here.num_changes and _here.has_views and torch.is_grad_enabled() and _is_differentiable(args[0])
+    if is_changed and (may_get_gradient or (may_have_views and has_gradient(args[0]))):
+        way_out = (
+            "it changes the shape of a tensor with a gradient or views in place: use the form that returns a new tensor"
+        )
         raise UnsupportedOperator.for_operands(op, args[:1], way_out)
     return dispatch.become(op, args, kwargs, result)
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @functools.cache
