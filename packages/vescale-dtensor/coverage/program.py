@@ -117,7 +117,11 @@ class LineFailed(Exception):  # noqa: N818 - carries an error of the program
 
 
 def run(
-    program: Program, inputs: Sequence[torch.Tensor], move: Callable, weigh: Callable
+    program: Program,
+    inputs: Sequence[torch.Tensor],
+    move: Callable,
+    weigh: Callable,
+    mode: contextlib.AbstractContextManager | None = None,
 ) -> dict[str, torch.Tensor | None]:
     """Run a program; return its variables as they are at the end, its gradients and the generator's state, by name.
 
@@ -126,6 +130,8 @@ def run(
         inputs: Plain tensors or DTensors.
         move: What the lines call ``move``.
         weigh: Returns the gradient of result ``number`` where the backward pass starts, given ``(number, result)``.
+        mode: Around each line. Under a mode torch computes some gradients by the formulas for subclasses of tensors,
+            as those of DTensors, so it is not around those.
 
     Raises:
         LineFailed: A line, or the backward pass, raised an error; it is the cause.
@@ -136,7 +142,8 @@ def run(
     with torch.set_grad_enabled(program.order > 0):
         for line in program.lines:
             try:
-                exec(line, scope)
+                with mode or contextlib.nullcontext():
+                    exec(line, scope)
             except Exception as error:
                 raise LineFailed(line) from error
         found = {name: value for name, value in scope.items() if re.fullmatch(r"[xv]\d+", name)}
@@ -163,8 +170,8 @@ def one_device(program: Program, noise: float = 0.0) -> dict[str, torch.Tensor |
         each.value(number, noise).requires_grad_(each.requires_grad and program.order > 0)
         for number, each in enumerate(program.inputs)
     ]
-    with _torch.NoisySums(noise) if noise else contextlib.nullcontext():
-        found = run(program, inputs, lambda tensor, _: tensor.clone(), weight)
+    mode = _torch.NoisySums(noise) if noise else None
+    found = run(program, inputs, lambda tensor, _: tensor.clone(), weight, mode)
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 
 
