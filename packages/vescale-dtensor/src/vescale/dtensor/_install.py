@@ -180,7 +180,7 @@ ROWS: tuple[Row, ...] = (
         "operators",
         "views that a program has of the tensor get wrong gradients; what functions of torch make has no views",
         patches.PatchGroup(
-            "Tensor.transpose_ and its relatives",
+            "torch.distributed.tensor.DTensor: the methods of CHANGES_OF_SHAPE",
             [patches.dtensor_attribute(name, change_of_program) for name in CHANGES_OF_SHAPE],
         ),
     ),
