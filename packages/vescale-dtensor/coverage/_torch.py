@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch._dynamo  # otherwise every rank imports it at its first DTensor
@@ -16,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
+    "NoisySums",
     "collectives_started",
     "count_gathers",
     "database",
@@ -32,6 +35,14 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+SUMS = frozenset(
+    {"_fft_c2c", "_fft_c2r", "_fft_r2c", "_fused_rms_norm", "_log_softmax", "_softmax", "addmm", "addmv", "baddbmm"}
+    | {"bmm", "convolution", "cumprod", "cumsum", "dot", "linalg_vector_norm", "logcumsumexp", "logsumexp", "mean"}
+    | {"mm", "mv", "nansum", "native_batch_norm", "native_group_norm", "native_layer_norm", "norm", "prod", "std"}
+    | {"std_mean", "sum", "trace", "var", "var_mean", "vdot"}
+)
+"""Operators whose results another order of additions changes."""
 
 # The collectives that give a rank elements of other ranks.
 GATHERING = ("all_gather_tensor", "all_gather_single", "all_to_all_single", "all_gather_into_tensor_coalesced")
@@ -122,3 +133,22 @@ def _counting(function):
         return function(*args, **kwargs)
 
     return counted
+
+
+class NoisySums(TorchDispatchMode):
+    """Changes the results of `SUMS` by a relative noise."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self._noise, self._generator = noise, torch.Generator().manual_seed(5)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run an operator."""
+        results = op(*args, **(kwargs or {}))
+        if op.overloadpacket.__name__ in SUMS and "out" not in op._overloadname:
+            for result in results if isinstance(results, tuple) else (results,):
+                if result is not None and (result.is_floating_point() or result.is_complex()):
+                    result.mul_(
+                        1 + self._noise * torch.randn(result.shape, generator=self._generator, dtype=torch.float64)
+                    )
+        return results

@@ -152,7 +152,12 @@ def _shrunk(program: Program, verdict: Verdict, seconds: float) -> tuple[Program
 
 
 def _what(verdict: Verdict) -> str:
-    """Return what findings of one cause have in common: the error without numbers, or the line of a refusal."""
+    """Return what findings of one cause have in common: the error without numbers, or the line of a refusal.
+
+    Of a rank that died, the Python functions that were running.
+    """
+    if verdict.kind == "died" and (functions := re.findall(r"line \d+ in (\w+)", verdict.text)):
+        return f"died in {' '.join(functions[:4])}"
     text = re.sub(r"\[[^]]*\]|\([^)]*\)", "", verdict.text)
     return f"{verdict.kind} {re.sub(r'[0-9.]+', '', text)[:120]}"
 

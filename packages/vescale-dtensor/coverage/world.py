@@ -220,7 +220,9 @@ def _fields(path: Path) -> tuple[str, str, str, str]:
 
 def last_lines(folder: Path, rank: int) -> str:
     path = folder / f"output.{rank}"
-    return " / ".join(path.read_text(errors="replace").strip().splitlines()[-6:])[:600] if path.exists() else ""
+    text = path.read_text(errors="replace").strip() if path.exists() else ""
+    _, fault, stack = text.rpartition("Fatal Python error")  # the call that died comes first
+    return " / ".join((fault + stack).splitlines()[:8] if fault else text.splitlines()[-6:])[:1000]
 
 
 # ------------------------------------------------------------------------------------------------- a rank

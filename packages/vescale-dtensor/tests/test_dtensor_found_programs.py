@@ -145,6 +145,61 @@ RIGHT |= {
         ["v0 = x0.argmax()", "v1 = x0[:1].argmin(keepdim=True)", "v2 = x1.argmax()", "v3 = x1.t().argmin()"],
         0,
     ),
+    "the second gradient of moved signs": (
+        [Input((4, 3), "float", "R", requires_grad=True)],
+        ["v0 = x0.softmax(0)", "v1 = move(v0, [Replicate()]).abs()", "v2 = v0.softmax(1)"],
+        2,
+    ),
+    "functions that squeeze their result": (
+        [Input((4, 3), "float", "S0", requires_grad=True)],
+        ["v0 = x0.quantile(0.3, 1)", "v1 = torch.nanquantile(x0, 0.5)", "v2 = x0.view(2, 2, 3) @ x0[0]"],
+        1,
+    ),
+    "a gradient that is a sum, of a mean": (
+        [
+            Input((1,), "float", "S0", requires_grad=True),
+            Input((1,), "float", "A", requires_grad=True),
+            Input((1,), "float", "R", requires_grad=True),
+        ],
+        ["v0 = move(x1, [Shard(0)])", "v1 = torch.outer(x0, v0)"],
+        1,
+    ),
+    "a column of a square in the second gradient": (
+        [Input((2,), "float", "S0", requires_grad=True), Input((2,), "float", "S0", requires_grad=True)],
+        [
+            "v0 = x1.to(torch.complex128)",
+            "v1 = torch.einsum('i,j->ij', v0, x0)",
+            "v2 = v1.split(4, -2)[0]",
+            "v3 = F.elu(x1)",
+            "v4 = torch.matrix_power(v2, 2)",
+        ],
+        2,
+    ),
+    "random complex numbers without elements": (
+        [Input((1, 0), "complex", "R")],
+        ["x0.bernoulli_(0.4)", "x0.exponential_()"],
+        0,
+    ),
+    "one row of losses, with a target of one dim": (
+        [Input((2,), "float", "S0"), Input((1,), "int2", "S0"), Input((1,), "float", "S0", requires_grad=True)],
+        [
+            "v0 = F.cross_entropy(x0, x1)",
+            "v1 = F.cross_entropy(move(x0, [Replicate()]), x1, reduction='none')",
+            "v2 = F.nll_loss(x0, x1, reduction='none')",
+            "v3 = F.nll_loss(x2, x1 * 0, reduction='none')",
+        ],
+        1,
+    ),
+    "the extreme of a view of a written tensor": (
+        [Input((3, 2), "float", "S0", requires_grad=True)],
+        ["v0 = x0.t()", "v0.detach().mul_(2)", "v1 = v0.argmax(-1)"],
+        1,
+    ),
+    "the shape of a tensor without views in place": (
+        [Input((2, 2), "float", "S0"), Input((2, 2), "float", "R", requires_grad=True)],
+        ["v0 = x0 * 1", "v0.t_()", "v0.mul_(x1)", "v1 = (x0 > 0).t()", "v1.unsqueeze_(0)"],
+        1,
+    ),
     "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
 }
 
@@ -171,6 +226,16 @@ REFUSED = {
     "the shape of a viewed tensor in place": (
         [Input((2, 2), "float", "R", requires_grad=True)],
         ["v0 = x0 + x0", "v1 = v0.movedim(-1, -2)", "v0.transpose_(-2, 1)"],
+        1,
+    ),
+    "the shape of a view that gets a gradient": (
+        [Input((2, 2), "float", "R"), Input((2, 2), "float", "R", requires_grad=True)],
+        ["v0 = x0.t()", "v0.transpose_(0, 1)", "x0.mul_(x1)"],
+        1,
+    ),
+    "the shape of a viewed tensor that gets a gradient": (
+        [Input((2, 2), "float", "R"), Input((2, 2), "float", "R", requires_grad=True)],
+        ["v0 = x0.t()", "x0.transpose_(0, 1)", "x0.mul_(x1)"],
         1,
     ),
     "what is read is written": (

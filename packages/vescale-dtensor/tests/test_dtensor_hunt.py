@@ -38,6 +38,15 @@ def test_a_seed_makes_one_program():
     assert 0 < len(first.lines) <= 15
 
 
+def test_programs_that_another_order_of_additions_changes_have_no_result():
+    inputs = (program.Input((5,), "float32", "P"), program.Input((3, 3, 3), "float", "R"))
+    branch = ("v0 = x0 - x0.mean(0, keepdim=True)", "if v0.sum() > 0: v0.mul_(2)")
+    equal = ("v0 = F.rms_norm(x1, (3,))", "v1 = torch.linalg.matrix_norm(v0)", "v2 = F.layer_norm(v1, (3,))")
+    for lines in (branch, equal):
+        assert program.is_steady(program.Program((2,), inputs, lines, 0)) is None
+        assert program.is_steady(program.Program((2,), inputs, lines[:1], 0)) is not None
+
+
 LONG = program.Program(
     mesh=(2,),
     inputs=(program.Input((4, 6), "float", "S0", True), program.Input((6,), "float", "R")),

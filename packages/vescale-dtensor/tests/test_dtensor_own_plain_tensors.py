@@ -68,6 +68,29 @@ def test_gradients_of_a_redistributed_tensor(assert_equals_one_device):
 
 
 @ranks(2)
+def test_zeros_without_memory():
+    """The gradient of a sign is zeros for which torch takes no memory, and a plain tensor beside DTensors."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.rand(4, 6), mesh, [Shard(0)]).requires_grad_()
+    for _ in range(2):
+        x.to_local().sgn().sum().backward()
+    x.grad += x.sgn() + torch.sgn(x) + x.clone().sgn_()
+    assert torch.equal(x.grad.full_tensor(), torch.full((4, 6), 3.0))
+
+    parameter = x.detach().clone().requires_grad_()
+    parameter.sgn().sum().backward()
+    assert isinstance(parameter.grad, DTensor)
+
+    local = torch.rand(2, 6, requires_grad=True)
+    y = DTensor.from_local(local, mesh, [Shard(0)])
+    (first,) = torch.autograd.grad(y.abs().sum(), y, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), y, retain_graph=True)
+    assert torch.equal((second + 1).full_tensor(), torch.ones(4, 6))
+    first.sum().backward()
+    assert torch.equal(local.grad + 1, torch.ones(2, 6))
+
+
+@ranks(2)
 def test_numbers_written_at_a_mask(assert_equals_one_device):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 

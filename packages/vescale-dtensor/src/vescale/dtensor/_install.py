@@ -42,7 +42,7 @@ from ._operators.blocks import on_blocks
 from ._operators.decompose import composite_handlers
 from ._operators.dims import seeing_counted_dims, with_counted_dims
 from ._operators.loss import loss_handlers
-from ._operators.metadata import assignable_data
+from ._operators.metadata import CHANGES_OF_SHAPE, assignable_data, change_of_program
 from ._operators.scalars import TAKING_NUMBERS, as_lists, scalar_handlers, taking_complex_numbers
 from ._operators.vocabulary import vocab_handlers
 from ._placements.checkpoint import PROTOCOL, boxes, global_shape
@@ -174,6 +174,15 @@ ROWS: tuple[Row, ...] = (
         "operators",
         "stock changes nothing but the shape that the tensor reports: values put in place are lost",
         patches.dtensor_attribute("data", assignable_data),
+    ),
+    Row(
+        "changes of shape in place",
+        "operators",
+        "views that a program has of the tensor get wrong gradients; what functions of torch make has no views",
+        patches.PatchGroup(
+            "torch.distributed.tensor.DTensor: the methods of CHANGES_OF_SHAPE",
+            [patches.dtensor_attribute(name, change_of_program) for name in CHANGES_OF_SHAPE],
+        ),
     ),
     Row(
         "complex numbers",

@@ -123,6 +123,8 @@ class _Parts:
         target_placements = _of_targets(placements, dim)
         num_classes = log_probs.shape[dim]
         targets = operand(op, target, mesh, target_placements).long()
+        if log_probs.ndim == 1:  # one row: torch takes one target with or without a dim
+            targets = targets.view(())
         kept = targets != ignore_index
         _check(targets, kept, num_classes)
         targets = torch.where(kept, targets, 0)
@@ -181,7 +183,8 @@ def _over_classes(
     scalar = torch.empty((), device="meta")
     if reduction == NONE:
         placements = [Partial() if a in parts.class_axes else p for a, p in enumerate(parts.target_placements)]
-        none = dispatch.wrap(losses, mesh, placements, torch.empty(target.shape, device="meta"))
+        shape = target.shape if log_probs.ndim > 1 else ()
+        none = dispatch.wrap(losses, mesh, placements, torch.empty(shape, device="meta"))
         return none, dispatch.wrap(losses.new_zeros(()), mesh, whole, scalar)
     summed = [Partial() if a in (*parts.class_axes, *parts.batch_axes) else Replicate() for a in range(mesh.ndim)]
     loss, total = losses.sum(), parts.weights.sum()

@@ -5,7 +5,9 @@ takes over the result. (Stock DTensor has a rule for ``squeeze_`` only; the tens
 
 Autograd makes the history of a view anew when its memory is written, or when the tensor that it views changes its
 shape. For a DTensor it repeats the operators that made the view, on the new shape; on one device it takes the strides.
-So a tensor with a gradient is refused, viewed or not: which views are alive may differ between ranks.
+So a tensor with a gradient is refused, viewed or not: which views are alive may differ between ranks. A tensor without
+one gets one when what is written to its memory has one; it is refused if it is a view or has views. Functions of torch,
+such as ``quantile``, also change shapes of tensors that they have made: those have no views.
 
 ``x.data = y`` gives the DTensor the memory of another one. (In stock it changes nothing but the shape that the tensor
 reports: the values that were put in place are lost.)
@@ -14,6 +16,8 @@ reports: the values that were put in place are lost.)
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Callable
 from types import GetSetDescriptorType
 
 import torch
@@ -21,11 +25,39 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._torch import dispatch
-from .._torch.autograd import has_gradient
+from .._torch.autograd import has_gradient, is_viewed
 from ..errors import UnsupportedOperator
 from .operands import dtensors, is_sharded
 
-__all__ = ["assignable_data", "change_metadata"]
+__all__ = ["CHANGES_OF_SHAPE", "assignable_data", "change_metadata", "change_of_program"]
+
+CHANGES_OF_SHAPE = ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
+"""Methods that change the shape of a tensor in place."""
+
+
+class _Thread(threading.local):
+    """How many of `CHANGES_OF_SHAPE` the program has called in this thread; whether on a tensor that has views."""
+
+    num_changes = 0
+    has_views = False
+
+
+_here = _Thread()
+
+
+def change_of_program(stock: Callable) -> Callable:
+    """Return one of `CHANGES_OF_SHAPE` that tells that the program has called it, not a function of torch."""
+
+    @functools.wraps(stock)
+    def change(tensor: DTensor, *args: object, **kwargs: object) -> Tensor:
+        _here.num_changes += 1
+        _here.has_views = is_viewed(tensor)
+        try:
+            return stock(tensor, *args, **kwargs)
+        finally:
+            _here.num_changes -= 1
+
+    return change
 
 
 def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
@@ -43,10 +75,19 @@ def change_metadata(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
             "it changes the tensor's shape or storage in place: use the form that returns a new tensor",
         )
     result = functional(*args, **kwargs)
-    if (result.shape, result.stride()) != (args[0].shape, args[0].stride()) and has_gradient(args[0]):
-        way_out = "it changes the shape of a tensor with a gradient in place: use the form that returns a new tensor"
+    may_have_views = _here.num_changes or args[0]._is_view()
+    is_changed = (result.shape, result.stride()) != (args[0].shape, args[0].stride())
+    may_get_gradient = _here.num_changes and _here.has_views and torch.is_grad_enabled() and _is_differentiable(args[0])
+    if is_changed and (may_get_gradient or (may_have_views and has_gradient(args[0]))):
+        way_out = (
+            "it changes the shape of a tensor with a gradient or views in place: use the form that returns a new tensor"
+        )
         raise UnsupportedOperator.for_operands(op, args[:1], way_out)
     return dispatch.become(op, args, kwargs, result)
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 @functools.cache

@@ -169,11 +169,14 @@ def extreme_position(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run ``argmax`` or ``argmin`` by stock's handler, on integers that collectives take.
 
     Of equal values the first counts. The handler takes that of the first rank, which is another one if the position is
-    that in all of a tensor whose shards are not in the order of its elements.
+    that in all of a tensor whose shards are not in the order of its elements. It calls ``to_local``, for which autograd
+    would make the history of a view anew, and cannot inside an operator.
     """
     tensor, *rest = args
+    placements = dispatch.placements_of(tensor)
+    tensor = dispatch.wrap(dispatch.local_tensor(tensor), tensor.device_mesh, placements, tensor)
     if not rest or rest[0] is None:
-        shards = [(axis, p) for axis, p in enumerate(dispatch.placements_of(tensor)) if is_sharded(p)]
+        shards = [(axis, p) for axis, p in enumerate(placements) if is_sharded(p)]
         in_order = len(shards) == 1 and shards[0][1].dim == 0
         tensor = tensor if in_order else gather_axes(op, tensor, tuple(axis for axis, _ in shards))
     return whole_where_empty(op, (tensor.to(WIDER.get(tensor.dtype, tensor.dtype)), *rest), kwargs)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial
+from torch.distributed.tensor import Partial, Replicate
 
 from .._torch.placements import is_tracing, with_placements
 from .._torch.waits import name_axes
@@ -96,10 +96,11 @@ def redistribute_method(stock: Callable) -> Callable:
 def redistribute_shards(stock: Callable) -> Callable:
     """Return the redistribution of local tensors for all placements, meshes and numbers of Partial axes.
 
-    Torch calls it for gradients and operands, too. Ours differs from torch's in six cases:
+    Torch calls it for gradients and operands, too. Ours differs from torch's in seven cases:
 
     * a placement is ragged or interleaved;
     * the ranks of the mesh do not ascend: torch gathers their shards in the wrong order;
+    * an axis changes from one kind of Partial to another, as that of a gradient: torch cannot;
     * several Partial axes become Replicate: one collective here, one per axis in torch;
     * collectives do not take the dtype: integers of 16 bits are moved as wider ones;
     * collectives have no product of complex numbers;
@@ -112,6 +113,11 @@ def redistribute_shards(stock: Callable) -> Callable:
         if local.is_conj() or local.is_neg():  # a lazy bit, perhaps not set on ranks with an empty shard
             local = local.resolve_conj().resolve_neg()
         source, new = current.placements, target.placements
+        reduced = tuple(Replicate() if _changes_partial(*pair) else pair[0] for pair in zip(source, new, strict=True))
+        if reduced != source:
+            between = with_placements(current, reduced)
+            local = redistribute_local_tensor(local, current, between, **options)
+            return redistribute_local_tensor(local, between, target, **options)
         if local.dtype in WIDER and source != new:
             moved = redistribute_local_tensor(local.to(WIDER[local.dtype]), current, target, **options)
             return moved.to(local.dtype)  # sums in the wider dtype are those of the narrow one, modulo its range
@@ -127,6 +133,10 @@ def redistribute_shards(stock: Callable) -> Callable:
         return _in_memory_order(stock(local, current, target, **options), given, current)
 
     return redistribute_local_tensor
+
+
+def _changes_partial(old, new):
+    return old != new and type(old) is Partial and type(new) is Partial
 
 
 def _in_memory_order(moved, given, spec):

@@ -247,6 +247,8 @@ def _communicate(plan: Movement, group: Group, held: list, local: Tensor, out: T
 
 
 def _flat(parts: Sequence[Part], held: list, local: Tensor) -> Tensor:
-    """Return the flat send buffer for one rank; a view of the shard's memory if that is a single part."""
+    """Return the flat send buffer for one rank; a view of the shard's memory if that is one contiguous part."""
     flats = [_inside(held[part.source], part).reshape(-1) for part in parts]
-    return torch.cat(flats) if len(flats) > 1 else flats[0] if flats else local.new_empty(0)
+    if len(flats) == 1 and flats[0].stride() == (1,):  # one element may have another stride
+        return flats[0]
+    return torch.cat(flats) if flats else local.new_empty(0)

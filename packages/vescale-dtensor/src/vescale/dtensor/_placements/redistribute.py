@@ -104,6 +104,7 @@ class Redistribute(torch.autograd.Function):
     ) -> DTensor:
         """Redistribute, in ``forward_dtype`` if one is given."""
         ctx.source, ctx.dtype, ctx.backward_dtype = tensor.placements, tensor.dtype, backward_dtype
+        ctx.forward_input_device_mesh = tensor.device_mesh  # as in from_local: a plain gradient becomes a DTensor on it
         local = local_of(tensor)
         local = local if forward_dtype is None else local.to(forward_dtype)
         shard = redistribute_shard(local, tensor.shape, tensor.device_mesh, tensor.placements, placements)
@@ -123,7 +124,7 @@ class Redistribute(torch.autograd.Function):
 
 def _gradient_placements(present: Sequence[Placement], source: Sequence[Placement]) -> tuple[Placement, ...]:
     pairs = zip(present, source, strict=True)
-    return tuple(Replicate() if old.is_partial() and not now.is_partial() else old for now, old in pairs)
+    return tuple(Replicate() if old.is_partial() and now != old else old for now, old in pairs)
 
 
 def shard_gradient(gradient: torch.Tensor, like: DTensorSpec, placements: Sequence[Placement] | None) -> DTensor:

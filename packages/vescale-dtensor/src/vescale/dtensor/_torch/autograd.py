@@ -15,6 +15,7 @@ __all__ = [
     "accumulation_node",
     "has_gradient",
     "hook_tables",
+    "is_viewed",
     "local_of",
     "put_first",
     "runs_in_backward",
@@ -68,6 +69,11 @@ def accumulates(leaf: Tensor) -> bool:
 def has_gradient(tensor: Tensor) -> bool:
     """Return whether a tensor has a gradient, or is a view of one that has."""
     return tensor.requires_grad or (tensor._is_view() and tensor._base.requires_grad)
+
+
+def is_viewed(tensor: Tensor) -> bool:
+    """Return whether a tensor is a view, or others than its Python object hold it, as its views do."""
+    return tensor._is_view() or tensor._use_count() > 1
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ FUNCTIONS = (
 """Functions of torch, and methods of tensors, that are made of operators and of tensors of their own."""
 
 _MARK = "_vescale_of_program"
+_MESH_OF_FROM_LOCAL = ("forward_input_device_mesh", "previous_device_mesh")  # the second in some versions
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _HERE = os.path.dirname(os.path.dirname(__file__))  # vescale.dtensor
 _NOT_PROGRAM = (os.path.dirname(torch.__file__) + os.sep, _HERE + os.sep, contextlib.__file__)
@@ -106,6 +107,9 @@ def plain_operands_patch() -> PatchGroup:
         AttributePatch((torch.utils.hooks.BackwardHook,), "__init__", _with_checked_hooks),
         dtensor_attribute("register_hook", _registering_checked),
         AttributePatch((torch,), "vander", _vander),
+        AttributePatch((torch,), "sgn", _sign_of_real),
+        dtensor_attribute("sgn", _sign_of_real),
+        dtensor_attribute("sgn_", _sign_of_real),
     ]
     patches += [dtensor_attribute(name, _indexed_by_lists) for name in ("__getitem__", "__setitem__")]
     for name in ("apply", "apply_boxed"):  # the second with gradients in a list, not in every version
@@ -135,7 +139,10 @@ def _in_pass(stock: Callable) -> Callable:
             _passes["running"] += 1
         _here.num_passes += 1
         try:
-            return _switched_on(stock, args, kwargs)
+            gradients = _switched_on(stock, args, kwargs)
+            if gradients is None or not (inputs := kwargs.get("inputs", args[4] if len(args) > 4 else ())):
+                return gradients
+            return tuple(map(_as_input, gradients, inputs))
         finally:
             _here.num_passes -= 1
             _here.program_allows = _here.program_allows and _here.num_passes > 0
@@ -143,6 +150,12 @@ def _in_pass(stock: Callable) -> Callable:
                 _passes["running"] -= 1
 
     return run
+
+
+def _as_input(gradient: object, tensor: object) -> object:
+    if not isinstance(tensor, DTensor) or isinstance(gradient, DTensor):
+        return gradient
+    return _replicated(_in_memory(gradient), tensor.device_mesh)
 
 
 def _switch_of_program(stock: property) -> property:
@@ -179,8 +192,9 @@ def _marking(stock: Callable) -> Callable:
     @functools.wraps(stock)
     def apply(self: object, *args: object) -> object:
         gets_dtensors = any(isinstance(arg, DTensor) for arg in tensors_in(args))  # the Function may empty a list
-        if (spec := getattr(self, "current_spec", None)) is not None and isinstance(spec, DTensorSpec):
-            args = tuple(_replicated(arg, spec.mesh) for arg in args)
+        args = tuple(map(_in_memory, args))
+        if (mesh := _mesh_of(self)) is not None:
+            args = tuple(_replicated(arg, mesh) for arg in args)
         results = stock(self, *args)
         if not gets_dtensors:
             return results
@@ -193,8 +207,21 @@ def _marking(stock: Callable) -> Callable:
     return apply
 
 
+def _mesh_of(function: object) -> DeviceMesh | None:
+    """Return the mesh on which a redistribution or ``from_local`` has made a DTensor, for any other Function None."""
+    spec = getattr(function, "current_spec", None)
+    known = (getattr(spec, "mesh", None), *(getattr(function, name, None) for name in _MESH_OF_FROM_LOCAL))
+    return next((mesh for mesh in known if isinstance(mesh, DeviceMesh)), None)
+
+
+def _in_memory(gradient: object) -> object:
+    """Return a gradient of zeros for which torch has taken no memory, as for ``sgn``, as one that a rank can hold."""
+    is_without = isinstance(gradient, Tensor) and not isinstance(gradient, DTensor) and gradient._is_zerotensor()
+    return gradient.clone() if is_without else gradient
+
+
 def _replicated(gradient: object, mesh: DeviceMesh) -> object:
-    """Return a plain gradient that a formula of torch gives for a redistributed tensor as a DTensor."""
+    """Return a plain gradient that a formula of torch gives for a DTensor as a replicated one."""
     if not isinstance(gradient, Tensor) or isinstance(gradient, DTensor) or hasattr(gradient, _MARK):
         return gradient
     return DTensor.from_local(gradient, mesh, [Replicate()] * mesh.ndim, run_check=False)
@@ -300,3 +327,15 @@ def _vander(stock: Callable) -> Callable:
         return powers if increasing else powers.flip(1)
 
     return vander
+
+
+def _sign_of_real(stock: Callable) -> Callable:
+    """Take ``sign`` of real numbers, which is the same and whose gradient is a DTensor, not plain zeros."""
+
+    sign = Tensor.sign_ if stock.__name__ == "sgn_" else torch.sign
+
+    @functools.wraps(stock)
+    def sgn(input: Tensor, **out: Tensor) -> Tensor:  # noqa: A002 - torch's name
+        return (sign if isinstance(input, DTensor) and not input.is_complex() else stock)(input, **out)
+
+    return sgn

@@ -118,7 +118,8 @@ def draw_into(
         _draw_small(op, local, position, args, kwargs)
         return
     if not cut or cut[0].target == SKIP:  # check the arguments before the generator moves
-        op(local.new_empty(1), *args, **(kwargs | {"generator": _trial_generator()}))
+        trial = local.new_empty(min(1, math.prod(position.shape)))  # without elements a kernel takes any dtype
+        op(trial, *args, **(kwargs | {"generator": _trial_generator()}))
     _draw_spans(op, draw, local, position, cut, block, args, kwargs, scratch or Scratch())
 
 
