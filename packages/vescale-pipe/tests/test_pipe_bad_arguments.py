@@ -154,6 +154,11 @@ def calls():
             lambda: {"schedule": schedule, "path": "step.json", "costs": Costs(), "microseconds": 2.0},
             {"path": PATHS, "costs": {"None"}, "microseconds": {"0.5", "huge"}},
         ),
+        "balanced_split": Call(
+            public.balanced_split,
+            lambda: {"costs": {"a": 1.0, "b": 2.0}, "num_stages": 2},
+            {"costs": {"another key"}},
+        ),
         "split_units": Call(split_units, lambda: {"model": MODEL, "plan": PLAN, "num_stages": 2}),
         "PipelineEngine": Call(
             PipelineEngine,

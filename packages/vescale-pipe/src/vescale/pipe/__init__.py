@@ -14,6 +14,7 @@ from ._schedule.errors import ScheduleError
 from ._schedule.lower import lower
 from ._schedule.simulate import Costs, Simulation, simulate
 from ._schedule.validate import validate
+from ._stages.balance import balanced_split
 from ._stages.split import SplitError, StageSplit, split_units
 from ._stages.stub import Stub
 from ._torch_range import warn_if_untested
@@ -49,6 +50,7 @@ __all__ = [
     "StageSplit",
     "Stub",
     "Transfer",
+    "balanced_split",
     "draw",
     "dual_pipe_v",
     "format_table",

@@ -341,7 +341,7 @@ def _improve(problem: Problem, rows: Rows, effort: int, generator: random.Random
             effort -= problem.num_actions
             if chosen is None or found.makespan < chosen[0].makespan:
                 chosen = found, part
-            if found.makespan < best.makespan - EPSILON:
+            if found.makespan < best.makespan - EPSILON or effort <= 0:
                 break
         since += 1
         allowed = now.makespan + generator.choice([0.0, 0.0, 0.05, 0.2]) * problem.lengths[F][0]
