@@ -10,6 +10,9 @@ from .._checked import Count, NonNegative, checked
 
 __all__ = ["balanced_split"]
 
+_Cuts = tuple[float, float, tuple[int, ...]]
+_NONE: _Cuts = (math.inf, math.inf, ())
+
 
 @checked
 def balanced_split(costs: Mapping[str, NonNegative], num_stages: Count) -> tuple[tuple[str, ...], ...]:
@@ -37,9 +40,9 @@ def balanced_split(costs: Mapping[str, NonNegative], num_stages: Count) -> tuple
         )
     before = [0.0, *itertools.accumulate(costs.values())]
     # best[n]: for the first n modules in the stages so far, the largest stage, the sum of squares, and the cuts
-    best: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())] + [(math.inf, math.inf, ())] * len(names)
+    best: list[_Cuts] = [(0.0, 0.0, ()), *[_NONE] * len(names)]
     for stage in range(1, num_stages + 1):
-        rows = [(math.inf, math.inf, ())] * (len(names) + 1)
+        rows = [_NONE] * (len(names) + 1)
         for end in range(stage, len(names) + 1):
             rows[end] = min(
                 (max(largest, cost), squares + cost * cost, (*cuts, end))
@@ -48,5 +51,5 @@ def balanced_split(costs: Mapping[str, NonNegative], num_stages: Count) -> tuple
                 for cost in [before[end] - before[start]]
             )
         best = rows
-    cuts = (0, *best[-1][2])
-    return tuple(tuple(names[start:end]) for start, end in itertools.pairwise(cuts))
+    ends = (0, *best[-1][2])
+    return tuple(tuple(names[start:end]) for start, end in itertools.pairwise(ends))
