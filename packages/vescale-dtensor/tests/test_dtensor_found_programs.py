@@ -140,6 +140,11 @@ RIGHT |= {
         ["v0 = x0.short().argmax(0)", "v1 = x0.short().argmin()"],
         0,
     ),
+    "an integral over no interval": (
+        [Input((1, 3), "float", "S1")],
+        ["v0 = torch.trapezoid(x0[1:], dim=0)", "v1 = move(v0, [Replicate()])", "v2 = torch.trapz(x0, x0, dim=-1)"],
+        0,
+    ),
     "the first of equal numbers": (
         [Input((2, 2, 4), "int4", "S1"), Input((4, 6), "int4", "S0")],
         ["v0 = x0.argmax()", "v1 = x0[:1].argmin(keepdim=True)", "v2 = x1.argmax()", "v3 = x1.t().argmin()"],

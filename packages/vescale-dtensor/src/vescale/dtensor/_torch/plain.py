@@ -42,9 +42,14 @@ FUNCTIONS = (
     "nanquantile",
     "quantile",
     "scaled_dot_product_attention",
+    "trapezoid",
+    "trapz",
     "unravel_index",
 )
-"""Functions of torch, and methods of tensors, that are made of operators and of tensors of their own."""
+"""Functions of torch, and methods of tensors, that are made of operators and of tensors of their own.
+
+Some return such a tensor, as ``trapezoid`` does for no intervals: it becomes a replicated DTensor.
+"""
 
 _MARK = "_vescale_of_program"
 _MESH_OF_FROM_LOCAL = ("forward_input_device_mesh", "previous_device_mesh")  # the second in some versions
@@ -304,9 +309,13 @@ def _among_dtensors(stock: Callable, *, refuses: bool = True) -> Callable:
         if not plain:
             _here.num_functions += 1
             try:
-                return _switched_on(stock, args, kwargs)
+                result = _switched_on(stock, args, kwargs)
             finally:
                 _here.num_functions -= 1
+            if not isinstance(result, Tensor) or isinstance(result, DTensor):
+                return result
+            mesh = next(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+            return DTensor.from_local(result, mesh, [Replicate()] * mesh.ndim, run_check=False)
         if refuses and not _is_on() and not torch._C._is_torch_function_mode_enabled():
             raise UnsupportedOperator.for_mixed(stock.__name__, plain[0])
         return stock(*args, **kwargs)
