@@ -5,6 +5,7 @@ With ordered reduction it has, too, the bits of the same ranks on one axis witho
 
 import contextlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,20 +224,9 @@ def masks_of_columns_first():
     pytest.MonkeyPatch().setattr(ddp, "attach_local_batch", masks(slice(None, None, -1)))
 
 
-class Unrecorded:
-    """In place of what records calls on the rows of all ranks: nothing."""
-
-    covers_rows = False
-
-    def __init__(self, *_args, **_settings):
-        pass
-
-    def attach(self):
-        """Leave the module as it is."""
-
-
 def masks(chosen):
-    ddp.rows_program = lambda _module: Unrecorded  # so that no recording finds it
+    nothing = SimpleNamespace(covers_rows=False, attach=lambda: None)
+    ddp.rows_program = lambda _module: lambda *_, **__: nothing  # so that no recording finds it
     attach = ddp.attach_local_batch
     return lambda module, meshes, **settings: attach(module, meshes[chosen], **settings)
 

@@ -1,5 +1,7 @@
 """Dropout on a part of the batch draws its slice of the mask of the global batch, however the module is called."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,16 +60,8 @@ def on_ranks(recompute, through):
     return gradients(model if through == "wrapper" else module, module, x)
 
 
-class Unrecorded:
-    """In place of what records calls on the rows of all ranks: nothing."""
-
-    covers_rows = False
-
-    def __init__(self, *_args, **_settings):
-        pass
-
-    def attach(self):
-        """Leave the module as it is."""
+def records_nothing(*_args, **_settings):
+    return SimpleNamespace(covers_rows=False, attach=lambda: None)
 
 
 def check(recompute, through):
@@ -89,7 +83,9 @@ def test_dropout_that_is_recomputed_in_backward(recompute):
 
 
 def test_local_masks_are_seen(monkeypatch):
-    monkeypatch.setattr("vescale.optim.ddp.rows_program", lambda _module: Unrecorded)  # no recording finds it
+    monkeypatch.setattr(
+        "vescale.optim.ddp.rows_program", lambda _module: records_nothing
+    )  # so that no recording finds it
     monkeypatch.setattr("vescale.optim.ddp.attach_local_batch", lambda *_, **__: None)
     with pytest.raises(AssertionError):
         check(None, "wrapper")
@@ -109,7 +105,7 @@ def test_masks_that_differ_in_the_recomputation_are_seen(monkeypatch):
 
         module.forward = in_context
 
-    monkeypatch.setattr("vescale.optim.ddp.rows_program", lambda _module: Unrecorded)
+    monkeypatch.setattr("vescale.optim.ddp.rows_program", lambda _module: records_nothing)
     monkeypatch.setattr("vescale.optim.ddp.attach_local_batch", around_the_wrapper_only)
     check(None, "wrapper")
     with pytest.raises(AssertionError):

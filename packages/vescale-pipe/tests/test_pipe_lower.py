@@ -44,6 +44,12 @@ def test_communication_beside_the_computation_changes_no_time(make):
     assert lowered.busy == result.busy
 
 
+@pytest.mark.parametrize("make", ALL)
+@pytest.mark.parametrize("costs", [Costs(0.0, 0.0, 0.0), Costs(1.0, 0.0, 1.0), Costs(0.0, 1.0, 0.0)])
+def test_what_takes_no_time_has_its_place(make, costs):
+    validate(lower(make(4, 8), costs=costs, unshard=True), buffers=1)
+
+
 def test_volume():
     costs = Costs(message=[3.0, 5.0, 7.0, 0.0], parameters=[10.0, 1.0, 1.0, 20.0])
     lowered = lower(zb_v(2, 4), unshard=True, max_unsharded=2, reduce_grad=True)  # stages 0 and 3, 1 and 2

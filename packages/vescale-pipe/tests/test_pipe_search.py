@@ -98,6 +98,11 @@ def test_every_rank_finds_the_same():
     assert search_schedule(4, 8, **sizes) == search_schedule(4, 8, **sizes)
 
 
+@pytest.mark.parametrize("costs", [Costs(0.0, 0.0, 0.0), Costs(1.0, 0.0, 0.0), Costs(0.0, 1.0, 2.0)])
+def test_actions_that_take_no_time(costs):
+    validate(search_schedule(3, 4, costs=costs, effort=EFFORT))
+
+
 def test_a_limit_below_one_micro_batch_is_refused():
     with pytest.raises(ScheduleError, match=r"limit of activations that a schedule keeps, got 0.5 micro-batches"):
         search_schedule(2, 4, activations=0.5, effort=EFFORT)

@@ -270,15 +270,7 @@ def v_half(
         >>> max(simulate(v_half(4, 8, effort=100_000)).peak_activations) <= 3
         True
     """
-    return search_schedule(
-        num_ranks,
-        num_microbatches,
-        costs=costs,
-        activations=num_ranks / 2 + 1,
-        stages_per_rank=2,
-        placement="V",
-        effort=effort,
-    )
+    return _v_within(num_ranks / 2 + 1, num_ranks, num_microbatches, costs, effort)
 
 
 @checked
@@ -301,11 +293,15 @@ def v_min(
         >>> max(simulate(v_min(6, 8, effort=100_000)).peak_activations) <= 3
         True
     """
+    return _v_within(num_ranks / 3 + 1, num_ranks, num_microbatches, costs, effort)
+
+
+def _v_within(activations: float, num_ranks: int, num_microbatches: int, costs: Costs | None, effort: int) -> Schedule:
     return search_schedule(
         num_ranks,
         num_microbatches,
         costs=costs,
-        activations=num_ranks / 3 + 1,
+        activations=activations,
         stages_per_rank=2,
         placement="V",
         effort=effort,

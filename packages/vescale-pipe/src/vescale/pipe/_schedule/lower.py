@@ -11,6 +11,9 @@ stages compute.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict, deque
+
 from .._checked import Count, checked
 from .actions import (
     BACKWARD,
@@ -71,13 +74,15 @@ def lower(
 def _with_messages(schedule: Schedule, costs: Costs | None) -> list[list[Cell]]:
     home = Table(schedule).rank_of_stage().tolist()
     result = simulate(schedule, costs)
-    ends = [
-        (result.ends[actions_of(cell)[0]], number, rank, cell)
-        for rank, cells in enumerate(schedule.ranks)
-        for number, cell in enumerate(cells)
+    order = simulate(schedule)  # by which what takes no time has its place, too
+    cells = [
+        ((result.ends[last], order.ends[last], rank), cell)
+        for rank, row in enumerate(schedule.ranks)
+        for cell in row
+        for last in actions_of(cell)[-1:]
     ]
     rows: list[list[Cell]] = [[] for _ in schedule.ranks]
-    for _, _, rank, cell in sorted(ends, key=lambda end: end[:3]):
+    for (_, _, rank), cell in sorted(cells, key=lambda pair: pair[0]):
         rows[rank].append(cell)
         for action in actions_of(cell):
             if (message := message_of(action, home)) is not None:
@@ -103,42 +108,41 @@ def _with_reductions(row: list[Cell]) -> list[Cell]:
 
 def _with_gathers(row: list[Cell], limit: int) -> list[Cell]:
     """Gather each stage one use ahead; free the one whose next use is the furthest away."""
-    uses = [(n, _stages(cell)) for n, cell in enumerate(row) if _stages(cell)]
+    uses: dict[int, deque[int]] = defaultdict(deque)  # of each stage, those to come
+    for number, cell in enumerate(row):
+        for stage in _stages(cell):
+            uses[stage].append(number)
     gathered: list[int] = []
     result: list[Cell] = []
-    upcoming = iter(range(len(uses)))
+
+    def next_use(stage: int) -> float:
+        return uses[stage][0] if uses[stage] else math.inf
+
+    def free(stage: int) -> None:
+        gathered.remove(stage)
+        result.append(Action(stage, RESHARD))
+
     for cell in row:
-        if _stages(cell):
-            at = next(upcoming)
-            wanted = list(uses[at][1])
-            if len(wanted) > limit:
-                raise ValueError(
-                    f"lower: expected max_unsharded of {len(wanted)} or more for the stages of {cell}, got {limit}"
-                )
-            ahead = next((s for _, stages in uses[at:] for s in stages if s not in wanted), None)
-            if ahead is not None and len(wanted) < limit:
-                wanted.append(ahead)
-            for stage in wanted:
-                if stage not in gathered:
-                    if len(gathered) == limit:
-                        freed = max((s for s in gathered if s not in wanted), key=lambda s: _next_use(uses, at, s))
-                        gathered.remove(freed)
-                        result.append(Action(freed, RESHARD))
-                    gathered.append(stage)
-                    result.append(Action(stage, UNSHARD))
+        wanted = list(_stages(cell))
+        if len(wanted) > limit:
+            raise ValueError(
+                f"lower: expected max_unsharded of {len(wanted)} or more for the stages of {cell}, got {limit}"
+            )
+        others = sorted((stage for stage in uses if uses[stage] and stage not in wanted), key=next_use)
+        for stage in [*wanted, *others[: limit - len(wanted)][:1]] if wanted else []:
+            if stage not in gathered:
+                if len(gathered) == limit:
+                    free(max((s for s in gathered if s not in wanted), key=next_use))
+                gathered.append(stage)
+                result.append(Action(stage, UNSHARD))
         result.append(cell)
-        if _stages(cell):
-            for stage in [s for s in gathered if _next_use(uses, at + 1, s) > uses[-1][0]]:
-                gathered.remove(stage)
-                result.append(Action(stage, RESHARD))
+        for stage in wanted:
+            uses[stage].popleft()
+            if not uses[stage]:
+                free(stage)
     return result
 
 
 def _stages(cell: Cell) -> tuple[int, ...]:
     """Return the stages that a cell computes."""
     return tuple(dict.fromkeys(a.stage for a in actions_of(cell) if len(a.kind) == 1))
-
-
-def _next_use(uses: list[tuple[int, tuple[int, ...]]], at: int, stage: int) -> int:
-    last = uses[-1][0] + 1
-    return next((n for n, stages in uses[at:] if stage in stages), last)

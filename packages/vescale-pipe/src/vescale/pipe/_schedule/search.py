@@ -29,7 +29,7 @@ from .actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
 from .errors import ScheduleError
 from .simulate import Costs, simulate
 
-__all__ = ["Placement", "best_of", "home_of", "search"]
+__all__ = ["Placement", "home_of", "search"]
 
 Placement = Literal["loop", "V"]
 
@@ -358,16 +358,6 @@ def _improve(problem: Problem, rows: Rows, effort: int, generator: random.Random
 # --- the search ---
 
 
-def best_of(candidates: Iterable[Schedule], costs: Costs, limit: float) -> Schedule | None:
-    """Return the schedule with the least makespan of those whose peaks of activations are within a limit."""
-    fitting = []
-    for number, schedule in enumerate(candidates):
-        result = simulate(schedule, costs)
-        if max(result.peak_activations) <= limit + EPSILON:
-            fitting.append((result.makespan, number, schedule))
-    return min(fitting)[2] if fitting else None
-
-
 @checked
 def search(
     num_ranks: Count,
@@ -415,6 +405,7 @@ def search(
     found = sorted(found, key=lambda pair: pair[0])[:2]
     found = [pair for pair in found if pair[0] <= CLOSE * found[0][0]]
     improved = [_improve(problem, rows, effort // (3 * len(found)), generator) for _, rows in found]
-    best = problem.schedule(min(improved, key=lambda pair: pair[0])[1])
     # whole backwards, and those that overlap, are candidates as they are
-    return best_of([best, *candidates], costs, activations) or best
+    best = [problem.schedule(min(improved, key=lambda pair: pair[0])[1]), *candidates]
+    kept = [schedule for schedule in best if all(map(problem.fits, rows_of(schedule)))]
+    return min(kept, key=lambda schedule: simulate(schedule, costs).makespan)

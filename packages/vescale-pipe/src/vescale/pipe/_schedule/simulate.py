@@ -25,7 +25,7 @@ import numpy as np
 from .._checked import Condition, NonNegative, checked
 from .actions import KINDS, RECV_B, RECV_F, REDUCE_GRAD, RESHARD, SEND_B, SEND_F, UNSHARD, Action, Schedule, actions_of
 from .communication import receive_for, sender_of
-from .table import B, F, Table
+from .table import B, F, Table, W
 from .validate import checked_table
 
 PerStage = NonNegative | Sequence[NonNegative]
@@ -298,8 +298,7 @@ def _busy(table: Table, durations: np.ndarray, costs: Costs) -> tuple[float, ...
 def _peaks(table: Table, costs: Costs) -> tuple[float, ...]:
     """Return the peak of live activations of each rank; of two that overlap, the forward counts first."""
     weights = costs.per_stage("activations", table.num_stages)
-    has_split = table.place(B)[table.stage, table.microbatch] < 0
-    ends = (table.kind == KINDS.index("W")) | ((table.kind == B) & ~has_split)
+    ends = (table.kind == W) | (table.kind == B)
     change = weights[table.stage] * ((table.kind == F).astype(float) - ends)
     peaks = []
     for first, last in zip(table.starts_of_ranks[:-1], table.starts_of_ranks[1:], strict=True):
