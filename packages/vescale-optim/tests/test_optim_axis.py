@@ -77,6 +77,28 @@ def test_a_sum_is_that_of_torch_and_needs_no_copy(dtype):
     assert allocated < buffer.numel() * buffer.element_size()
 
 
+@ranks(3)
+def test_numbers_that_the_host_reads_travel_between_hosts():
+    """An axis of accelerators: on this machine a number that went to one would raise."""
+    rank, host = dist.get_rank(), the_axis()
+    axis = Axis("dp", 3, rank, host.group, "cuda")
+    assert axis.gather_number(rank + 5, what="a number") == [5, 6, 7]
+    assert axis.on_host.group is host.group  # gloo serves the CPU
+    assert host.on_host is host
+    used = torch.tensor([rank, -rank])
+    axis.on_host.all_reduce(used, dist.ReduceOp.MAX).wait()
+    assert used.tolist() == [2, 0]
+
+
+@ranks(2)
+def test_an_axis_without_a_backend_for_the_cpu_gets_another_group():
+    axis, patch = Axis("dp", 2, dist.get_rank(), the_axis().group, "cuda"), pytest.MonkeyPatch()
+    with patch.context() as inner:
+        inner.setattr(dist, "get_backend_config", lambda _group: "cuda:nccl")
+        assert axis.on_host.group is not axis.group
+    assert axis.gather_number(dist.get_rank(), what="a number") == [0, 1]
+
+
 def train(problem, **settings):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     model = DDP(problem.model(), mesh["dp"], bucket_bytes=300, **settings)

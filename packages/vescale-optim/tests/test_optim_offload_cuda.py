@@ -105,3 +105,18 @@ def test_a_gradient_that_nobody_waits_for_is_seen(mesh, monkeypatch, fault):
     early = [slot.grad_part.clone() for slot in model.slots().values()]
     torch.cuda.synchronize()
     assert any(not torch.equal(a, slot.grad_part) for a, slot in zip(early, model.slots().values(), strict=True))
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_backward_waits_for_no_device(mesh, zero):
+    model = DDP(build(), mesh, zero=zero)
+    x = torch.ones(8, WIDTH, dtype=torch.float64, device="cuda")
+    model(x).sum().backward()  # the first allocates
+    loss = model(x).sum()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss.backward()
+        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+            loss.item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

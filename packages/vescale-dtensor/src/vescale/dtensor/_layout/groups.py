@@ -41,7 +41,9 @@ def rank_set(mesh: DeviceMesh) -> frozenset[int]:
     return frozenset(ranks_of(mesh))
 
 
-def group_of_ranks(ranks: Sequence[int], *, keep_order: bool = False, purpose: str = "") -> dist.ProcessGroup:
+def group_of_ranks(
+    ranks: Sequence[int], *, keep_order: bool = False, purpose: str = "", backend: str | None = None
+) -> dist.ProcessGroup:
     """Return the process group of some ranks; the first call creates it.
 
     Only its members take part in the creation, and all of them must call this. Ranks may have created different numbers
@@ -52,6 +54,7 @@ def group_of_ranks(ranks: Sequence[int], *, keep_order: bool = False, purpose: s
         ranks: global ranks in any order, including this rank.
         keep_order: whether the group has the ranks in the given order; otherwise they ascend.
         purpose: a name. Other purposes get other groups, for collectives that are not ordered against these.
+        backend: the backend of a group with a purpose; that of the default process group if None.
 
     Raises:
         ValueError: a rank is listed twice, or this rank is not listed.
@@ -70,5 +73,5 @@ def group_of_ranks(ranks: Sequence[int], *, keep_order: bool = False, purpose: s
         return dist.group.WORLD
     key = (dist.group.WORLD, members, purpose)
     if key not in _process_groups:
-        _process_groups[key] = new_group(members, f"vescale.dtensor:{members}{purpose}")
+        _process_groups[key] = new_group(members, f"vescale.dtensor:{members}{purpose}", backend)
     return _process_groups[key]

@@ -38,7 +38,7 @@ __all__ = [
 all_gather_single: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+def new_group(ranks: Sequence[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
     """Return a new process group of ``ranks``, in their order, under this name; only its members create it.
 
     Torch would name such a group after the number of groups on the calling rank. If ranks have different numbers of
@@ -48,7 +48,7 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     distributed_c10d._process_group_name = lambda *_, **__: name
     try:
         order = {} if sorted(ranks) == list(ranks) else {"sort_ranks": False}
-        return dist.new_group(list(ranks), use_local_synchronization=True, **order)
+        return dist.new_group(list(ranks), use_local_synchronization=True, backend=backend, **order)
     finally:
         distributed_c10d._process_group_name = stock
 

@@ -19,8 +19,9 @@ Note: what must not wait
 Note: unused on every rank
     One process leaves ``param.grad`` None, and an optimizer then skips the parameter: no weight decay, no momentum. To
     do the same, the ranks must agree on whether any of them had a gradient. This takes one more all-reduce, of one
-    integer per parameter, at the end. With ``find_unused_parameters=False`` it is left out, and a missing gradient is
-    an error.
+    integer per parameter, at the end. It runs between the hosts: the host waits for no device, and can launch the
+    optimizer's kernels while backward's run. With ``find_unused_parameters=False`` it is left out, and a missing
+    gradient is an error.
 
 Note: what else the ranks compare
     The same all-reduce carries what must be equal on all of them (`_ranks/checks.py`).
@@ -112,6 +113,7 @@ class Reducer:
         self.overlap = overlap
         self.find_unused = find_unused
         self.checks = BackwardChecks(axis)
+        self._hosts = axis.on_host
         self.synchronizes = True
         self.has_received = False  # since `take_received`
         self.has_reduced = False  # since the last step
@@ -191,8 +193,7 @@ class Reducer:
         used = torch.tensor([*map(_use, self.slots), *self.checks.numbers(facts)], dtype=torch.int32)
         pending = None
         if self.find_unused:
-            used = used.to(self.axis.device_type)
-            pending = self.axis.all_reduce(used, dist.ReduceOp.MAX, what="the parameters that were used")
+            pending = self._hosts.all_reduce(used, dist.ReduceOp.MAX, what="the parameters that were used")
         now.finish()
         if pending is not None:
             pending.wait()

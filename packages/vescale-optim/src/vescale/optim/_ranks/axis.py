@@ -10,7 +10,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 
@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale.dtensor.extension import Fact, Failures, check_facts, describe_difference, differing_texts, first_line
+from vescale.dtensor.extension import (
+    Fact,
+    Failures,
+    check_facts,
+    describe_difference,
+    differing_texts,
+    first_line,
+    group_of_ranks,
+)
 
 from .. import _torch
 
@@ -75,6 +83,19 @@ class Axis:
     def of_this_rank(self) -> Axis:
         """Return an axis of this rank only, without a process group."""
         return Axis(self.name, 1, 0, None, self.device_type)
+
+    @cached_property
+    def on_host(self) -> Axis:
+        """The same ranks, for numbers that the host reads: it waits for the other hosts and for no device.
+
+        The group is that of the axis if it has a backend for the CPU, else one of gloo, which all ranks create here.
+        """
+        if self.device_type == "cpu":
+            return self
+        group = self.group
+        if self.size > 1 and "cpu:" not in str(dist.get_backend_config(group)):
+            group = group_of_ranks(self.ranks, keep_order=True, purpose="numbers on the host", backend="gloo")
+        return replace(self, group=group, device_type="cpu")
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -231,17 +252,16 @@ class Axis:
             check_facts(facts, self.group, maxima=functools.partial(self._maxima, what))
 
     def _maxima(self, what: str, numbers: Sequence[int]) -> list[int]:
-        largest = torch.tensor(numbers, dtype=torch.int64, device=self.device_type)
-        self.all_reduce(largest, dist.ReduceOp.MAX, what=what).wait()
+        largest = torch.tensor(numbers, dtype=torch.int64)
+        self.on_host.all_reduce(largest, dist.ReduceOp.MAX, what=what).wait()
         return largest.tolist()
 
     def gather_number(self, number: int, *, what: str) -> list[int]:
         """Return the number of every coord, an integer of 64 bits."""
         if self.size == 1:
             return [number]
-        mine = torch.tensor([number], dtype=torch.int64, device=self.device_type)
-        every = torch.empty(self.size, dtype=torch.int64, device=mine.device)
-        self._start("all-gather", what, _torch.all_gather, every, mine).wait()
+        mine, every = torch.tensor([number]), torch.empty(self.size, dtype=torch.int64)
+        self.on_host._start("all-gather", what, _torch.all_gather, every, mine).wait()
         return every.tolist()
 
 
