@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import _torch
 import torch
@@ -148,20 +148,25 @@ def run(
                 raise LineFailed(line) from error
         found = {name: value for name, value in scope.items() if re.fullmatch(r"[xv]\d+", name)}
         wanted = {name: tensor for name, tensor in names.items() if tensor.requires_grad}
-        outs = [v for v in found.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+        outs = _differentiable(found.values())
         for turn in range(1, program.order + 1 if wanted and outs else 1):
             try:
-                weights = [weigh(number, out) for number, out in enumerate(outs)]
-                again = turn < program.order
-                grads = torch.autograd.grad(outs, list(wanted.values()), weights, create_graph=again, allow_unused=True)
+                weights = [weigh(number, out) for number, out in outs.items()]
+                again, tensors = turn < program.order, list(wanted.values())
+                grads = torch.autograd.grad([*outs.values()], tensors, weights, create_graph=again, allow_unused=True)
             except Exception as error:
                 raise LineFailed("second gradient" if turn == 2 else "gradient") from error
             found |= {f"grad{turn} of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
-            outs = [grad for grad in grads if grad is not None and grad.requires_grad]
+            outs = _differentiable(grads)
             if not outs:
                 break
     found["generator"] = torch.get_rng_state()
     return found
+
+
+def _differentiable(values: Iterable[object]) -> dict[int, torch.Tensor]:
+    """Return the tensors that require gradients by their number, which does not depend on what the others require."""
+    return {n: v for n, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad}
 
 
 def one_device(program: Program, noise: float = 0.0) -> dict[str, torch.Tensor | None]:

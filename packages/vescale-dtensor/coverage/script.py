@@ -82,16 +82,20 @@ def sharded(value):
     return isinstance(value, DTensor)
 
 
+def differentiable(values):
+    return {{n: value for n, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad}}
+
+
 def results(inputs):
     torch.manual_seed(7)
     found = program(*inputs)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    outs = [value for value in found.values() if isinstance(value, torch.Tensor) and value.requires_grad]
+    outs = differentiable(found.values())
     for turn in range(1, {order} + 1 if wanted and outs else 1):
-        weights = [weight(number, out) for number, out in enumerate(outs)]
-        outs = torch.autograd.grad(outs, wanted, weights, create_graph=turn < {order}, allow_unused=True)
-        found |= {{f"grad{{turn}} of {{number}}": grad for number, grad in enumerate(outs)}}
-        outs = [grad for grad in outs if grad is not None and grad.requires_grad]
+        weights = [weight(number, out) for number, out in outs.items()]
+        grads = torch.autograd.grad([*outs.values()], wanted, weights, create_graph=turn < {order}, allow_unused=True)
+        found |= {{f"grad{{turn}} of {{number}}": grad for number, grad in enumerate(grads)}}
+        outs = differentiable(grads)
     return {{name: value.full_tensor() if sharded(value) else value for name, value in found.items()}}
 
 
