@@ -136,19 +136,53 @@ def _counting(function):
 
 
 class NoisySums(TorchDispatchMode):
-    """Changes the results of `SUMS` by a relative noise."""
+    """Changes the results of `SUMS`, and what each operator reads of some tensors, by a relative noise.
 
-    def __init__(self, noise: float) -> None:
+    Args:
+        noise: How large it is.
+        partial: Tensors that are sums over ranks. Each operator that reads one, or a view of one, adds up anew, in an
+            order that depends on where an element is; what it also writes to stays as it is.
+    """
+
+    def __init__(self, noise: float, partial: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._noise, self._generator = noise, torch.Generator().manual_seed(5)
+        self._partial = set(map(_memory, partial))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run an operator."""
+        if self._partial and not op._schema._is_view_op():
+            args, kwargs = self._read(op, args, kwargs or {})
         results = op(*args, **(kwargs or {}))
         if op.overloadpacket.__name__ in SUMS and "out" not in op._overloadname:
             for result in results if isinstance(results, tuple) else (results,):
                 if result is not None and (result.is_floating_point() or result.is_complex()):
-                    result.mul_(
-                        1 + self._noise * torch.randn(result.shape, generator=self._generator, dtype=torch.float64)
-                    )
+                    result.mul_(self._factor(result.shape))
         return results
+
+    def _read(self, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Return the arguments with what the operator reads of partial tensors; equal views are read once."""
+        named = zip(op._schema.arguments, args, strict=False)
+        given = [*named, *((each, kwargs[each.name]) for each in op._schema.arguments if each.name in kwargs)]
+        written = [value for each, value in given if each.alias_info is not None and each.alias_info.is_write]
+        added_up = self._partial - {_memory(each) for each in tree_leaves(written) if isinstance(each, Tensor)}
+        seen: dict[tuple, Tensor] = {}
+
+        def read(value: Any) -> Any:
+            if not isinstance(value, Tensor) or _memory(value) not in added_up:
+                return value
+            if not (value.is_floating_point() or value.is_complex()):
+                return value
+            place = _memory(value), value.dtype, value.storage_offset(), value.shape, value.stride(), value.is_conj()
+            if place not in seen:
+                seen[place] = (value * self._factor(value.shape)).to(value.dtype)
+            return seen[place]
+
+        return tree_map(read, (args, kwargs))
+
+    def _factor(self, shape: Sequence[int]) -> Tensor:
+        return 1 + self._noise * torch.randn(shape, generator=self._generator, dtype=torch.float64)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -17,14 +17,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
 import _torch
 import torch
 import torch.nn.functional as F
+from combos import parse
 from pieces import Mismatch, close
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 __all__ = [
     "DTYPES",
@@ -68,6 +70,10 @@ class Input:
         shape = self.shape[::-1] if self.is_transposed else self.shape
         value = self._drawn(shape, torch.Generator().manual_seed(1000 + number), noise)
         return value.permute(*range(value.ndim)[::-1]).clone() if self.is_transposed else value  # not a view
+
+    def num_addends(self, mesh: Sequence[int]) -> int:
+        """Return of how many ranks' parts an element is the sum or mean; two have one order only."""
+        return math.prod(size for size, p in zip(mesh, parse(self.placements), strict=True) if _adds_up(p))
 
     def _drawn(self, shape: tuple[int, ...], generator: torch.Generator, noise: float) -> torch.Tensor:
         if self.kind == "bool":
@@ -175,7 +181,8 @@ def one_device(program: Program, noise: float = 0.0) -> dict[str, torch.Tensor |
         each.value(number, noise).requires_grad_(each.requires_grad and program.order > 0)
         for number, each in enumerate(program.inputs)
     ]
-    mode = _torch.NoisySums(noise) if noise else None
+    partial = [x for x, each in zip(inputs, program.inputs, strict=True) if each.num_addends(program.mesh) > 2]
+    mode = _torch.NoisySums(noise, partial) if noise else None
     found = run(program, inputs, lambda tensor, _: tensor.clone(), weight, mode)
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 
@@ -225,6 +232,10 @@ def same_results(actual: dict, expected: dict, rtol: float) -> None:
             )
         if not close(got, wanted, rtol):
             raise Mismatch(f"{name} is {_short(got)}, on one device {_short(wanted)}")
+
+
+def _adds_up(placement: Placement) -> bool:
+    return any(placement.is_partial(op) for op in ("sum", "avg"))
 
 
 def variables_in(line: str) -> list[str]:

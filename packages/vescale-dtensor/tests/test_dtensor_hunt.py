@@ -47,6 +47,38 @@ def test_programs_that_another_order_of_additions_changes_have_no_result():
         assert program.is_steady(program.Program((2,), inputs, lines[:1], 0)) is not None
 
 
+def test_sums_over_ranks_that_are_added_up_twice_have_no_result():
+    """Three addends have several orders, two have one; an operator reads its operand once, and what it writes is it."""
+    looked_up = ("v0 = F.embedding(x1, x0)", "v1 = v0 > x0[x1]")
+    parts = ("v0 = x0.clone()", "v1 = v0.t() + 1")
+    again = {
+        "looked up": looked_up,
+        "copied": (*parts, "v2 = v0 >= x0"),
+        "expanded": ("v0 = x0.expand(3, 5, 5).argmax(0)",),
+        "its own diagonal": ("v0 = x0.diagonal() == x0.t().diagonal().flip(0).flip(0)",),
+    }
+    once = {
+        "read once": ("v0 = F.embedding(x1, x0)", "v1 = v0 * 2 > v0"),
+        "copied once": (*parts, "v2 = v0 >= v1.t() - 1 - 1e-9"),
+        "one operand twice": ("v0 = x0 >= x0", "v1 = torch.equal(x0, x0)"),
+        "written": ("x0.mul_(2)", "v0 = x0.add_(x0) > 0"),
+        "far apart": ("v0 = x0.clone() > x0 + 1",),
+    }
+
+    def is_steady(lines, mesh, placements, kind="float"):
+        inputs = (program.Input((5, 5), kind, placements), program.Input((5,), "int5", "R" * len(mesh)))
+        return program.is_steady(program.Program(mesh, inputs, lines)) is not None
+
+    for lines in again.values():
+        for mesh, placements in (((3,), "P"), ((3,), "A"), ((2, 2), "PP"), ((2, 3), "S0P")):
+            assert not is_steady(lines, mesh, placements), (lines, mesh, placements)
+        for mesh, placements in (((3,), "R"), ((3,), "X"), ((2,), "P"), ((2, 3), "PS0")):
+            assert is_steady(lines, mesh, placements), (lines, mesh, placements)
+        assert is_steady(lines, (3,), "P", "int9"), lines
+    for lines in once.values():
+        assert is_steady(lines, (3,), "P"), lines
+
+
 LONG = program.Program(
     mesh=(2,),
     inputs=(program.Input((4, 6), "float", "S0", True), program.Input((6,), "float", "R")),
