@@ -54,7 +54,31 @@ RIGHT = {
     ),
 }
 
+RIGHT |= {
+    "products of uneven shards in another memory order": (
+        [Input((3, 2), "float", "S0", is_transposed=True)],
+        ["v0 = torch.kron(x0, x0)"],
+        0,
+    ),
+    "views of products of single rows": (
+        [Input((2, 2), "float", "S0", requires_grad=True, is_transposed=True), Input((2, 2), "float", "S1")],
+        [
+            "v0 = x0[:, None, :, None] * x0[None, :, None, :]",
+            "v1 = v0.flatten(0, 1).flatten(1)",
+            "v1[0].mul_(2)",
+            "v2 = v0 + 1",
+            "v3 = torch.where(x0[:, None, :] > 0, x1[None, :, :1], x0[:, None, :]).flatten(0, 1)",
+        ],
+        1,
+    ),
+}
+
 ON_SIX = {
+    "products of shards in two dims": (
+        [Input((5, 3), "float", "S0S1", is_transposed=True), Input((5, 3), "float", "S0S0", is_transposed=True)],
+        ["v0 = (x0[:, None, :, None] * x1[None, :, None, :]).flatten(0, 1).flatten(1)", "v1 = torch.kron(x0, x1)"],
+        0,
+    ),
     "shards that are empty only where an operator needs them": (
         [Input((4, 2), "float", "S1R")],
         ["v2 = torch.fft.fft(x0, dim=-1).abs()"],

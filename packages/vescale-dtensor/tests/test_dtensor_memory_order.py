@@ -116,6 +116,54 @@ def test_draws_follow_the_order_of_broadcast_results():
             assert function(*given).stride() == wanted.stride(), (name, sizes)
 
 
+def product(x):
+    return x[:, None, :, None] * x[None, :, None, :]
+
+
+BROADCAST_SHARDS = {
+    "a product": lambda x: product(x),
+    "a list": lambda x: torch._foreach_mul([x[:, None, :, None]], [x[None, :, None, :]])[0],
+    "expanded": lambda x: x.expand(3, *x.shape).permute(1, 0, 2).exp(),
+    "indexed": lambda x: x.expand(2, *x.shape)[:, :, [0, 0]],
+    "a sum of replicas": lambda x: x[:, None] + moved(x)[None, :, :1],
+}
+
+
+def shard_is_in_order(x):
+    local = x.to_local()
+    dims = [dim for dim, size in enumerate(local.shape) if size > 1]
+    return sorted(dims, key=lambda dim: -local.stride(dim)) == sorted(dims, key=lambda dim: -x.stride(dim))
+
+
+@ranks(3)
+def test_shards_have_the_order_of_the_tensor():
+    mesh = init_device_mesh("cpu", (3,))
+    for size in (2, 3, 4, 5):
+        for whole in (turned_numbers(size, 3), turned_numbers(3, size)):
+            for placement in (Shard(0), Shard(1)):
+                x = distribute_tensor(whole.t().contiguous(), mesh, [placement]).t()
+                for name, function in BROADCAST_SHARDS.items():
+                    for _ in range(2):  # the second result may follow a cached decision
+                        result, expected = function(x), function(whole)
+                        assert torch.equal(result.full_tensor(), expected), (name, whole.shape, placement)
+                        assert shard_is_in_order(result), (name, whole.shape, placement)
+
+
+@ranks(2)
+def test_a_shard_of_one_row_is_in_another_order_in_stock_torch():
+    x = distribute_tensor(turned_numbers(2, 2).t().contiguous(), init_device_mesh("cpu", (2,)), [Shard(1)]).t()
+    with disabled("operators"):
+        assert not shard_is_in_order(product(x))
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            product(x).view(4, 4)
+    result = product(x)
+    assert shard_is_in_order(result)
+    result.view(4, 4)[0].mul_(2)  # the view has the memory of the result
+    wanted = product(x.full_tensor())
+    wanted[0, 0].mul_(2)
+    assert torch.equal(result.full_tensor(), wanted)
+
+
 @ranks(2)
 def test_stock_torch_reports_another_order():
     x = distribute_tensor(turned_numbers(4, 3), init_device_mesh("cpu", (2,)), [Replicate()])

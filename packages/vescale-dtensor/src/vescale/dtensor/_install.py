@@ -42,6 +42,7 @@ from ._operators.blocks import on_blocks
 from ._operators.decompose import composite_handlers
 from ._operators.dims import seeing_counted_dims, with_counted_dims
 from ._operators.loss import loss_handlers
+from ._operators.memory_order import order_of_shards
 from ._operators.metadata import CHANGES_OF_SHAPE, assignable_data, change_of_program
 from ._operators.scalars import TAKING_NUMBERS, as_lists, scalar_handlers, taking_complex_numbers
 from ._operators.vocabulary import vocab_handlers
@@ -60,7 +61,7 @@ from ._placements.rules import decide
 from ._placements.types import BlockShard, InterleavedShard, RaggedShard
 from ._random.rules import handlers
 from ._random.stock.factories import make_as_one_device
-from ._torch import decisions, dispatch, kernels, patches, plain, waits
+from ._torch import decisions, dispatch, kernels, patches, plain, propagation, waits
 from .debug._repr import repr_with_layout
 
 __all__ = ["FAMILIES", "ROWS", "Row", "disabled", "register"]
@@ -137,25 +138,27 @@ ROWS: tuple[Row, ...] = (
         "non-negative dims",
         "operators",
         "some of stock's rules take a negative dim for one that is not sharded: cumsum(-1), argmax(-1)",
-        patches.RulePatch(patches.PropagationRule(arguments=with_counted_dims), order=0),
+        propagation.RulePatch(propagation.PropagationRule(arguments=with_counted_dims), order=0),
     ),
     Row(
         "memory read and written",
         "operators",
         "x.add_(x[:1]) reads what it writes, which torch refuses on those ranks alone where the shard is dense",
-        patches.RulePatch(patches.PropagationRule(before=apart), order=0),
+        propagation.RulePatch(propagation.PropagationRule(before=apart), order=0),
     ),
     Row(
         "blocks of uneven shards",
         "operators",
         "stock gathers a tensor with uneven shards to merge its dims, as every linear layer does, and all that follows",
-        patches.RulePatch(patches.PropagationRule(before=on_blocks), order=1),
+        propagation.RulePatch(propagation.PropagationRule(before=on_blocks), order=1),
     ),
     Row(
         "review of sharding",
         "operators",
         "stock decisions that are wrong for the shapes at hand; operators for which stock raises run on full operands",
-        patches.RulePatch(patches.PropagationRule(before=without_elements, on_error=fallback, after=review), order=3),
+        propagation.RulePatch(
+            propagation.PropagationRule(before=without_elements, on_error=fallback, after=review), order=3
+        ),
     ),
     Row(
         "a bias added once",
@@ -218,6 +221,12 @@ ROWS: tuple[Row, ...] = (
         kernels.strides_of_kernels(),
     ),
     Row(
+        "memory order of shards",
+        "operators",
+        "a kernel may order a shard otherwise than the whole, where a dim of the shard has size 1: views then fail",
+        propagation.RulePatch(propagation.PropagationRule(last=order_of_shards), order=4),
+    ),
+    Row(
         "one_hot",
         "operators",
         "torch makes it by a comparison where it is given a DTensor, in another memory order than its own zeros",
@@ -239,7 +248,7 @@ ROWS: tuple[Row, ...] = (
         "rules of placements",
         "placements",
         "torch has no rules for operators on ragged shards and wrong ones for interleaved shards",
-        patches.RulePatch(patches.PropagationRule(before=decide, names=keep_interleaved), order=2),
+        propagation.RulePatch(propagation.PropagationRule(before=decide, names=keep_interleaved), order=2),
     ),
     Row(
         "redistribute_local_tensor",

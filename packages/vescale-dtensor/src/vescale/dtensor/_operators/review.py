@@ -34,8 +34,6 @@ makes one like it                                                               
 merges or splits dims in     a rank's part of the view is no view of its part           those axes are gathered first
 shards of several axes, or
 in interleaved ones
-reshapes a tensor of another a shard with a dim of size 1 may have other strides        a contiguous copy
-order in memory              (_unsafe_view)
 views uneven shards, or      bytes of an element lie on two ranks; the bits are those   those axes are gathered first
 sums, in another dtype       of parts of a sum
 adds a dim to interleaved   the shards are taken for those of the new dim              the same placements
@@ -79,7 +77,6 @@ from .exact import compares_scattered_sums
 from .gather import gather, gather_axes, whole_placements
 from .gradients import zeros_around
 from .lookup import look_up
-from .memory_order import in_order_of
 from .operands import are_norms, block_axes, dtensors, empty_axes, is_sharded, uneven_axes, written_arguments
 from .solvers import SOLVERS, align_batches
 
@@ -215,8 +212,6 @@ def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decisi
         return functools.partial(_in_same_placements, op, args[0], decision)
     if dispatch.is_view(op) and _is_moved(args[0], decision):
         return functools.partial(view_of_copy, op, args, kwargs, decision.needed[0].placements)
-    if name == "_unsafe_view" and not args[0].is_contiguous():
-        return functools.partial(_in_new_shape, op, args, kwargs, decision)
     if name in ("view", "_unsafe_view") and (axes := _misfitting_axes(args[0], decision.output)):
         return functools.partial(view_of_copy, op, args, kwargs, whole_placements(args[0], axes))
     if name in SOLVERS and (instead := align_batches(op, args, kwargs, decision)):
@@ -328,11 +323,6 @@ def _in_same_placements(op: dispatch.Op, tensor: DTensor, decision: dispatch.Dec
     meta = decision.output.tensor_meta
     like = torch.empty_strided(meta.shape, meta.stride, device="meta")
     return dispatch.wrap(op(dispatch.local_tensor(tensor)), tensor.device_mesh, tensor.placements, like)
-
-
-def _in_new_shape(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decision) -> DTensor:
-    """Return a tensor in another shape from a contiguous copy, in the memory order that one device gives it."""
-    return in_order_of(op(args[0].contiguous(), *args[1:], **kwargs), decision.output.tensor_meta.stride)
 
 
 def is_fine_where_empty(op: dispatch.Op, name: str) -> bool:

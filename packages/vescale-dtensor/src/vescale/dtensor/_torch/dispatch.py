@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import (
     return_and_correct_aliasing,
 )
 
-from .patches import Decision, Handler, Op, decision_of, handler_table, stock_handlers
+from .patches import Handler, Op, handler_table, stock_handlers
+from .propagation import Decision, decision_of
 from .recording import storage_key, written_arguments
 
 __all__ = [

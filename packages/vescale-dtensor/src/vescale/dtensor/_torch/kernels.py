@@ -28,7 +28,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .._containers import leaves, map_leaves
 from .patches import AttributePatch, Op
 
-__all__ = ["are_row_major", "dims_in_order", "has_an_order", "kernel_dtypes", "kernel_metas", "strides_of_kernels"]
+__all__ = [
+    "are_row_major",
+    "dense_strides",
+    "dims_in_order",
+    "gives_order",
+    "has_an_order",
+    "is_same_order",
+    "kernel_dtypes",
+    "kernel_metas",
+    "strides_of_kernels",
+]
 
 SMALL = 4096  # elements of memory
 
@@ -64,10 +74,17 @@ def kernel_metas(op: Op, args: tuple, kwargs: dict, metas: Metas) -> Metas:
         kwargs: its other arguments.
         metas: shapes and strides of its results by a formula; None for what is no tensor.
     """
-    given = list(leaves((args, kwargs)))
-    if not has_an_order(op) or are_row_major(given):
-        return metas
-    operands = [meta for each in given if (meta := _meta(each)) is not None]
+    is_known = not has_an_order(op) or are_row_major(leaves((args, kwargs)))
+    return metas if is_known else _in_kernel_order(op, args, kwargs, metas)
+
+
+def gives_order(op: Op, args: tuple, kwargs: dict, metas: Metas) -> bool:
+    """Return whether the kernel gives results in the memory order of ``metas``; also where it does not run."""
+    return _in_kernel_order(op, args, kwargs, metas) is metas
+
+
+def _in_kernel_order(op: Op, args: tuple, kwargs: dict, metas: Metas) -> Metas:
+    operands = [meta for each in leaves((args, kwargs)) if (meta := _meta(each)) is not None]
     ordered = [meta for meta in metas if meta is not None]
     if not any(sum(size > 1 for size in meta.shape) > 1 for meta in ordered):
         return metas
@@ -158,6 +175,12 @@ def dims_in_order(strides: Sequence[int]) -> list[int]:
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
+def is_same_order(shape: Sequence[int], first: Sequence[int], second: Sequence[int]) -> bool:
+    """Return whether the dims of a shape have one order by either strides; those of size 1 may be anywhere."""
+    orders = ([dim for dim in dims_in_order(strides) if shape[dim] > 1] for strides in (first, second))
+    return next(orders) == next(orders)
+
+
 def _strides_alike(meta: TensorMeta) -> list[int]:
     """Return strides for the small shape of the same order, with gaps between dims where these have gaps."""
     strides, given, made = [0] * len(meta.shape), 1, 1  # the next stride of dense memory
@@ -177,14 +200,13 @@ def _ordered(meta: TensorMeta | None, result: object, is_small: bool) -> TensorM
         return meta
     if tuple(result.shape) != (tuple(meta.shape) if is_small else _shrunk(meta.shape)):
         return meta
-    order = [dim for dim in dims_in_order(result.stride()) if meta.shape[dim] > 1]
-    formula = [dim for dim in dims_in_order(meta.stride) if meta.shape[dim] > 1]
-    if order == formula:
+    if is_same_order(meta.shape, result.stride(), meta.stride):
         return meta
-    return TensorMeta(meta.shape, result.stride() if is_small else _dense(meta.shape, result.stride()), meta.dtype)
+    strides = result.stride() if is_small else dense_strides(meta.shape, result.stride())
+    return TensorMeta(meta.shape, strides, meta.dtype)
 
 
-def _dense(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+def dense_strides(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of memory without gaps whose dims are in the order of other strides."""
     order = dims_in_order(like)
     return tuple(
