@@ -232,6 +232,21 @@ RIGHT |= {
     "a sum that is a factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.addmm(v0, x0, x0, out=v0)"], 0),
 }
 
+ON_THREE = {
+    f"pairs of numbers as complex ones, {shape} in {placement}": (
+        [Input(shape, "float", placement)],
+        [
+            "v0 = torch.view_as_complex(x0)",
+            "v1 = x0.view(torch.complex128)",
+            "v2 = x0.float().view(torch.float64)",
+            f"v3 = x0.view({shape[::-1]})",
+        ],
+        0,
+    )
+    for shape in ((0, 2), (1, 2), (0, 3, 2), (2, 0, 2))
+    for placement in ("S0", "S1", "S2")[: len(shape)]
+}
+
 REFUSED = {
     "products in windows": ([Input((4, 1), "float", "R")], ["v0 = x0.unfold(-2, 3, 1)", "v0.cumprod_(-3)"], 0),
     "a product in its factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.mm(v0, x0, out=v0)"], 0),
@@ -293,7 +308,8 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("programs", "kind", "mesh"), [(RIGHT, "right", (2,)), (ON_SIX, "right", (2, 3)), (REFUSED, "refused", (2,))]
+    ("programs", "kind", "mesh"),
+    [(RIGHT, "right", (2,)), (ON_THREE, "right", (3,)), (ON_SIX, "right", (2, 3)), (REFUSED, "refused", (2,))],
 )
 def test_a_found_program_is_equal_or_refused(programs, kind, mesh):
     ranks = referee.Referee(mesh)

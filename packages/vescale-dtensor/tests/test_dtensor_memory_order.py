@@ -172,6 +172,21 @@ def test_stock_torch_reports_another_order():
     assert torch.copysign(x, x[0, 0]).stride() == x.stride() == (1, 4)
 
 
+@ranks(3)
+def test_a_shard_has_no_gaps_where_padding_was():
+    mesh = init_device_mesh("cpu", (3,))
+    whole = torch.arange(12.0, dtype=torch.float64).view(6, 2)
+    for x, expected in (
+        (distribute_tensor(whole, mesh, [Shard(1)]), whole.view(-1)),
+        (distribute_tensor(whole[:, None], mesh, [Shard(2)]).expand(6, 5, 2), whole[:, None].repeat(1, 5, 1).view(-1)),
+    ):
+        with disabled(), pytest.raises(RuntimeError, match="view size is not compatible"):
+            x.redistribute(placements=[Shard(0)]).to_local().view(-1)
+        shard = x.redistribute(placements=[Shard(0)])
+        assert shard.to_local().is_contiguous()
+        assert torch.equal(shard.full_tensor().view(-1), expected)
+
+
 @ranks(2)
 def test_stock_torch_fails():
     x = distribute_tensor(torch.ones(3, 4), init_device_mesh("cpu", (2,)), [Shard(0)])

@@ -300,8 +300,9 @@ def _misfitting_axes(tensor: DTensor, output: dispatch.Spec | None) -> tuple[int
 
     def num_bytes(shape: torch.Size, placements: tuple[Placement, ...], dtype: torch.dtype) -> list[int]:
         kept = tuple(Replicate() if p.is_partial() else p for p in placements)
-        coords = itertools.product(*map(range, mesh))
-        return [math.prod(local_shape(tuple(shape), mesh, coord, kept)) * dtype.itemsize for coord in coords]
+        shapes = (local_shape(tuple(shape), mesh, coord, kept) for coord in itertools.product(*map(range, mesh)))
+        # another dtype changes the last dim only, which has to fit where there are no elements, too
+        return [math.prod(sizes[-1:] if is_cast else sizes) * dtype.itemsize for sizes in shapes]
 
     fits = num_bytes(tensor.shape, given, tensor.dtype) == num_bytes(output.shape, output.placements, new_dtype)
     return partial if fits else (*partial, *(axis for axis, is_asked in enumerate(asked) if is_asked))

@@ -104,8 +104,8 @@ def redistribute_shards(stock: Callable) -> Callable:
     * several Partial axes become Replicate: one collective here, one per axis in torch;
     * collectives do not take the dtype: integers of 16 bits are moved as wider ones;
     * collectives have no product of complex numbers;
-    * the tensor's dims have another order in memory, as those of ``x.t()``: torch gives a contiguous shard, so that a
-      view that the tensor has by its strides fails on the shard.
+    * the shard is not in memory as a dense tensor in the order of the global strides is: torch gives a row-major shard
+      of ``x.t()``, and strides of a padded shape. A view that the tensor has by its strides would fail on the shard.
     """
 
     @functools.wraps(stock)
@@ -140,14 +140,20 @@ def _changes_partial(old, new):
 
 
 def _in_memory_order(moved, given, spec):
-    """Return a shard that was moved in the memory order of the global tensor: that of its strides."""
+    """Return a shard that was moved without gaps, in the memory order of the global tensor: that of its strides.
+
+    Torch cuts the padding off what it gathers. That leaves gaps, and strides of the padded shape in dims of size 1 and
+    where there are no elements. A dim that was expanded has memory after the move, and stays where it is.
+    """
     meta = spec.tensor_meta
-    if moved is given or meta is None or is_tracing():
+    if moved is given or meta is None or moved.ndim != len(meta.shape) or is_tracing():
         return moved
-    order = sorted(range(len(meta.shape)), key=lambda dim: -meta.stride[dim])
-    if 0 in meta.stride or order == sorted(order):
+    is_expanded = 0 in meta.stride
+    strides = moved.stride() if is_expanded else meta.stride
+    if 0 in strides:
         return moved
-    return in_memory_order(moved, order, meta.stride if moved.shape == meta.shape else None)
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    return in_memory_order(moved, order, meta.stride if moved.shape == meta.shape and not is_expanded else None)
 
 
 def in_memory_order(shard: Tensor, order: Sequence[int], whole: Sequence[int] | None = None) -> Tensor:
