@@ -5,7 +5,19 @@ import json
 
 import pytest
 
-from vescale.pipe import PipelinePlan, gpipe, one_f_one_b
+from vescale.pipe import (
+    PipelinePlan,
+    Schedule,
+    ScheduleError,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    lower,
+    one_f_one_b,
+    search_schedule,
+    zb_h1,
+    zb_v,
+)
 
 
 @pytest.mark.parametrize("split", ["uniform", ["layers.2"], [["embed", "layers.0"], ["layers.1", "head"]]])
@@ -13,12 +25,48 @@ def test_json_round_trip(split):
     plan = PipelinePlan(schedule="gpipe", num_microbatches=4, split=split)
     assert PipelinePlan.from_json(plan.to_json()) == plan
     assert json.loads(json.dumps(dataclasses.asdict(plan))) == json.loads(plan.to_json())
+    assert PipelinePlan.from_json(plan.to_json()) != dataclasses.replace(plan, num_microbatches=5)
     assert hash(plan) == hash(PipelinePlan.from_json(plan.to_json()))
 
 
 def test_plan_gives_its_schedule():
     assert PipelinePlan("1f1b", 8).actions(4) == one_f_one_b(4, 8)
     assert PipelinePlan("gpipe", 8).actions(4) == gpipe(4, 8)
+    assert PipelinePlan("zb_h1", 8).actions(4) == zb_h1(4, 8)
+    assert PipelinePlan("zb_v", 8).actions(4) == PipelinePlan("zb_v", 8, stages_per_rank=2).actions(4) == zb_v(4, 8)
+    assert PipelinePlan("interleaved_1f1b", 8).actions(4) == interleaved_1f1b(4, 8, 2)
+    assert PipelinePlan("looped_bfs", 8, stages_per_rank=3).actions(4) == looped_bfs(4, 8, 3)
+
+
+def test_a_given_schedule():
+    schedule = search_schedule(2, 4, stages_per_rank=2, effort=1000)
+    plan = PipelinePlan(schedule, 4)
+    assert plan.actions(2) == PipelinePlan(lower(schedule), 4).actions(2) == schedule
+    assert PipelinePlan.from_json(plan.to_json()) == PipelinePlan(str(schedule), 4) == plan
+    assert PipelinePlan.from_json(plan.to_json()) != PipelinePlan("gpipe", 4)
+    assert hash(plan) == hash(PipelinePlan.from_json(plan.to_json()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PipelinePlan(gpipe(2, 4), 2), "expected num_microbatches=4, as in the given schedule, got 2"),
+        (lambda: PipelinePlan(gpipe(2, 4), 4).actions(3), "expected a schedule of 3 ranks, .* got one of 2"),
+        (lambda: PipelinePlan("zb_v", 2, stages_per_rank=3), "expected stages_per_rank=None for 'zb_v', .* got 3; cho"),
+        (lambda: PipelinePlan("1f1b", 2, stages_per_rank=2), "expected stages_per_rank=None for '1f1b', .* got 2; cho"),
+        (lambda: PipelinePlan(gpipe(2, 4), 4, stages_per_rank=1), "expected stages_per_rank=None for a given schedule"),
+        (lambda: PipelinePlan("looped_bfs", stages_per_rank=0), "expected an integer >= 1 for stages_per_rank, got 0"),
+        (lambda: PipelinePlan("0F0 forward"), "expected an action like '2F0'"),
+    ],
+)
+def test_numbers_that_do_not_fit_the_schedule(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_an_invalid_schedule():
+    with pytest.raises(ScheduleError):
+        PipelinePlan(Schedule.parse("0F0 0B0; 1B0 1F0"), 1).actions(2)
 
 
 def test_plan_is_frozen():
@@ -27,7 +75,7 @@ def test_plan_is_frozen():
 
 
 def test_unknown_schedule():
-    with pytest.raises(ValueError, match="expected one of '1f1b', 'gpipe' for schedule, got 'zbv'"):
+    with pytest.raises(ValueError, match=r"expected one of '1f1b', 'gpipe', .* or a Schedule for schedule, got 'zbv'"):
         PipelinePlan(schedule="zbv")
 
 

@@ -343,7 +343,7 @@ def test_an_error_in_one_stage_is_raised_on_all(pipeline_mesh):
     engine = make_engine(Model(), pipeline_mesh)
     error = RuntimeError if engine.stage == 1 else PipelineError
     match = "shapes cannot be multiplied"
-    match = match if engine.stage == 1 else f"stage 1 failed in the forward of the first micro-batch(.|\n)*{match}"
+    match = match if engine.stage == 1 else f"stage 1 failed in the first micro-batch(.|\n)*{match}"
     with pytest.raises(error, match=match):
         engine(torch.ones(4, 4))
     with pytest.raises(error, match=match):  # and again: nothing is left half done

@@ -1,13 +1,14 @@
 """Every schedule, number of stages and number of micro-batches gives the gradients of one process, bit for bit."""
 
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale.pipe import PipelineEngine, PipelinePlan, one_f_one_b, simulate
+from vescale.pipe import PipelineEngine, PipelinePlan, simulate
 from vescale_testing import ranks
 
 STAGES_AND_MICROBATCHES = [(2, 1), (2, 3), (2, 8), (3, 2), (3, 4), (4, 1), (4, 5), (4, 8)]
@@ -119,39 +120,36 @@ def test_a_wrong_value_on_the_wire_is_seen(helpers, monkeypatch):
 
 
 class Watched(nn.Module):
-    """A block that counts how many of its outputs are alive."""
+    """A block that counts how many tensors all blocks of its rank keep for the gradients of weights."""
+
+    kept: ClassVar[list[weakref.ref]] = []
+    peak = 0
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.alive = weakref.WeakSet()
-        self.peak = 0
 
     def forward(self, x):
-        marker = nn.Identity()  # kept by the graph of the output, and so by the micro-batch's activations
-        output = Marked.apply(self.linear(x), marker)
-        self.alive.add(marker)
-        self.peak = max(self.peak, len(self.alive))
-        return output
-
-
-class Marked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, marker):
-        ctx.marker = marker
-        return x.clone()
+        x = x * 1.0
+        Watched.kept.append(weakref.ref(x))
+        Watched.peak = max(Watched.peak, Watched.num_alive())
+        return self.linear(x)
 
     @staticmethod
-    def backward(ctx, gradient):
-        del ctx.marker
-        return gradient, None
+    def num_alive():
+        return sum(reference() is not None for reference in Watched.kept)
 
 
-@ranks(3)
-def test_activations_live_from_forward_to_backward(pipeline_mesh):
-    model = nn.Sequential(Watched(), Watched(), Watched())
-    engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", 8), loss_fn=torch.mean)
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1", "zb_h2", "interleaved_1f1b", "zb_v", "dual_pipe_v"])
+@ranks(2)
+def test_activations_live_from_forward_to_the_last_gradient(name, pipeline_mesh):
+    plan = PipelinePlan(name, 8)
+    schedule = plan.actions(2)
+    blocks = [Watched() for _ in range(schedule.num_stages)]
+    engine = PipelineEngine(nn.Sequential(*blocks), pipeline_mesh(), plan, loss_fn=torch.mean)
     engine(torch.randn(8, 6))
-    mine = model[engine.stage]
-    assert mine.peak == simulate(one_f_one_b(3, 8)).peak_activations[engine.stage] == 3 - engine.stage
-    assert len(mine.alive) == 0
+    Watched.peak = 0
+    engine(torch.randn(8, 6))
+    expected = simulate(schedule).peak_activations[engine._placement.rank]
+    assert Watched.peak == expected * (schedule.num_stages // 2)
+    assert Watched.num_alive() == 0

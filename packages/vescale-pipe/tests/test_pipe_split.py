@@ -121,7 +121,7 @@ def test_no_blocks_for_a_uniform_split():
 
 
 def test_wrong_number_of_starts():
-    check_refused(Flat(), 3, ["up2"], r"expected 2 modules .* axis of 3 ranks, got 1: \['up2'\]; name the")
+    check_refused(Flat(), 3, ["up2"], r"expected 2 modules .* for 3 stages, got 1: \['up2'\]; name the")
 
 
 def test_starts_out_of_order():

@@ -29,6 +29,7 @@ copies.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import queue
 import threading
@@ -205,6 +206,12 @@ class Failures:
             return bool(self._store.check(["failed"]))
         except _STORE_ERRORS:
             return True  # the host of the store is gone: `describe` reports it
+
+    def report(self, what: str) -> None:
+        """Record that this rank has failed, so that ranks that wait raise an error with this text; do not wait."""
+        with contextlib.suppress(*_STORE_ERRORS):
+            self._store.set(f"rank {self.rank}", what)
+            self._store.set("failed", "")
 
     def describe(self, what: str, cause: str) -> str:
         """Record that ``what`` failed on this rank, collect the records of the others, and return the error message."""

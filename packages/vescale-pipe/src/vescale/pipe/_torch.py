@@ -7,6 +7,7 @@
 - ``tree_flatten`` / ``tree_unflatten``: torch's pytree.
 - ``tensor_hooks``: the dictionary of hooks that ``Tensor.register_hook`` fills, or None.
 - ``graph_task_id``: identity of the backward pass in progress.
+- ``has_saved_tensor_hooks``: whether operators save tensors through hooks now, as in a checkpoint.
 - ``new_group``: a process group created by its members alone, under a name that does not depend on other groups.
 - ``default_store``: the store by which the processes found each other.
 - ``bound_device``: the device of ``init_process_group(device_id=...)``.
@@ -36,6 +37,7 @@ __all__ = [
     "default_store",
     "function_mode_on_top",
     "graph_task_id",
+    "has_saved_tensor_hooks",
     "is_random",
     "make_wrapper",
     "new_group",
@@ -86,6 +88,11 @@ def tensor_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
 def graph_task_id() -> int:
     """Return the identity of the backward pass in progress, or -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether operators save tensors for the backward through hooks (``torch.autograd.graph``) at present."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def is_random(operator: Any, args: tuple, kwargs: dict) -> bool:

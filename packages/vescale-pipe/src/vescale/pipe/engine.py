@@ -6,23 +6,20 @@
     optimizer.step()
 
 Every rank of the axis runs the user's own forward, with stubs in place of the modules of other stages
-(``_stages/stub.py``). The first micro-batch of each input signature runs in lockstep and records the values that
-cross stages (``_run/recorder.py``). Later micro-batches run without lockstep and exchange the recorded values
-(``_run/frame.py``).
+(``_stages/stub.py``). The first micro-batch of each input signature runs in lockstep, forward and backward, and
+records the values that cross stages (``_run/recorder.py``). Later micro-batches run by the schedule, a forward for each
+stage of the rank, and exchange the recorded values (``_run/frame.py``, ``_run/mail.py``).
 
-Guarantee: the gradients are the sums, in the order of micro-batches, of a gradient-accumulation loop in one process.
-They are equal bit for bit if each value that crosses stages has at most two consumers per stage; additions of three
-gradients are grouped by stage.
+Guarantee: the gradients are the sums, in the order of micro-batches, of a gradient-accumulation loop in one process,
+bit for bit, if the uses of each value that crosses stages are in the order of the stages.
 
-A failure in the first micro-batch is raised on every stage, and the engine can be called again. A later failure is
-raised on its own stage; the other stages fail when a transfer reaches the ``timeout`` of the process groups, or when
-the failed process ends. The engine then refuses further steps.
+A failure in the first micro-batch is raised on every rank, and the engine can be called again. A later failure is
+raised on its own rank, and soon on the others, which wait for its messages: their errors have the action and traceback
+of the first. The engine then refuses further steps.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,39 +28,36 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.profiler import record_function
+from torch.distributed.tensor import DTensor
 
 from ._checked import checked
 from ._lost_ranks import first_line
-from ._run.backward import Boundary, GradientSum, HookGate, connect, run_backward
-from ._run.frame import Frame
+from ._run.backward import GradientSum, HookGate, connect
 from ._run.microbatch import checksum, describe_inputs, digest, split_inputs
-from ._run.mode import RunState, TraceMode
+from ._run.mode import RunState
 from ._run.program import Program, Transfer
-from ._run.recorder import RandomGuard, Recorder
-from ._run.rows import LossRule, RowChecks, unequal_counts
+from ._run.rows import RowChecks
+from ._run.step import Pipeline, Step
 from ._run.transport import Transport
-from ._run.values import PipelineError, meta_of
-from ._schedule.actions import FORWARD, Schedule
+from ._run.values import PipelineError
+from ._schedule.actions import Schedule
 from ._stages.hooks import hooked_units
+from ._stages.placement import Placement
 from ._stages.split import StageSplit, split_units
-from ._stages.stub import install_stubs
+from ._stages.stub import StageModules
 from .plan import PipelinePlan
-
-logger = logging.getLogger("vescale.pipe")
 
 
 class PipelineEngine:
     """Train or evaluate a model as a pipeline over one mesh axis.
 
     The engine replaces the modules of other stages in ``model`` by stubs, in place. The names of the remaining modules
-    do not change, and ``model.parameters()`` yields this stage's parameters. No tensor is read, so a deferred model
+    do not change, and ``model.parameters()`` yields this rank's parameters. No tensor is read, so a deferred model
     can be materialized after the engine is constructed.
 
     Args:
         model: the full model, the same on every rank of the axis.
-        axis: one-dimensional device mesh, for example ``mesh["pp"]``; its ranks are the stages, in order.
+        axis: one-dimensional device mesh, for example ``mesh["pp"]``; its ranks run the stages, one or more each.
         plan: schedule, number of micro-batches, and split into stages.
         loss_fn: computes the loss from the model's output. It is called as ``loss_fn(output)``, or as
             ``loss_fn(output, target)`` if the engine is called with ``target=``. Without it the loss is
@@ -79,14 +73,17 @@ class PipelineEngine:
     Attributes:
         model: the model, with stubs.
         plan: the given plan.
-        stage: index of this rank's stage, below ``num_stages``.
+        num_stages: number of stages over all ranks.
+        stages: this rank's stages, in order.
+        stage: the first of them.
         schedule: the actions of every rank.
         split: the units of every stage; None with one stage.
         rows: checks of what mixes rows.
 
     Raises:
         SplitError: the model cannot be split by the plan.
-        ValueError: the axis is not one-dimensional, or ``row_wise`` names no module.
+        ScheduleError: a given schedule is invalid.
+        ValueError: the axis is not one-dimensional, the schedule is of other sizes, or ``row_wise`` names no module.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -120,9 +117,11 @@ class PipelineEngine:
             raise ValueError(f"expected a pipeline mesh of one axis, got {axis.ndim} axes {axis}; pass mesh['pp']")
         self.model = model
         self.plan = plan
-        self.num_stages = axis.size()
-        self.stage = axis.get_local_rank()
-        self.schedule: Schedule = plan.actions(self.num_stages)
+        self.schedule: Schedule = plan.actions(axis.size())
+        self._placement = Placement.of(self.schedule, axis.get_local_rank())
+        self.num_stages = self.schedule.num_stages
+        self.stages = self._placement.mine
+        self.stage = self.stages[0]
         self.split: StageSplit | None = None
         self._loss_fn = loss_fn
         self._meshes = tuple(meshes)
@@ -131,13 +130,32 @@ class PipelineEngine:
         self._programs: dict[int, Program] = {}
         self._current = Program()
         self._failure: BaseException | None = None
-        self._units: dict[str, nn.Module] = {}
+        self._modules: StageModules | None = None
         names = _matching_names(model, row_wise)
         if self.num_stages > 1:
             self.split = split_units(model, plan, self.num_stages)
-            self._units = install_stubs(model, self.split, self.stage, self._state)
+            self._modules = StageModules(model, self.split, self.stages, self._state)
         self._transport = Transport(axis, timeout=timeout)
-        self.rows = RowChecks(model, self._transport, plan.num_microbatches, row_wise=names, is_on=not per_microbatch)
+        self.rows = RowChecks(
+            model,
+            self._transport,
+            self._placement.last_rank,
+            plan.num_microbatches,
+            row_wise=names,
+            is_on=not per_microbatch,
+        )
+        self._pipeline = Pipeline(
+            self.schedule,
+            self._placement,
+            self.split,
+            self._modules,
+            self._transport,
+            self.rows,
+            self._state,
+            loss_of=self.loss_of,
+            find_mesh=self.find_mesh,
+            forget=self.forget,
+        )
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -169,19 +187,23 @@ class PipelineEngine:
         microbatches = split_inputs(args, kwargs, self.plan.num_microbatches)
         self._transport.step += 1
         program = self._program_for(*microbatches[0])
-        parameters = [p for p in self.model.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
-        self._gate.guard(parameters)
+        total = GradientSum(self._parameters())
+        self._gate.guard(total.parameters)
+        units = {} if self._modules is None else self._modules.units
+        step = None
         try:
-            with hooked_units(self._units, self._state, self.stage):
+            with hooked_units(units, self._state):
                 if program.rule is None:
                     program.rule = self.rows.rule_of(self._rehearsed, *microbatches[0])
-                step = _Step(self, microbatches, program, GradientSum(parameters))
+                step = Step(self._pipeline, microbatches, program, total)
                 with self.rows.rehearsed():
                     step.run()
         except BaseException as error:
             self._transport.drop_sends()
-            # a recording fails on all stages with nothing in flight; later failures may leave unreceived messages
-            self._failure = error if program.recorded or not isinstance(error, Exception) else None
+            # a recording fails on all ranks with nothing in flight; later failures may leave unreceived messages
+            if program.recorded or not isinstance(error, Exception):
+                self._failure = error
+                self._transport.report(error, "the first micro-batch" if step is None else step.where)
             raise
         step.check_targets()
         if not program.loss_meta.requires_grad:
@@ -202,12 +224,12 @@ class PipelineEngine:
         if program is None or program.stage_form != stage_form:
             program = None  # to be recorded
         if self.num_stages == 1:
-            self._programs[key] = program = program or Program(stage_form=stage_form)
+            self._programs[key] = program = program or Program(stage_form=stage_form, recorded=True)
             return program
         arrivals = self._transport.gather_integers([key, int(program is None)])
         if any(other != key for other, _ in arrivals):
             forms = self._transport.gather_objects(form)
-            lines = "\n".join(f"  stage {stage}: {text}" for stage, text in enumerate(forms))
+            lines = "\n".join(f"  {self._placement.name_of(rank)}: {text}" for rank, text in enumerate(forms))
             raise PipelineError(
                 f"expected the same inputs on every stage, got different ones; pass the same batch:\n{lines}"
             )
@@ -235,15 +257,30 @@ class PipelineEngine:
         return f"grad={torch.is_grad_enabled()}, training={self.model.training}, autocast={autocast}"
 
     def _parameters_text(self) -> str:
-        """Return the part of the input signature that only this stage has: ``requires_grad`` and dtypes."""
+        """Return the part of the input signature that only this rank has: ``requires_grad`` and dtypes."""
         return " ".join(f"{p.requires_grad:d}{p.dtype}" for p in self.model.parameters())
+
+    def _parameters(self) -> dict[int, list[torch.Tensor]]:
+        """Return the parameters of each stage of this rank that get gradients in this step."""
+        modules: dict[int, list[nn.Module]] = {stage: [] for stage in self.stages}
+        if self._modules is None:
+            modules[self.stage].append(self.model)
+        else:
+            for stage, unit in self._modules.units.values():
+                modules[stage].append(unit)
+        enabled = torch.is_grad_enabled()
+        return {
+            stage: list({p: None for unit in own for p in unit.parameters() if enabled and p.requires_grad})
+            for stage, own in modules.items()
+        }
 
     def _rehearsed(self, args: tuple, kwargs: dict) -> torch.Tensor | None:
         """Run a call forward, for nothing but what it shows, and return its loss where that is."""
         if self.num_stages == 1:
             return self.loss_of(args, kwargs)
-        _, loss = _Step(self, [], Program(), GradientSum([])).record(args, kwargs)
-        return loss
+        step = Step(self._pipeline, [(args, kwargs)], Program(), GradientSum({}))
+        with step.recording() as recorder:
+            return step.record_forward(recorder)[1]
 
     # --- used by a step ---
 
@@ -257,7 +294,7 @@ class PipelineEngine:
         return _default_loss(loss)
 
     def find_mesh(self, axis_names: tuple[str, ...]) -> DeviceMesh:
-        """Return this stage's mesh with the given axis names.
+        """Return this rank's mesh with the given axis names.
 
         Raises:
             PipelineError: no mesh of the parameters or of ``meshes`` has these axes.
@@ -274,131 +311,9 @@ class PipelineEngine:
             if set(axis_names) <= set(names):
                 return mesh[axis_names]
         raise PipelineError(
-            f"stage {self.stage}: expected a mesh with the axes {axis_names} for a received DTensor, got none in its "
-            "parameters; pass it as PipelineEngine(..., meshes=[mesh['tp']])"
+            f"{self._placement.name_of(self._placement.rank)}: expected a mesh with the axes {axis_names} for a "
+            "received DTensor, got none in its parameters; pass it as PipelineEngine(..., meshes=[mesh['tp']])"
         )
-
-
-class _Step:
-    """One step in progress: runs this rank's actions in order.
-
-    ``_saved`` holds each micro-batch's boundary and loss from its forward to its backward, which frees its activations.
-    """
-
-    def __init__(
-        self,
-        engine: PipelineEngine,
-        microbatches: list[tuple[tuple, dict]],
-        program: Program,
-        total: GradientSum,
-    ) -> None:
-        self.total = total
-        self._engine = engine
-        self._transport = engine._transport
-        self._microbatches: list[Any] = list(microbatches)
-        self._program = program
-        self._is_last = engine.stage == engine.num_stages - 1
-        self._saved: dict[int, tuple[Boundary, torch.Tensor | None]] = {}
-        self._losses: list[torch.Tensor] = []
-        self._rule = program.rule or LossRule(1)
-        self._counts = engine.rows.target_counts() if self._is_last and self._rule.counts_targets else None
-        self._differs = False
-        self.loss: torch.Tensor
-
-    def run(self) -> None:
-        """Run the schedule. Afterwards ``loss`` is the step's loss and ``total`` holds its gradients."""
-        for action in self._engine.schedule.actions(self._engine.stage):
-            with record_function(f"vescale.pipe/{action}"):
-                if action.kind == FORWARD:
-                    saved = self._forward(action.microbatch)
-                    if self._program.loss_meta.requires_grad:
-                        self._saved[action.microbatch] = saved
-                    del saved
-                elif self._program.loss_meta.requires_grad:
-                    saved = self._saved.pop(action.microbatch)
-                    run_backward(*saved, self.total, transport=self._transport, program=self._program)
-                    del saved
-        self._transport.wait_sends()
-        self.loss = self._shared_loss()
-
-    def check_targets(self) -> None:
-        """Check that all parts of the batch count equally many targets.
-
-        Raises:
-            PipelineError: on every stage, if they do not.
-        """
-        if self._differs:
-            raise unequal_counts([] if self._counts is None else self._counts.of_microbatches())
-
-    def _forward(self, microbatch: int) -> tuple[Boundary, torch.Tensor | None]:
-        boundary: Boundary
-        loss: torch.Tensor | None
-        args, kwargs = self._microbatches[microbatch]
-        self._microbatches[microbatch] = None
-        with contextlib.nullcontext() if self._counts is None else self._counts.microbatch():
-            if self._engine.num_stages == 1:
-                boundary, loss = Boundary(), self._engine.loss_of(args, kwargs)
-                self._program.loss, self._program.backward_known = meta_of(loss), True
-            elif not self._program.recorded:
-                boundary, loss = self.record(args, kwargs)
-            else:
-                boundary, loss = self._follow(args, kwargs, recorder=None)
-        if loss is None:
-            return boundary, None
-        # each part is divided before its backward, as in a loop of (loss / n).backward()
-        part = self._rule.part(_plain_loss(loss))
-        self._losses.append(part.detach())
-        return boundary, part
-
-    def record(self, args: tuple, kwargs: dict) -> tuple[Boundary, torch.Tensor | None]:
-        """Run a forward in lockstep with all stages, and record it."""
-        recorder = Recorder(self._transport)
-        try:
-            result = self._follow(args, kwargs, recorder=recorder)
-        except Exception as error:
-            self._engine.forget(self._program)
-            recorder.fail(error)
-            raise
-        self._program.recorded = True
-        for transfer in self._program.transfers if self._engine.stage == 0 else ():
-            logger.info("%s", transfer)
-        return result
-
-    def _follow(self, args: tuple, kwargs: dict, *, recorder: Recorder | None) -> tuple[Boundary, torch.Tensor | None]:
-        engine = self._engine
-        frame = Frame(self._transport, self._program, recorder=recorder, find_mesh=engine.find_mesh)
-        mode = engine._state.mode = TraceMode(frame)
-        try:
-            with mode.active():
-                if recorder is None:
-                    loss = engine.loss_of(args, kwargs)
-                else:
-                    with RandomGuard(lambda: mode.current_module):
-                        loss = engine.loss_of(args, kwargs)
-        finally:
-            engine._state.mode = None
-        return frame.boundary, frame.end(loss, last_stage=engine.num_stages - 1)
-
-    def _shared_loss(self) -> torch.Tensor:
-        """Return the sum of the micro-batches' losses, in order, broadcast from the last stage.
-
-        Whether their numbers of targets differ comes with it.
-        """
-        if self._is_last:
-            total = self._losses[0]
-            for part in self._losses[1:]:
-                total = total + part
-            self._differs = self._counts is not None and self._engine.rows.differ(self._counts)
-        else:
-            meta = self._program.loss_meta
-            total = torch.zeros((), dtype=meta.dtype, device=self._transport.device_of(meta.device_type))
-        if self._engine.num_stages == 1:
-            return total
-        if not self._rule.counts_targets:
-            return self._transport.broadcast_from_last(total)
-        both = self._transport.broadcast_from_last(torch.stack([total, total.new_tensor(self._differs)]))
-        self._differs = bool(both[1])
-        return both[0]
 
 
 def _matching_names(model: nn.Module, patterns: Sequence[str | re.Pattern]) -> list[str]:
@@ -441,10 +356,3 @@ def _default_loss(output: Any) -> torch.Tensor:
             "model, or PipelineEngine(..., loss_fn=...)"
         )
     return loss
-
-
-def _plain_loss(loss: torch.Tensor) -> torch.Tensor:
-    """Return the loss as a plain tensor; a DTensor loss is reduced over its mesh first."""
-    if not isinstance(loss, DTensor):
-        return loss
-    return loss.redistribute(placements=[Replicate()] * loss.device_mesh.ndim).to_local()

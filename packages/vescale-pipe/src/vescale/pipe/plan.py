@@ -7,11 +7,30 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ._schedule.actions import Schedule
+from ._checked import Count, checked
+from ._schedule.actions import KINDS, Schedule
+from ._schedule.validate import validate
 from ._typed_json import JsonReader
-from .schedules import gpipe, one_f_one_b
+from .schedules import (
+    dual_pipe_v,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 
-SCHEDULES = {"1f1b": one_f_one_b, "gpipe": gpipe}
+ONE_STAGE = {"1f1b": one_f_one_b, "gpipe": gpipe, "zb_h1": zb_h1, "zb_h2": zb_h2}
+LOOPED = {
+    "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_zero_bubble": interleaved_zero_bubble,
+    "looped_bfs": looped_bfs,
+}
+V_SHAPED = {"zb_v": zb_v, "dual_pipe_v": dual_pipe_v}
+SCHEDULES = (*ONE_STAGE, *LOOPED, *V_SHAPED)
 UNIFORM = "uniform"
 
 Split = str | Sequence[str] | Sequence[Sequence[str]]
@@ -22,7 +41,14 @@ class PipelinePlan:
     """How to run a model as a pipeline. Frozen, comparable, and JSON both ways.
 
     Args:
-        schedule: ``"1f1b"`` or ``"gpipe"``.
+        schedule: the order of the work. One of
+
+            - ``"1f1b"``, ``"gpipe"``, ``"zb_h1"``, ``"zb_h2"``: one stage per rank, in order;
+            - ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``, ``"looped_bfs"``: ``stages_per_rank`` stages per
+              rank, in a loop: stage s on rank s mod p;
+            - ``"zb_v"``, ``"dual_pipe_v"``: two stages per rank, in a V: ranks 0, ..., p-1, p-1, ..., 0;
+            - a ``Schedule``, made by ``search_schedule`` for instance, or its text. Its own communication is left out.
+
         num_microbatches: number of equal chunks of a batch, taken along dim 0.
         split: where stages begin. One of
 
@@ -30,34 +56,73 @@ class PipelinePlan:
             - names of the modules that begin stages 1, 2, ..., num_stages-1, as in ``["layers.4", "layers.8"]``;
             - one list of module names per stage, as in ``[["embed", "down1"], ["down2", "up2"], ["up1", "head"]]``.
 
+        stages_per_rank: of a looped schedule, 2 if None. Other schedules say it themselves.
+
     Raises:
-        ValueError: the schedule is unknown, there is less than one micro-batch, or the split has another form.
+        ValueError: the schedule is unknown, there is less than one micro-batch, the split has another form, or the
+            schedule has other numbers of micro-batches or stages per rank.
 
     Example:
-        >>> plan = PipelinePlan(schedule="1f1b", num_microbatches=8)
+        >>> plan = PipelinePlan(schedule="interleaved_1f1b", num_microbatches=8, stages_per_rank=2)
         >>> PipelinePlan.from_json(plan.to_json()) == plan
         True
     """
 
-    schedule: str = "1f1b"
+    schedule: str | Schedule = "1f1b"
     num_microbatches: int = 1
     split: Split = UNIFORM
+    stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
-            raise ValueError(f"expected one of {', '.join(map(repr, SCHEDULES))} for schedule, got {self.schedule!r}")
-        count = self.num_microbatches
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count < 2**63:
-            raise ValueError(f"expected an integer >= 1 for num_microbatches, got {count!r}")
+        schedule = self.schedule
+        if isinstance(schedule, str) and schedule not in SCHEDULES and any(map(str.isspace, schedule)):
+            schedule = Schedule.parse(schedule)
+            object.__setattr__(self, "schedule", schedule)
+        if not isinstance(schedule, Schedule) and (not isinstance(schedule, str) or schedule not in SCHEDULES):
+            raise ValueError(
+                f"expected one of {', '.join(map(repr, SCHEDULES))} or a Schedule for schedule, got {schedule!r}"
+            )
+        for name, value in (("num_microbatches", self.num_microbatches), ("stages_per_rank", self.stages_per_rank)):
+            is_integer = isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**63
+            if not is_integer and (name, value) != ("stages_per_rank", None):
+                raise ValueError(f"expected an integer >= 1 for {name}, got {value!r}")
         object.__setattr__(self, "split", _normalized_split(self.split))
+        self._check_numbers(schedule)
 
-    def actions(self, num_stages: int) -> Schedule:
-        """Return the schedule for ``num_stages`` stages."""
-        return SCHEDULES[self.schedule](num_stages, self.num_microbatches)
+    def _check_numbers(self, schedule: str | Schedule) -> None:
+        if isinstance(schedule, Schedule) and schedule.num_microbatches != self.num_microbatches:
+            raise ValueError(
+                f"expected num_microbatches={schedule.num_microbatches}, as in the given schedule, got "
+                f"{self.num_microbatches}"
+            )
+        given = self.stages_per_rank
+        if given is None or (isinstance(schedule, str) and schedule in LOOPED):
+            return
+        if isinstance(schedule, Schedule) or given != (2 if schedule in V_SHAPED else 1):
+            name = repr(schedule) if isinstance(schedule, str) else "a given schedule"
+            raise ValueError(
+                f"expected stages_per_rank=None for {name}, which says it itself, got {given}; choose one of "
+                f"{', '.join(map(repr, LOOPED))} for other numbers"
+            )
+
+    @checked
+    def actions(self, num_ranks: Count) -> Schedule:
+        """Return the schedule for ``num_ranks`` ranks, without communication.
+
+        Raises:
+            ScheduleError: a given schedule is invalid.
+            ValueError: it is of another number of ranks.
+        """
+        if isinstance(self.schedule, Schedule):
+            return _computations(self.schedule, num_ranks)
+        if build := ONE_STAGE.get(self.schedule) or V_SHAPED.get(self.schedule):
+            return build(num_ranks, self.num_microbatches)
+        return LOOPED[self.schedule](num_ranks, self.num_microbatches, self.stages_per_rank or 2)
 
     def to_json(self) -> str:
         """Return the plan as a JSON object in one line."""
-        return json.dumps(dataclasses.asdict(self))
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps(fields | {"schedule": str(self.schedule)})
 
     @classmethod
     def from_json(cls, text: str) -> PipelinePlan:
@@ -69,6 +134,19 @@ class PipelinePlan:
         """
         reader = JsonReader(where="PipelinePlan.from_json", fix="pass the text of to_json()")
         return reader.read(reader.parse(text), cls)
+
+
+def _computations(schedule: Schedule, num_ranks: int) -> Schedule:
+    if schedule.num_ranks != num_ranks:
+        raise ValueError(
+            f"PipelinePlan: expected a schedule of {num_ranks} ranks, as the pipeline axis has, got one of "
+            f"{schedule.num_ranks}"
+        )
+    validate(schedule)
+    if not schedule.is_lowered:
+        return schedule
+    ranks = [[a for a in schedule.actions(rank) if a.kind in KINDS] for rank in range(num_ranks)]
+    return Schedule.of(ranks, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
 
 
 def _normalized_split(split: Any) -> Split:

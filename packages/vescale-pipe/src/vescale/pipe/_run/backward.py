@@ -1,71 +1,66 @@
 """The backward of one micro-batch on one stage, and the accumulation of the step's gradients.
 
 Each stage holds one autograd graph per micro-batch. Its roots are the sent values, and the loss on the last stage. Its
-inputs are the received values and the stage's parameters. ``run_backward`` receives the gradients of the roots from
-later stages, runs ``torch.autograd.grad``, and sends the gradients of the inputs to earlier stages. Parameter gradients
-are summed in the order of micro-batches, as in a gradient-accumulation loop.
+inputs are the received values and the stage's parameters. ``StageBackward`` computes the gradients of the inputs from
+those of the roots: all at once (B), or those of the received values (I) and later those of the parameters (W).
+Parameter gradients are summed in the order of micro-batches, as in a gradient-accumulation loop.
 
-A value with consumers on several stages adds its gradients in reverse order of the consumers, as in one process.
+A value that several stages use gets its gradient through them: the last one sends it to the one before, which adds its
+own, and so on to the value's home. So gradients are added in reverse order of the uses, as in one process.
 
 The sums reach the parameters in the user's ``loss.backward()``; see ``connect``.
+
+Note [Gradients of weights apart]
+Nodes of the graph lead to received values, to parameters, or to both. I runs those that lead to received values. Where
+such a node also leads to nodes that lead to parameters alone, the gradients that enter it are kept. W runs it again
+from there for what leaves it to these nodes, and then runs these nodes, for all of the stage at once::
+
+    loss --> mm --> mm --> received value          I:  mm --> mm -->
+              |      |                             W:  mm and mm again, each for what goes down; then t and t
+              t      t
+              |      |
+              W2     W1
+
+W adds the gradients of one parameter in the order of the whole backward, since autograd orders nodes by their age. That
+needs nodes that are entered once. What is entered several times (a weight without a transposition, used twice), or from
+a node written in Python (``autograd.Function``), which computes all of its gradients when it runs, is computed in I.
+
+A hook on a tensor would run in I and again in W, and a checkpoint would compute its forward twice. Stages with either
+compute all gradients in I, and W only adds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from .._torch import graph_task_id, tensor_hooks
-from .program import CallKey, CrossingKey, Program
-from .transport import BACKWARD, Transport
-from .values import PipelineError, TensorMeta, Value, from_local_part, gradient_meta, local_gradient
 
-
-@dataclass
-class Sent:
-    """A sent value that requires a gradient."""
-
-    crossing: CrossingKey
-    tensor: torch.Tensor
-    meta: TensorMeta
-
-    @property
-    def peer(self) -> int:
-        """The stage that sends the gradient."""
-        return self.crossing[1]
-
-
-@dataclass
-class Received:
-    """A received value that requires a gradient, to send back to its home."""
-
-    crossing: CrossingKey
-    edge: GradientEdge
-    meta: TensorMeta
-    peer: int
-    mesh: DeviceMesh | None
+Gradients = Sequence[torch.Tensor | None]
+_PYTHON: Any = torch.autograd.function.BackwardCFunction  # the class of nodes of autograd.Function
 
 
 @dataclass
 class Boundary:
-    """The values that this stage sent and received in one micro-batch, latest consumer first."""
+    """The values that a stage sent and received in one micro-batch, latest use first, by the index of the transfer.
 
-    sent: list[Sent] = field(default_factory=list)
-    received: list[Received] = field(default_factory=list)
+    Only those that require a gradient: the sent tensors, and the graph edges of received ones.
+    """
 
-    def add_sent(self, tensor: torch.Tensor, value: Value, key: CallKey) -> None:
+    sent: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    received: list[tuple[int, GradientEdge]] = field(default_factory=list)
+
+    def add_sent(self, index: int, tensor: torch.Tensor) -> None:
         """Keep a sent value until its backward."""
-        self.sent.insert(0, Sent((value.id, key.home), tensor, value.meta))
+        self.sent.insert(0, (index, tensor))
 
-    def add_received(self, edge: GradientEdge, value: Value, key: CallKey, mesh: DeviceMesh | None) -> None:
+    def add_received(self, index: int, edge: GradientEdge) -> None:
         """Keep the graph edge of a received value's gradient until its backward."""
-        self.received.insert(0, Received((value.id, key.home), edge, value.meta, value.home, mesh))
+        self.received.insert(0, (index, edge))
 
 
 class _Receive(torch.autograd.Function):
@@ -90,16 +85,214 @@ def attach(tensor: torch.Tensor) -> tuple[torch.Tensor, GradientEdge]:
     return tensor, get_gradient_edge(tensor)
 
 
+class StageBackward:
+    """The backward of one micro-batch on one stage; see Note [Gradients of weights apart].
+
+    Args:
+        roots: sent values, received ones that later stages use, and the loss, with their gradients.
+        received: the edges of the received values.
+        parameters: those of the stage that require gradients.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[tuple[GradientEdge, torch.Tensor]],
+        received: Sequence[GradientEdge],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self._roots = list(roots)
+        self._received, self._parameters = tuple(received), tuple(parameters)
+        self._found: dict[torch.Tensor, torch.Tensor | None] = {}  # gradients of parameters
+        self._cut: _Cut | None = None
+        self._entered: dict[Node, Gradients] = {}
+
+    def run(self) -> tuple[Gradients, Gradients]:
+        """Return the gradients of the received values and of the parameters."""
+        found = self._run((*self._received, *self._parameters), keep=False)
+        return found[: len(self._received)], found[len(self._received) :]
+
+    def run_inputs(self, *, whole: bool) -> Gradients:
+        """Return the gradients of the received values.
+
+        Args:
+            whole: whether to compute those of the parameters now, too.
+        """
+        cut = None if whole else _Cut([edge for edge, _ in self._roots], self._received, self._parameters)
+        now = self._parameters if cut is None else cut.now
+        handles = [] if cut is None else [node.register_prehook(self._keeper(node)) for node in cut.exits]
+        try:
+            found = self._run((*self._received, *now), keep=cut is not None)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._cut, count = cut, len(self._received)
+        self._found = dict(zip(now, found[count:], strict=True))
+        if cut is None:
+            self._roots = []
+        return found[:count]
+
+    def run_weights(self) -> Gradients:
+        """Return the gradients of the parameters, after ``run_inputs``."""
+        if self._cut is not None:
+            roots = [root for root in self._roots if root[0].node in self._cut.apart]
+            for node, edges in self._cut.exits.items():
+                entered = [
+                    (GradientEdge(node, output), gradient)
+                    for output, gradient in enumerate(self._entered.pop(node, ()))
+                    if gradient is not None
+                ]
+                left = zip(edges, _gradients(entered, edges), strict=True)
+                roots.extend((edge, gradient) for edge, gradient in left if gradient is not None)
+            later = self._cut.later
+            self._found.update(zip(later, _gradients(roots, later), strict=True))
+        self._roots, self._cut = [], None
+        return [self._found.get(parameter) for parameter in self._parameters]
+
+    def _run(self, inputs: Sequence[Any], *, keep: bool) -> Gradients:
+        return _gradients(self._roots, inputs, keep=keep)
+
+    def _keeper(self, node: Node) -> Any:
+        def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            self._entered[node] = gradients
+
+        return keep
+
+
+def _gradients(
+    roots: Sequence[tuple[GradientEdge, torch.Tensor]], inputs: Sequence[Any], *, keep: bool = False
+) -> Gradients:
+    if not roots or not inputs:
+        return [None] * len(inputs)
+    edges, gradients = zip(*roots, strict=True)
+    return torch.autograd.grad(edges, inputs, gradients, allow_unused=True, retain_graph=keep)
+
+
+class _Cut:
+    """Where the backward of the weights leaves that of the inputs.
+
+    Attributes:
+        exits: the nodes to run again for the weights, and where gradients leave each of them to weights alone.
+        apart: roots that lead to weights alone.
+        later: the parameters whose gradients are left to W.
+        now: all others.
+    """
+
+    def __init__(
+        self, roots: Sequence[GradientEdge], received: Iterable[GradientEdge], parameters: Sequence[torch.Tensor]
+    ) -> None:
+        ends = {get_gradient_edge(parameter).node: parameter for parameter in parameters}
+        order = _topological(root.node for root in roots)
+        to_inputs = _leading_to({edge.node for edge in received}, order)
+        only_weights = _leading_to(set(ends), order) - to_inputs
+        entries = dict.fromkeys((root.node for root in roots if root.node in only_weights), 1)
+        exits: dict[Node, list[GradientEdge]] = {}
+        refused: set[Node] = set()
+        groups = _Groups(only_weights)
+        for node in order:
+            for end, output in node.next_functions:
+                if end is None or end not in only_weights:
+                    continue
+                entries[end] = entries.get(end, 0) + 1
+                if node in only_weights:
+                    groups.join(node, end)
+                elif node in to_inputs:
+                    exits.setdefault(node, []).append(GradientEdge(end, output))
+                    if isinstance(node, _PYTHON):
+                        refused.add(end)
+        entered = {edge.node for edges in exits.values() for edge in edges}
+        entered.update(root.node for root in roots if root.node in only_weights)
+        refused.update(node for node in entered if entries[node] > 1)
+        refused = {groups.of(node) for node in refused}
+        self.exits = {
+            node: kept
+            for node, edges in exits.items()
+            if (kept := [edge for edge in edges if groups.of(edge.node) not in refused])
+        }
+        self.apart = {node for node in entered if groups.of(node) not in refused}
+        later = {
+            parameter for node, parameter in ends.items() if node in only_weights and groups.of(node) not in refused
+        }
+        self.later = [parameter for parameter in parameters if parameter in later]
+        self.now = [parameter for parameter in parameters if parameter not in later]
+
+
+class _Groups:
+    """Nodes that are connected (union-find)."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._parent = {node: node for node in nodes}
+
+    def of(self, node: Node) -> Node:
+        """Return the node that stands for the group of a node."""
+        while (parent := self._parent[node]) is not node:
+            self._parent[node] = node = self._parent[parent]
+        return node
+
+    def join(self, one: Node, other: Node) -> None:
+        """Make one group of two."""
+        self._parent[self.of(one)] = self.of(other)
+
+
+def _topological(starts: Iterable[Node]) -> list[Node]:
+    """Return the nodes of a graph, each after all nodes that it leads to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack = [(node, False) for node in starts]
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((following, False) for following, _ in node.next_functions if following is not None)
+    return order
+
+
+def _leading_to(ends: set[Node], order: Iterable[Node]) -> set[Node]:
+    found = set()
+    for node in order:
+        if node in ends or any(following in found for following, _ in node.next_functions):
+            found.add(node)
+    return found
+
+
 class GradientSum:
-    """The sum of parameter gradients over micro-batches; None for unused parameters."""
+    """The sum of parameter gradients over micro-batches; None for unused parameters.
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.parameters = tuple(parameters)
-        self.totals: list[torch.Tensor | None] = [None] * len(self.parameters)
-        self._owned = [False] * len(self.parameters)
+    Args:
+        parameters: those of each stage that require gradients.
+    """
 
-    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add one micro-batch's gradients, in the order of the parameters."""
+    def __init__(self, parameters: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        self.of_stage = {stage: tuple(own) for stage, own in parameters.items()}
+        self.parameters = tuple(parameter for own in self.of_stage.values() for parameter in own)
+        self._sums = {stage: _StageSum(len(own)) for stage, own in self.of_stage.items()}
+
+    @property
+    def totals(self) -> list[torch.Tensor | None]:
+        """The sums, in the order of the parameters."""
+        return [total for own in self._sums.values() for total in own.totals]
+
+    def add(self, stage: int, microbatch: int, gradients: Gradients) -> None:
+        """Add one micro-batch's gradients of a stage; they are summed in the order of micro-batches."""
+        self._sums[stage].add(microbatch, gradients)
+
+
+class _StageSum:
+    def __init__(self, count: int) -> None:
+        self.totals: list[torch.Tensor | None] = [None] * count
+        self._owned = [False] * count
+        self._waiting: dict[int, Gradients] = {}
+        self._next = 0
+
+    def add(self, microbatch: int, gradients: Gradients) -> None:
+        self._waiting[microbatch] = gradients
+        while self._next in self._waiting:
+            self._add(self._waiting.pop(self._next))
+            self._next += 1
+
+    def _add(self, gradients: Gradients) -> None:
         for i, gradient in enumerate(gradients):
             total = self.totals[i]
             if gradient is None:
@@ -111,92 +304,6 @@ class GradientSum:
             else:  # autograd may return one tensor for two parameters: the first sum allocates a new one
                 self.totals[i] = total + gradient
                 self._owned[i] = True
-
-
-def run_backward(
-    boundary: Boundary,
-    loss: torch.Tensor | None,
-    total: GradientSum,
-    *,
-    transport: Transport,
-    program: Program,
-) -> None:
-    """Run the backward of one micro-batch on this stage and add its parameter gradients to ``total``.
-
-    Args:
-        boundary: the values sent and received in the forward.
-        loss: the micro-batch's loss divided by the number of micro-batches, on the last stage; None on all others.
-        total: the accumulated parameter gradients.
-        transport: this stage's communication.
-        program: the recorded program.
-    """
-    roots, root_gradients = ([], []) if loss is None else ([loss], [torch.ones_like(loss)])
-    if not program.backward_known:
-        _receive_dead_gradients(boundary, transport, program)
-    for sent in boundary.sent:
-        if sent.crossing not in program.dead:
-            roots.append(sent.tensor)
-            root_gradients.append(_receive_gradient(sent, transport))
-    inputs: Any = [received.edge for received in boundary.received] + list(total.parameters)
-    gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
-    if roots and inputs:
-        gradients = torch.autograd.grad(roots, inputs, root_gradients, allow_unused=True)
-    count = len(boundary.received)
-    if not program.backward_known:
-        _send_dead_gradients(boundary, gradients[:count], transport, program)
-        program.backward_known = True
-    for received, gradient in zip(boundary.received, gradients[:count], strict=True):
-        _send_gradient(received, gradient, transport, program)
-    total.add(gradients[count:])
-
-
-# --- gradients of crossing values ---
-
-
-def _peers(crossings: Sequence[Sent] | Sequence[Received]) -> list[int]:
-    return sorted({crossing.peer for crossing in crossings})
-
-
-def _receive_dead_gradients(boundary: Boundary, transport: Transport, program: Program) -> None:
-    """Receive from later stages, in the first backward, which sent values get no gradient."""
-    for peer in _peers(boundary.sent):
-        crossings = [sent.crossing for sent in boundary.sent if sent.peer == peer]
-        flags = transport.receive_flags(len(crossings), peer)
-        program.dead.update(crossing for crossing, dead in zip(crossings, flags, strict=True) if dead)
-
-
-def _send_dead_gradients(
-    boundary: Boundary, gradients: Sequence[torch.Tensor | None], transport: Transport, program: Program
-) -> None:
-    """Send to earlier stages, in the first backward, which received values get no gradient."""
-    dead = {r.crossing for r, gradient in zip(boundary.received, gradients, strict=True) if gradient is None}
-    program.dead |= dead
-    for peer in _peers(boundary.received):
-        transport.send_flags([r.crossing in dead for r in boundary.received if r.peer == peer], peer)
-
-
-def _receive_gradient(sent: Sent, transport: Transport) -> torch.Tensor:
-    meta = gradient_meta(sent.meta)
-    device = sent.tensor.device
-    local = transport.receive(*meta.local_layout, meta.dtype, device=device, source=sent.peer, direction=BACKWARD)
-    return from_local_part(local, meta, sent.tensor.device_mesh if isinstance(sent.tensor, DTensor) else None)
-
-
-def _send_gradient(received: Received, gradient: torch.Tensor | None, transport: Transport, program: Program) -> None:
-    if received.crossing in program.dead:
-        if gradient is not None:
-            raise PipelineError(
-                f"expected no gradient for the value {received.meta} of stage {received.peer}, as in the first "
-                "micro-batch, got one; the use of a value for the loss may not depend on the data"
-            )
-        return
-    meta = gradient_meta(received.meta)
-    if gradient is None:
-        shape, _ = meta.local_layout
-        local = torch.zeros(shape, dtype=meta.dtype, device=transport.device_of(meta.device_type))
-    else:
-        local = local_gradient(gradient, received.meta)
-    transport.send(local, received.peer, BACKWARD)
 
 
 # --- accumulation into the parameters ---
@@ -223,7 +330,7 @@ class _Accumulate(torch.autograd.Function):
 
 
 def connect(loss: torch.Tensor, total: GradientSum, gate: HookGate) -> torch.Tensor:
-    """Return the step's loss, connected to this stage's parameters by one autograd node.
+    """Return the step's loss, connected to this rank's parameters by one autograd node.
 
     ``backward`` then accumulates into the parameters as in plain torch, with post-accumulate hooks and loss scaling.
     """

@@ -1,4 +1,4 @@
-"""One forward of one micro-batch on one stage.
+"""One forward of one micro-batch on one stage; while it is recorded, on all stages of a rank.
 
 Note [Events of a forward]
 Every stage runs the user's full forward. An **event** is a call of a unit, or an operator outside of units with a value
@@ -13,13 +13,16 @@ the unit's stage, or the last home among the operator's arguments:
     n = norm(e + s)          1       receives e and runs   stage 0 sends e; returns a placeholder
 
 A value from an earlier stage is sent to the event's home once, at the first event that needs it. Sender and receiver
-derive each transfer from the event alone, so messages need no headers and match by order.
+derive each transfer from the event alone, so messages need no headers.
+
+A rank that runs several stages records them in one forward. Their values cross like those of other ranks: as copies
+that end and begin the autograd graphs of the stages. Later forwards are of one stage each.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +32,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import version_of
 from .backward import Boundary, attach
+from .mail import Mail
 from .program import CallKey, Outcome, Program, Record, Transfer
 from .recorder import Recorder
-from .transport import FORWARD, Transport
+from .transport import Transport
 from .tree import Structure, flatten
 from .values import (
     PipelineError,
@@ -68,27 +72,38 @@ class Call:
 
 
 class Frame:
-    """Run the events of one forward on one stage; see Note [Events of a forward].
+    """Run the events of one forward on some stages; see Note [Events of a forward].
 
     Args:
-        transport: this stage's communication.
+        transport: this rank's communication.
+        mail: sends and receives the values.
         program: the records; filled if ``recorder`` is given, replayed otherwise.
+        stages: the stages to run; the events of others return placeholders.
+        microbatch: index of the micro-batch.
         recorder: the synchronization of the first micro-batch; None for later ones.
-        find_mesh: returns this stage's mesh with the given axis names.
+        find_mesh: returns this rank's mesh with the given axis names.
+
+    Attributes:
+        boundaries: what each stage sent and received.
     """
 
     def __init__(
         self,
         transport: Transport,
+        mail: Mail,
         program: Program,
         *,
+        stages: Collection[int],
+        microbatch: int,
         recorder: Recorder | None,
         find_mesh: Callable[[tuple[str, ...]], DeviceMesh],
     ) -> None:
-        self.stage = transport.stage
-        self.boundary = Boundary()
+        self.stages = frozenset(stages)
+        self.boundaries = {stage: Boundary() for stage in self.stages}
         self.recorder = recorder
+        self._microbatch = microbatch
         self._transport = transport
+        self._mail = mail
         self._program = program
         self._find_mesh = find_mesh
         self._values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -137,15 +152,15 @@ class Frame:
             self._program.record(call.key)
         else:
             self.recorder.check_arguments(arguments, values, name)
-            if home == self.stage:  # fails before the synchronization, never between a send and its receive
+            if home in self.stages:  # fails before the synchronization, never between a send and its receive
                 for _, value in needed.values():
                     self._mesh_for(value)
             if needed:
                 self.recorder.synchronize("before", call.key)
         for leaf, value in needed.values():
             self._cross(call.key, leaf, value)
-        if home == self.stage:
-            call.real = [self._real(leaf) for leaf in arguments]
+        if home in self.stages:
+            call.real = [self._real(leaf, home) for leaf in arguments]
             call.versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in call.real]
         return call
 
@@ -163,7 +178,7 @@ class Frame:
         results: list[Any] = []
         for i, (leaf, described) in enumerate(zip(leaves, record.outputs, strict=True)):
             if isinstance(described, TensorMeta):
-                self._values[leaf] = Value((call.key.index, i), self.stage, described)
+                self._values[leaf] = Value((call.key.index, i), call.key.home, described)
             results.append(call.arguments[described.argument] if isinstance(described, SameAs) else leaf)
         self._apply_changes(call, record)
         # rebuilding copies containers; it is needed only if an output is replaced
@@ -188,7 +203,7 @@ class Frame:
         return record.structure.rebuild(results)
 
     def end(self, loss: Any, *, last_stage: int) -> torch.Tensor | None:
-        """Check the loss, and return it on the last stage and None on all others.
+        """Check the loss, and return it where the last stage runs, and None elsewhere.
 
         Raises:
             PipelineError: the loss is not a value of the last stage.
@@ -208,7 +223,7 @@ class Frame:
             self.recorder.check_end()
             self.recorder.synchronize("end", None)
             self._program.loss = value.meta
-        return self._real(loss) if self.stage == last_stage else None
+        return self._real(loss, last_stage) if last_stage in self.stages else None
 
     # --- steps of an event ---
 
@@ -221,9 +236,9 @@ class Frame:
                 "split=[[...], ...] in the plan, or both on one stage"
             )
 
-    def _real(self, leaf: Any) -> Any:
+    def _real(self, leaf: Any, stage: int) -> Any:
         value = self.value_of(leaf)
-        return leaf if value is None or value.received is None else value.received
+        return leaf if value is None else value.received.get(stage, leaf)
 
     def _placeholder(self, value: Value) -> Placeholder:
         device = self._transport.device_of(value.meta.device_type)
@@ -239,16 +254,20 @@ class Frame:
 
     def _cross(self, key: CallKey, leaf: torch.Tensor, value: Value) -> None:
         """Move a value from its home to the home of a call."""
-        self._crossed.add((value.id, key.home))
-        if self.recorder is not None:
+        crossing = (value.id, key.home)
+        self._crossed.add(crossing)
+        if self.recorder is None:
+            index = self._program.crossings[crossing]
+        else:
             origin = self._program.origin(value)
-            self._program.transfers.append(Transfer(value.home, key.home, origin, key.name, value.meta))
-        if self.stage == value.home:
-            self._send(key, self._real(leaf), value)
-        elif self.stage == key.home:
-            value.received = self._receive(key, value)
+            transfer = Transfer(value.home, key.home, origin, key.name, value.meta)
+            index = self._program.cross(crossing, transfer)
+        if value.home in self.stages:
+            self._send(index, self._real(leaf, value.home), value)
+        if key.home in self.stages:
+            value.received[key.home] = self._receive(index, value, key.home)
 
-    def _send(self, key: CallKey, tensor: torch.Tensor, value: Value) -> None:
+    def _send(self, index: int, tensor: torch.Tensor, value: Value) -> None:
         if self.recorder is not None:
             self.recorder.note_sent(tensor, self._program.origin(value))
         elif not (meta := meta_of(tensor)).same_data(value.meta):
@@ -257,27 +276,20 @@ class Frame:
                 f"recorded, got {meta}, requires_grad={meta.requires_grad}; shapes of values that cross stages may "
                 "depend on input shapes only"
             )
-        self._transport.send(local_part(tensor), key.home, FORWARD, stride=value.meta.local_layout[1])
+        self._mail.send(local_part(tensor), (index, self._microbatch, False), stride=value.meta.local_layout[1])
         if value.meta.requires_grad:
-            self.boundary.add_sent(tensor, value, key)
+            self.boundaries[value.home].add_sent(index, tensor)
 
     def _mesh_for(self, value: Value) -> DeviceMesh | None:
         return None if value.meta.sharded is None else self._find_mesh(value.meta.sharded.axis_names)
 
-    def _receive(self, key: CallKey, value: Value) -> torch.Tensor:
+    def _receive(self, index: int, value: Value, stage: int) -> torch.Tensor:
         meta, mesh = value.meta, self._mesh_for(value)
-        local = self._transport.receive(
-            *meta.local_layout,
-            meta.dtype,
-            device=self._transport.device_of(meta.device_type),
-            source=value.home,
-            direction=FORWARD,
-        )
-        tensor = from_local_part(local, meta, mesh)
+        tensor = from_local_part(self._mail.receive((index, self._microbatch, False)), meta, mesh)
         if not meta.requires_grad:
             return tensor
         tensor, edge = attach(tensor)
-        self.boundary.add_received(edge, value, key, mesh)
+        self.boundaries[stage].add_received(index, edge)
         return tensor
 
     def _apply_changes(self, call: Call, record: Record) -> None:
@@ -287,7 +299,7 @@ class Frame:
             before = self.value_of(argument)
             after = Value((call.key.index, -1 - position), call.key.home, meta)
             if call.real is not None and call.real[position] is not argument:
-                after.received = call.real[position]
+                after.received[call.key.home] = call.real[position]
             self._values[argument] = after
             if isinstance(argument, Placeholder):
                 argument.value = after

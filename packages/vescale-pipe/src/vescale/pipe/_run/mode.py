@@ -77,7 +77,7 @@ class TraceMode(TorchFunctionMode):
         if self.unit is not None:
             result = func(*args, **kwargs)
             if self.frame.recorder is not None:
-                self.frame.recorder.note_inside(self.unit, (args, kwargs), result)
+                self.frame.recorder.note_inside(self.unit, func, (args, kwargs), result)
             return result
         name = _name_of(func)
         arguments, structure = flatten((args, kwargs))

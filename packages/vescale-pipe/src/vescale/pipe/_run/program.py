@@ -13,7 +13,7 @@ from .rows import LossRule
 from .tree import Structure, flatten
 from .values import PipelineError, TensorMeta, Value, ValueId
 
-CrossingKey = tuple[ValueId, int]  # (value, destination stage)
+Crossing = tuple[ValueId, int]  # (value, destination stage)
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,71 @@ class Record:
 class Program:
     """The records of one micro-batch, for one input signature.
 
-    ``stage_form`` is the part of the signature that only this stage has (frozen parameters, dtypes). ``dead`` are the
-    crossings without a gradient; the first backward finds them. ``rule`` is that of the loss, once it is known.
+    ``stage_form`` is the part of the signature that only this rank has (frozen parameters, dtypes). ``crossings`` has
+    the index of each transfer. ``dead`` are the transfers without a gradient, which the first backward finds. ``whole``
+    are the stages whose gradients of weights are computed with those of inputs. ``rule`` is that of the loss, once it
+    is known.
+
+    The gradient of a value visits the stages that use it from the last one back, and each adds its own, so all are
+    added in the order of one process.
     """
 
     stage_form: str = ""
     records: list[Record] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
+    crossings: dict[Crossing, int] = field(default_factory=dict)
     loss: TensorMeta | None = None
-    dead: set[CrossingKey] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)
     recorded: bool = False
-    backward_known: bool = False
     rule: LossRule | None = None
+    _of_value: dict[ValueId, list[int]] = field(default_factory=dict)
+    _same_value: list[list[int]] = field(default_factory=list)
+
+    def cross(self, crossing: Crossing, transfer: Transfer) -> int:
+        """Record a transfer; return its index."""
+        index = self.crossings[crossing] = len(self.transfers)
+        self.transfers.append(transfer)
+        others = self._of_value.setdefault(crossing[0], [])
+        others.append(index)
+        self._same_value.append(others)
+        return index
+
+    def from_stage(self, stage: int) -> list[int]:
+        """Return the transfers of values from a stage, in the order of sending."""
+        return [index for index, transfer in enumerate(self.transfers) if transfer.source == stage]
+
+    def to_stage(self, stage: int) -> list[int]:
+        """Return the transfers of values to a stage, in the order of use."""
+        return [index for index, transfer in enumerate(self.transfers) if transfer.destination == stage]
+
+    def gradient_to(self, index: int) -> int:
+        """Return the stage that gets the gradient of a transfer: the one before that uses the value, or its home."""
+        uses = self._uses(index)
+        before = uses.index(index) - 1
+        return self.transfers[index].source if before < 0 else self.transfers[uses[before]].destination
+
+    def later_use(self, index: int) -> int | None:
+        """Return the transfer of the same value to the next stage, if it has a gradient."""
+        uses = self._uses(index)
+        following = uses[uses.index(index) + 1 :]
+        return following[0] if following and self._has_gradient(following[0]) else None
+
+    def _uses(self, index: int) -> list[int]:
+        """Return the transfers of one value in the order of the stages that get it."""
+        return sorted(self._same_value[index], key=lambda other: self.transfers[other].destination)
+
+    def gradients_from_stage(self, stage: int) -> list[int]:
+        """Return the transfers whose gradients a stage sends back, in the order of sending: the latest use first."""
+        return [index for index in reversed(self.to_stage(stage)) if self._has_gradient(index)]
+
+    def gradients_to_stage(self, stage: int) -> list[int]:
+        """Return the transfers whose gradients a stage gets, in the order of sending."""
+        indices = reversed(range(len(self.transfers)))
+        return [index for index in indices if self._has_gradient(index) and self.gradient_to(index) == stage]
+
+    def _has_gradient(self, index: int) -> bool:
+        return self.transfers[index].meta.requires_grad and index not in self.dead
 
     @property
     def loss_meta(self) -> TensorMeta:

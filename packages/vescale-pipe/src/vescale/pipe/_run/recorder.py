@@ -1,9 +1,9 @@
-"""Record the first micro-batch in lockstep: stages exchange the outcome of each call, and errors reach all stages.
+"""Record the first micro-batch in lockstep: ranks exchange the outcome of each call, and errors reach all of them.
 
 Every call that involves values is a synchronization point. Before a call with a transfer, and after every call, all
-stages exchange the key of the call; the home stage adds the outcome. A failed stage sends its error at the next
-synchronization point, so all stages raise and none blocks. Two stages at different calls have diverged, which is an
-error on both.
+ranks exchange the key of the call; the home stage adds the outcome. So is the backward of each stage. A failed rank
+sends its error at the next synchronization point, so all ranks raise and none blocks. Two ranks at different calls have
+diverged, which is an error on both.
 
 Recording also detects programs that a pipeline does not support:
 
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import OperatorMode, is_random, version_of
+from .._stages.placement import Placement
+from .._torch import OperatorMode, has_saved_tensor_hooks, is_random, version_of
 from .program import CallKey, Outcome
 from .transport import Transport
 from .tree import flatten
@@ -33,14 +34,16 @@ class RandomOperatorError(PipelineError, NotImplementedError):
     """Raised for a random operator in a pipeline of several stages."""
 
 
+_HOOKING = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
 _KNOWN_ERRORS = {error.__name__: error for error in (PipelineError, RandomOperatorError)}
 
 
 class Recorder:
     """Synchronization between stages, and checks, during the first micro-batch."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, placement: Placement) -> None:
+        self._transport, self._placement = transport, placement
+        self.hooked: set[str] = set()  # units whose tensors have hooks
         self._over = False
         self._made_inside: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._moved: dict[int, tuple[ValueId, str, Any]] = {}
@@ -50,19 +53,20 @@ class Recorder:
     # --- synchronization points ---
 
     def synchronize(self, moment: str, key: CallKey | None, item: Any = None) -> list[Any]:
-        """Exchange ``item`` with all stages and return the items in stage order.
+        """Exchange ``item`` with all ranks and return the items in their order.
 
         Raises:
             PipelineError: another stage failed, or reached another call.
         """
         arrivals = self._transport.gather_objects((moment, key, item))
-        for stage, arrival in enumerate(arrivals):
+        for rank, arrival in enumerate(arrivals):
             if arrival[0] == "error":
                 self._over = True
-                raise _error_of_stage(stage, *arrival[2])
+                raise _error_of(self._placement.name_of(rank), *arrival[2])
         if any(arrival[:2] != (moment, key) for arrival in arrivals):
             self._over = True
-            calls = "; ".join(f"stage {s} {w} {k or 'the end'}" for s, (w, k, _) in enumerate(arrivals))
+            name_of = self._placement.name_of
+            calls = "; ".join(f"{name_of(r)} {w} {k or 'the end'}" for r, (w, k, _) in enumerate(arrivals))
             raise PipelineError(
                 f"expected the same program on every stage, got {calls}; pass the same inputs to every stage, and let "
                 "control flow outside of stage modules depend on shapes, not on values or on the rank"
@@ -79,7 +83,7 @@ class Recorder:
                     f"output of `{key.name}`: expected tensors and picklable plain values, got {error}; return plain "
                     "Python values, in tuples, lists, dicts or dataclasses"
                 ) from error
-        shared: Outcome = self.synchronize("after", key, outcome)[key.home]
+        shared: Outcome = self.synchronize("after", key, outcome)[self._placement.ranks[key.home]]
         return shared
 
     def fail(self, error: Exception) -> None:
@@ -110,8 +114,10 @@ class Recorder:
                     "on another stage; use the written tensor itself, or an out-of-place operator"
                 )
 
-    def note_inside(self, unit: str, args: Any, result: Any) -> None:
-        """Record the tensors created by an operator inside a unit."""
+    def note_inside(self, unit: str, function: Any, args: Any, result: Any) -> None:
+        """Record the tensors created by an operator inside a unit, and whether hooks will run in its backward."""
+        if function in _HOOKING or has_saved_tensor_hooks():
+            self.hooked.add(unit)
         given = {id(leaf) for leaf in flatten(args)[0]}
         for leaf in flatten(result)[0]:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in given:
@@ -170,7 +176,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
     return local_part(tensor).untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
-def _error_of_stage(stage: int, kind: str, message: str, text: str) -> PipelineError:
+def _error_of(where: str, kind: str, message: str, text: str) -> PipelineError:
     if kind in _KNOWN_ERRORS:
         return _KNOWN_ERRORS[kind](message)
-    return PipelineError(f"stage {stage} failed in the forward of the first micro-batch:\n{text}")
+    return PipelineError(f"{where} failed in the first micro-batch:\n{text}")

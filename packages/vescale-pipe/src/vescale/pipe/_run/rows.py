@@ -66,16 +66,24 @@ class RowChecks:
 
     Args:
         model: the model, with stubs.
-        transport: this stage's communication.
+        transport: this rank's communication.
+        last_rank: the rank of the last stage.
         num_microbatches: of a step.
-        row_wise: names of this stage's modules that treat every row alone, whatever their operators do.
+        row_wise: names of this rank's modules that treat every row alone, whatever their operators do.
         is_on: whether micro-batches are parts of a batch.
     """
 
     def __init__(
-        self, model: nn.Module, transport: Transport, num_microbatches: int, *, row_wise: Sequence[str], is_on: bool
+        self,
+        model: nn.Module,
+        transport: Transport,
+        last_rank: int,
+        num_microbatches: int,
+        *,
+        row_wise: Sequence[str],
+        is_on: bool,
     ) -> None:
-        self._model, self._transport = model, transport
+        self._model, self._transport, self._last_rank = model, transport, last_rank
         self._num_microbatches, self._row_wise = num_microbatches, row_wise
         self._kind = _rehearsal_type() if is_on else None
         self._rehearsal: Any = None
@@ -107,7 +115,7 @@ class RowChecks:
         if num_ranks * self._num_microbatches == 1:
             return mean
         found = self._rehearsal.run(call, args, kwargs, anywhere=self._anywhere)
-        is_last = self._transport.stage == self._transport.num_stages - 1
+        is_last = self._transport.rank == self._last_rank
         errors = () if found.error is None else (f"{type(found.error).__name__}: {found.error}",)
         writes = tuple(f"writes to buffer {name!r} in every micro-batch" for name in found.written)
         findings = (
@@ -117,12 +125,12 @@ class RowChecks:
             writes if self._num_microbatches > 1 else (),
             (found.doubt,) if found.doubt else (),
         )
-        every = self._gathered((findings, bool(found.counted), found.is_sum))
+        every = self._transport.gather_objects((findings, bool(found.counted), found.is_sum))
         # findings of one kind on all stages; those of the next kinds may follow from them
         for texts in zip(*(findings for findings, _, _ in every), strict=True):
             if unique := dict.fromkeys(itertools.chain.from_iterable(texts)):
                 raise PipelineError(self._refusal("; ".join(unique))) from found.error
-        _, counts, is_sum = every[-1]
+        _, counts, is_sum = every[self._last_rank]
         return LossRule(1, num_ranks) if is_sum else LossRule(self._num_microbatches, counts_targets=counts)
 
     def _begin(self, kind: Any) -> None:
@@ -138,7 +146,7 @@ class RowChecks:
             )
 
     def _warn(self) -> None:
-        if self._transport.stage == 0 and (self._transport.num_stages, self._num_microbatches) != (1, 1):
+        if self._transport.rank == 0 and (self._transport.num_ranks, self._num_microbatches) != (1, 1):
             logger.warning(
                 "PipelineEngine computes every micro-batch by itself, on this rank's rows; whether the model mixes "
                 "rows (losses of routers, contrasts, sums over rows) is not checked, because vescale-dmodule is not "
@@ -162,10 +170,7 @@ class RowChecks:
         return bool(differs) or most != -least
 
     def _anywhere(self, flag: bool) -> bool:
-        return any(found for (found,) in self._gathered((flag,)))
-
-    def _gathered(self, item: tuple) -> list[tuple]:
-        return [item] if self._transport.num_stages == 1 else self._transport.gather_objects(item)
+        return any(self._transport.gather_objects(flag))
 
     def _refusal(self, what: str) -> str:
         ranks = self._rehearsal.num_ranks

@@ -1,9 +1,9 @@
-"""Point-to-point transfers between the stages of one pipeline.
+"""Point-to-point transfers between the ranks of one pipeline.
 
-Two process groups carry tensors: one for values (to later stages) and one for gradients (to earlier stages). In one
-group, an ordered backend such as NCCL could block a send in one direction behind a send in the other. Within a group
-and a pair of ranks, messages match by order, which is the program's order on both sides. A third group, on the host,
-carries small objects during the first micro-batch and a few integers per step.
+Two process groups carry tensors: one to higher ranks and one to lower ranks. In one group, an ordered backend such as
+NCCL could block a send in one direction behind a send in the other. Within a group and a pair of ranks, messages match
+by order: the sender's (``mail.py``). A third group, on the host, carries small objects during the first micro-batch and
+a few integers per step.
 
 Sends are asynchronous; buffers stay alive until their send completes. A tensor is sent as bytes in storage order, so
 every dtype is supported and a transposed dense tensor arrives transposed.
@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._lost_ranks import Failures
 from .._torch import bound_device, default_store, new_group
 
-FORWARD, BACKWARD = "forward", "backward"
+UP, DOWN = "to higher ranks", "to lower ranks"
 
 # number of the next group, per default group and ranks
 _numbers: dict[tuple[object, tuple[int, ...]], itertools.count] = {}
@@ -57,26 +59,26 @@ def new_groups(ranks: Sequence[int], backend: str, count: int, *, everyone: bool
 
 
 class Transport:
-    """Send and receive for one rank of a pipeline. A stage's name is its index in the pipeline axis."""
+    """Send and receive for one rank of a pipeline. A rank's name is its index in the pipeline axis."""
 
     def __init__(self, axis: DeviceMesh, *, timeout: timedelta | None) -> None:
-        self.num_stages = axis.size()
-        self.stage = axis.get_local_rank()
+        self.num_ranks = axis.size()
+        self.rank = axis.get_local_rank()
         self._ranks = axis.mesh.flatten().tolist()
         self.device = current_device(axis.device_type)
         self._pending: list[tuple[Any, torch.Tensor]] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
         self.step = 0
-        if self.num_stages == 1:
+        if self.num_ranks == 1:
             return
         backend = dist.get_backend(axis.get_group())
         self._wire = torch.device("cpu") if "gloo" in backend else self.device
         everyone = bound_device() is not None
         groups = new_groups(self._ranks, backend, 2, everyone=everyone, timeout=timeout)
-        self._groups = dict(zip((FORWARD, BACKWARD), groups, strict=True))
+        self._groups = dict(zip((UP, DOWN), groups, strict=True))
         (self._control,) = new_groups(self._ranks, "gloo", 1, everyone=False, timeout=timeout)
         self._axis_name = (axis.mesh_dim_names or ("",))[0]
-        rank, name = self._ranks[self.stage], self._control.group_name
+        rank, name = self._ranks[self.rank], self._control.group_name
         self._failures = Failures(self._ranks, rank, default_store(), name=name)
 
     def device_of(self, device_type: str) -> torch.device:
@@ -85,7 +87,7 @@ class Transport:
 
     # --- tensors ---
 
-    def send(self, tensor: torch.Tensor, to: int, direction: str, *, stride: Sequence[int] | None = None) -> None:
+    def send(self, tensor: torch.Tensor, to: int, *, stride: Sequence[int] | None = None) -> None:
         """Begin to send a plain tensor. Do not write to it before ``wait_sends``.
 
         ``stride`` has the strides on the receiver; the tensor's own by default.
@@ -97,7 +99,7 @@ class Transport:
         flat = _bytes_in_storage_order(tensor).to(self._wire)
         self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
         if flat.numel():
-            work = dist.isend(flat, self._ranks[to], group=self._groups[direction])
+            work = dist.isend(flat, self._ranks[to], group=self._groups[UP if to > self.rank else DOWN])
             self._pending.append((work, flat))
 
     def receive(
@@ -108,45 +110,42 @@ class Transport:
         *,
         device: torch.device,
         source: int,
-        direction: str,
-    ) -> torch.Tensor:
-        """Return a new plain tensor, received from stage ``source``."""
-        if not _is_dense(shape, stride):
-            tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-        else:
-            tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+        what: str,
+    ) -> Arrival:
+        """Begin to receive a plain tensor from rank ``source``; ``what`` names it in errors."""
+        tensor = new_tensor(shape, stride, dtype, device)
         if tensor.numel() == 0:
-            return tensor
+            return Arrival(tensor)
         flat = _bytes_in_storage_order(tensor)
         buffer = flat if device.type == self._wire.type else torch.empty_like(flat, device=self._wire)
-        work = dist.irecv(buffer, self._ranks[source], group=self._groups[direction])
-        what = "values" if direction == FORWARD else "gradients"
-        self._wait_message(work, f"the receive of {what} from stage {source}", wire=self._wire)
-        if buffer is not flat:
-            flat.copy_(buffer)
-        return tensor
+        work = dist.irecv(buffer, self._ranks[source], group=self._groups[UP if self.rank > source else DOWN])
+        return Arrival(tensor, _InFlight(self, work, flat, buffer, what))
 
     def wait_sends(self) -> None:
         """Wait until every send of the step completes."""
         for work, kept in self._pending:
-            self._wait_message(work, "a send to another stage", wire=kept.device)
+            self.wait_message(work, "a send to another stage", wire=kept.device)
         self._pending = []
 
     def drop_sends(self) -> None:
         """Drop unfinished sends after a failure."""
         self._pending = []
 
-    def broadcast_from_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's tensor on every stage; all stages pass a tensor of the same shape and dtype."""
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Return the tensor of rank ``source`` on every rank; all pass a tensor of the same shape and dtype."""
+        if self.num_ranks == 1:
+            return tensor
         carried = tensor.to(self._wire, copy=True)
-        work = dist.broadcast(carried, self._ranks[-1], group=self._groups[FORWARD], async_op=True)
+        work = dist.broadcast(carried, self._ranks[source], group=self._groups[UP], async_op=True)
         self._wait(work, "the broadcast of the loss", wire=self._wire)
         return carried.to(tensor.device)
 
     # --- small objects on the host ---
 
     def gather_objects(self, item: Any) -> list[Any]:
-        """Return every stage's object, in stage order."""
+        """Return every rank's object, in order."""
+        if self.num_ranks == 1:
+            return [item]
         mine = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
         sizes = [size for (size,) in self.gather_integers([mine.numel()])]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -155,26 +154,22 @@ class Transport:
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(gathered, sizes, strict=True)]
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Return every stage's list of 64-bit integers, in stage order; all lists have the same length."""
+        """Return every rank's list of 64-bit integers, in order; all lists have the same length."""
+        if self.num_ranks == 1:
+            return [list(values)]
         gathered = self._gather(torch.tensor(values, dtype=torch.int64), "integers")
         return [item.tolist() for item in gathered]
 
-    def send_flags(self, flags: Sequence[bool], to: int) -> None:
-        """Begin to send a list of booleans on the host."""
-        tensor = torch.tensor(flags, dtype=torch.uint8)
-        self._pending.append((dist.isend(tensor, self._ranks[to], group=self._control), tensor))
+    # --- failures ---
 
-    def receive_flags(self, count: int, source: int) -> list[bool]:
-        """Return a list of ``count`` booleans, received from stage ``source``."""
-        tensor = torch.empty(count, dtype=torch.uint8)
-        work = dist.irecv(tensor, self._ranks[source], group=self._control)
-        self._wait_message(work, f"the receive of flags from stage {source}", wire=tensor.device)
-        return [bool(flag) for flag in tensor.tolist()]
-
-    # --- waiting, with errors that name lost ranks ---
+    def report(self, error: BaseException, what: str) -> None:
+        """Tell the ranks that wait for this one that it has failed in ``what``, unless another one failed first."""
+        if self.num_ranks > 1 and not self._failures.seen():
+            text = "".join(traceback.format_exception(error)).strip()
+            self._failures.report(f"{type(error).__name__} in {what} in step {self.step}\n{text}")
 
     def _gather(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(mine) for _ in range(self.num_stages)]
+        gathered = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         work = dist.all_gather(gathered, mine, group=self._control, async_op=True)
         self._wait(work, f"the all-gather of {what}", wire=mine.device)
         return gathered
@@ -186,7 +181,7 @@ class Transport:
         else:
             work.wait()
 
-    def _wait_message(self, work: Any, what: str, *, wire: torch.device) -> None:
+    def wait_message(self, work: Any, what: str, *, wire: torch.device) -> None:
         """Wait for a send or a receive, as `_wait`."""
         if wire.type == "cpu":
             self._failures.wait_message(work, self._describe(what))
@@ -195,6 +190,43 @@ class Transport:
 
     def _describe(self, what: str) -> str:
         return f"{what} over axis {self._axis_name!r} in step {self.step}"
+
+
+@dataclass
+class _InFlight:
+    """A receive that was begun: ``buffer`` gets the bytes of ``flat``, a view of the tensor."""
+
+    transport: Transport
+    work: Any
+    flat: torch.Tensor
+    buffer: torch.Tensor
+    what: str
+
+    def wait(self) -> None:
+        self.transport.wait_message(self.work, f"the receive of {self.what}", wire=self.buffer.device)
+        if self.buffer is not self.flat:
+            self.flat.copy_(self.buffer)
+
+
+class Arrival:
+    """A tensor on its way to this rank."""
+
+    def __init__(self, tensor: torch.Tensor, in_flight: _InFlight | None = None) -> None:
+        self._tensor, self._in_flight = tensor, in_flight
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor when it is there."""
+        if self._in_flight is not None:
+            self._in_flight.wait()
+            self._in_flight = None
+        return self._tensor
+
+
+def new_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor with these strides if they are dense, else a contiguous one."""
+    if not _is_dense(shape, stride):
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
 
 
 def current_device(device_type: str) -> torch.device:

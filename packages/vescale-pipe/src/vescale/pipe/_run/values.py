@@ -3,14 +3,15 @@
 A **value** is a tensor that depends on a unit's output. Its identity is the same on every stage: the index of its call
 in the program, and its index among the call's outputs. Its **home** is the stage that computes it. On the home a value
 is an ordinary tensor. On other stages it is a ``Placeholder``, a tensor that reports the value's shape, dtype and
-device and owns no storage. A received copy is stored in ``Value.received``; the user's variables keep the placeholder.
+device and owns no storage. A received copy is stored in ``Value.received``; the user's variables keep the placeholder
+(or, if this rank runs both stages, the original).
 
 Tensors that depend on no unit (masks, position ids, rotary tables, inputs) are **universal**: real on every stage.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -88,12 +89,12 @@ class Repeated(Leaf):
 
 @dataclass
 class Value:
-    """A value of the program. ``received`` is the received copy on a stage other than the home."""
+    """A value of the program. ``received`` has the tensors of stages where it is not the user's own."""
 
     id: ValueId
     home: int
     meta: TensorMeta
-    received: torch.Tensor | None = None
+    received: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
@@ -208,8 +209,6 @@ class Placeholder(torch.Tensor):
         return f"Placeholder({self.origin}, {self.value.meta})"
 
 
-def unwrap(leaf: Any) -> Any:
-    """Return the received copy of a placeholder, and any other object unchanged."""
-    if isinstance(leaf, Placeholder) and leaf.value.received is not None:
-        return leaf.value.received
-    return leaf
+def unwrap(leaf: Any, stage: int) -> Any:
+    """Return a stage's copy of a placeholder, and any other object unchanged."""
+    return leaf.value.received.get(stage, leaf) if isinstance(leaf, Placeholder) else leaf

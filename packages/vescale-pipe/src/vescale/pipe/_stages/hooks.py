@@ -1,4 +1,4 @@
-"""Forward hooks that report the calls of this stage's units to the frame."""
+"""Forward hooks that report the calls of this rank's units to the frame."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .._run.values import Placeholder, unwrap
 
 
 @contextlib.contextmanager
-def hooked_units(units: Mapping[str, nn.Module], state: RunState, stage: int) -> Iterator[None]:
-    """Trace the calls of this stage's units inside this context.
+def hooked_units(units: Mapping[str, tuple[int, nn.Module]], state: RunState) -> Iterator[None]:
+    """Trace the calls of this rank's units inside this context; each comes with its stage.
 
     Hooks are registered again for each step, so they run before all other pre-hooks and after all other hooks.
     """
     handles = []
-    for fqn, unit in units.items():
+    for fqn, (stage, unit) in units.items():
         hooks = _UnitHooks(fqn, state, stage)
         handles.append(unit.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True))
         handles.append(unit.register_forward_hook(hooks.after))
@@ -45,7 +45,7 @@ class _UnitHooks:
         del module
         mode = self._state.mode
         if mode is None or mode.unit is not None:  # recomputation in the backward, or a call from inside a unit
-            return _unwrapped(args, kwargs)
+            return _unwrapped(args, kwargs, self._stage)
         with mode.paused():
             self._call = mode.frame.begin(self._fqn, *flatten((args, kwargs)), owner=self._stage)
             inputs = self._call.inputs
@@ -64,9 +64,9 @@ class _UnitHooks:
         return None if result is output else result
 
 
-def _unwrapped(args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+def _unwrapped(args: tuple, kwargs: dict, stage: int) -> tuple[tuple, dict] | None:
     leaves, _ = flatten((args, kwargs))
     if not any(isinstance(leaf, Placeholder) for leaf in leaves):
         return None
-    args, kwargs = map_leaves(unwrap, (args, kwargs))
+    args, kwargs = map_leaves(lambda leaf: unwrap(leaf, stage), (args, kwargs))
     return args, kwargs

@@ -66,7 +66,7 @@ def split_units(model: nn.Module, plan: PipelinePlan, num_stages: Count) -> Stag
     Args:
         model: any module; it is not modified and its tensors are not read.
         plan: its ``split`` defines the stages.
-        num_stages: number of stages, one per rank of the pipeline axis.
+        num_stages: number of stages.
 
     Raises:
         SplitError: there are fewer blocks than stages, a module name is unknown, a module with parameters is in no
@@ -136,7 +136,7 @@ def uniform_counts(num_blocks: int, num_stages: int) -> list[int]:
 def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int) -> StageSplit:
     if len(starts) != num_stages - 1:
         raise SplitError(
-            f"expected {num_stages - 1} modules in PipelinePlan.split for a pipeline axis of {num_stages} ranks, got "
+            f"expected {num_stages - 1} modules in PipelinePlan.split for {num_stages} stages, got "
             f"{len(starts)}: {list(starts)}; name the modules that begin stages 1 .. {num_stages - 1}"
         )
     units = _units(model, open_fqns={a for name in starts for a in _ancestors(name)}, listed=starts)
@@ -156,7 +156,7 @@ def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int) -> Stag
 def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int) -> StageSplit:
     if len(lists) != num_stages:
         raise SplitError(
-            f"expected {num_stages} lists in PipelinePlan.split, one per rank of the pipeline axis, got {len(lists)}; "
+            f"expected {num_stages} lists in PipelinePlan.split, one per stage, got {len(lists)}; "
             "write one list per stage"
         )
     names = [name for stage in lists for name in stage]

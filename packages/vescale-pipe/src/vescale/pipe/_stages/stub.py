@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,19 +86,60 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {k: v for layer in layers for k, v in layer.items() if is_plain(v) and not k.startswith("_")}
 
 
-def install_stubs(model: nn.Module, split: StageSplit, stage: int, state: RunState) -> dict[str, nn.Module]:
-    """Replace the units of other stages by stubs under each of their names, and return this stage's units by name."""
-    mine: dict[str, nn.Module] = {}
-    stubs: dict[nn.Module, Stub] = {}
-    for home, fqns in enumerate(split.stages):
-        for fqn in fqns:
-            unit = model.get_submodule(fqn)
-            if home == stage:
-                mine[fqn] = unit
-            else:
-                stubs[unit] = Stub(unit, fqn=fqn, stage=home, state=state)
-    for fqn, module in list(model.named_modules(remove_duplicate=False)):
-        if module in stubs:
+class StageModules:
+    """The units of this rank in the model, and stubs in place of all others.
+
+    Args:
+        model: the model; stubs replace the units of other ranks under each of their names.
+        split: the units of every stage.
+        mine: this rank's stages.
+        state: the engine's run state.
+
+    Attributes:
+        units: the stage and the module of each unit of this rank, by name.
+    """
+
+    def __init__(self, model: nn.Module, split: StageSplit, mine: Sequence[int], state: RunState) -> None:
+        self.units: dict[str, tuple[int, nn.Module]] = {}
+        stubs: dict[nn.Module, Stub] = {}
+        for stage, fqns in enumerate(split.stages):
+            for fqn in fqns:
+                unit = model.get_submodule(fqn)
+                stubs[unit] = Stub(unit, fqn=fqn, stage=stage, state=state)
+                if stage in mine:
+                    self.units[fqn] = (stage, unit)
+        self._places: dict[int, list[_Place]] = {stage: [] for stage in mine}
+        for fqn, module in list(model.named_modules(remove_duplicate=False)):
+            if module not in stubs:
+                continue
             parent, _, name = fqn.rpartition(".")
-            model.get_submodule(parent).register_module(name, stubs[module])
-    return mine
+            place = _Place(model.get_submodule(parent), name, module, stubs[module])
+            if (stage := stubs[module].stage) in self._places:
+                self._places[stage].append(place)
+            else:
+                place.put(place.stub)
+
+    @contextlib.contextmanager
+    def only(self, stages: Collection[int]) -> Iterator[None]:
+        """Put stubs in place of this rank's other stages while the context is open."""
+        absent = [place for stage, places in self._places.items() if stage not in stages for place in places]
+        try:
+            for place in absent:
+                place.put(place.stub)
+            yield
+        finally:
+            for place in absent:
+                place.put(place.unit)
+
+
+@dataclass
+class _Place:
+    """A name of a unit in the model."""
+
+    parent: nn.Module
+    name: str
+    unit: nn.Module
+    stub: Stub
+
+    def put(self, module: nn.Module) -> None:
+        self.parent.register_module(self.name, module)

@@ -1,0 +1,339 @@
+"""One step of a pipeline: the actions of one rank, in the order of the schedule."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.profiler import record_function
+
+from .._schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
+from .._stages.placement import Placement
+from .._stages.split import StageSplit
+from .._stages.stub import StageModules
+from .._torch import tensor_hooks
+from .backward import Boundary, GradientSum, StageBackward
+from .frame import Frame
+from .mail import Letter, Mail
+from .mode import RunState, TraceMode
+from .program import Program
+from .recorder import RandomGuard, Recorder
+from .rows import LossRule, RowChecks, unequal_counts
+from .transport import Transport
+from .values import PipelineError, from_local_part, gradient_meta, local_gradient, meta_of
+
+logger = logging.getLogger("vescale.pipe")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What all steps of an engine share.
+
+    Args:
+        schedule: the actions of every rank.
+        placement: the rank of every stage.
+        split: the units of every stage; None with one stage.
+        modules: the units of this rank and its stubs; None with one stage.
+        transport: this rank's communication.
+        rows: checks of what mixes rows.
+        state: what hooks and stubs share.
+        loss_of: runs the model on a micro-batch.
+        find_mesh: returns this rank's mesh with the given axis names.
+        forget: drops a program.
+    """
+
+    schedule: Schedule
+    placement: Placement
+    split: StageSplit | None
+    modules: StageModules | None
+    transport: Transport
+    rows: RowChecks
+    state: RunState
+    loss_of: Callable[[tuple, dict], torch.Tensor]
+    find_mesh: Callable[[tuple[str, ...]], DeviceMesh]
+    forget: Callable[[Program], None]
+
+
+class Step:
+    """One step in progress: runs this rank's actions in order.
+
+    ``_saved`` holds each micro-batch's boundary and loss from its forward to its backward, which frees its activations;
+    ``_split`` what is left of a backward between I and W.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        microbatches: list[tuple[tuple, dict]],
+        program: Program,
+        total: GradientSum,
+    ) -> None:
+        self.total = total
+        self._pipeline = pipeline
+        self._transport, self._placement = pipeline.transport, pipeline.placement
+        self._microbatches: list[Any] = list(microbatches)
+        self._program = program
+        self._last_stage = self._placement.num_stages - 1
+        self._saved: dict[tuple[int, int], tuple[Boundary, torch.Tensor | None]] = {}
+        self._split: dict[tuple[int, int], StageBackward] = {}
+        self._losses: dict[int, torch.Tensor] = {}
+        self._rule = program.rule or LossRule(1)
+        is_last = self._placement.is_here(self._last_stage)
+        self._counts = pipeline.rows.target_counts() if is_last and self._rule.counts_targets else None
+        self._differs = False
+        self._mail = Mail(self._transport, self._placement, program)
+        self.where = "the first micro-batch"
+        self.loss: torch.Tensor
+
+    def run(self) -> None:
+        """Run the schedule. Afterwards ``loss`` is the step's loss and ``total`` holds its gradients."""
+        schedule = self._pipeline.schedule
+        if not self._program.recorded:
+            self._record()
+            schedule = _without_first(schedule)
+        actions = self._actions(schedule)
+        if self._placement.num_stages > 1:
+            backward = self._program.loss_meta.requires_grad
+            self._mail = Mail(self._transport, self._placement, self._program, schedule, backward=backward)
+        for action, following in itertools.zip_longest(actions, actions[1:]):
+            self.where = str(action)
+            for needed in (action, following):
+                if needed is not None:
+                    self._mail.expect(needed)
+            with record_function(f"vescale.pipe/{action}"):
+                if action.kind == FORWARD:
+                    self._forward(action.stage, action.microbatch)
+                elif self._program.loss_meta.requires_grad:
+                    self._backward(action)
+        self.where = "the end"
+        self._transport.wait_sends()
+        self.loss = self._shared_loss()
+
+    def check_targets(self) -> None:
+        """Check that all parts of the batch count equally many targets.
+
+        Raises:
+            PipelineError: on every stage, if they do not.
+        """
+        if self._differs:
+            raise unequal_counts([] if self._counts is None else self._counts.of_microbatches())
+
+    # --- forward ---
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        loss: torch.Tensor | None
+        if self._placement.num_stages == 1:
+            with self._counted():
+                boundary, loss = Boundary(), self._pipeline.loss_of(*self._microbatches[microbatch])
+            self._program.loss = meta_of(loss)
+        else:
+            assert self._pipeline.modules is not None
+            with self._pipeline.modules.only([stage]), self._counted(stage):
+                frame, loss = self._follow([stage], microbatch, recorder=None)
+            boundary = frame.boundaries[stage]
+        if stage == self._placement.mine[-1]:
+            self._microbatches[microbatch] = None
+        part = None if loss is None else self._part(microbatch, loss)
+        if self._program.loss_meta.requires_grad:
+            self._saved[stage, microbatch] = boundary, part
+
+    def _follow(
+        self, stages: Sequence[int], microbatch: int, *, recorder: Recorder | None
+    ) -> tuple[Frame, torch.Tensor | None]:
+        """Run the user's forward for some stages; the loss comes where the last one is among them."""
+        pipeline = self._pipeline
+        frame = Frame(
+            self._transport,
+            self._mail,
+            self._program,
+            stages=stages,
+            microbatch=microbatch,
+            recorder=recorder,
+            find_mesh=pipeline.find_mesh,
+        )
+        mode = pipeline.state.mode = TraceMode(frame)
+        try:
+            with mode.active():
+                if recorder is None:
+                    loss = pipeline.loss_of(*self._microbatches[microbatch])
+                else:
+                    with RandomGuard(lambda: mode.current_module):
+                        loss = pipeline.loss_of(*self._microbatches[microbatch])
+        finally:
+            pipeline.state.mode = None
+        return frame, frame.end(loss, last_stage=self._last_stage)
+
+    def _counted(self, stage: int | None = None) -> contextlib.AbstractContextManager[None]:
+        """Note the targets that a forward of the last stage counts."""
+        if self._counts is None or stage not in (None, self._last_stage):
+            return contextlib.nullcontext()
+        return self._counts.microbatch()
+
+    def _part(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
+        """Return what a micro-batch adds to the loss, divided before its backward as by ``(loss / n).backward()``."""
+        part = self._rule.part(_plain_loss(loss))
+        self._losses[microbatch] = part.detach()
+        return part
+
+    # --- the first micro-batch ---
+
+    def _record(self) -> None:
+        """Run the first micro-batch, forward and backward, in lockstep with all ranks, and record it."""
+        with self.recording() as recorder:
+            frame, loss = self.record_forward(recorder)
+            self._microbatches[0] = None
+            part = None if loss is None else self._part(0, loss)
+            if self._program.loss_meta.requires_grad:
+                self._record_backward(recorder, frame, part)
+        self._program.recorded = True
+        for transfer in self._program.transfers if self._placement.is_here(0) else ():
+            logger.info("%s", transfer)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Return what synchronizes all ranks; an error inside reaches them all, and the program is dropped."""
+        recorder = Recorder(self._transport, self._placement)
+        try:
+            yield recorder
+        except Exception as error:
+            self._pipeline.forget(self._program)
+            recorder.fail(error)
+            raise
+
+    def record_forward(self, recorder: Recorder) -> tuple[Frame, torch.Tensor | None]:
+        """Run and record the forward of the first micro-batch, of all stages of this rank."""
+        with self._counted():
+            frame, loss = self._follow(self._placement.mine, 0, recorder=recorder)
+        for stage, own in self.total.of_stage.items():
+            split = self._pipeline.split
+            if any(tensor_hooks(p) for p in own) or (split and recorder.hooked & {*split.stages[stage]}):
+                self._program.whole.add(stage)
+        return frame, loss
+
+    def _record_backward(self, recorder: Recorder, frame: Frame, part: torch.Tensor | None) -> None:
+        program, here = self._program, self._placement.is_here
+        arrived: dict[int, torch.Tensor] = {}
+        for stage in reversed(range(self._placement.num_stages)):
+            dead: list[int] = []
+            found: dict[int, torch.Tensor | None] = {}
+            if here(stage):
+                boundary = frame.boundaries.pop(stage)
+                backward = self._stage_backward(stage, boundary, part, arrived.pop)
+                received, weights = backward.run()
+                self.total.add(stage, 0, weights)
+                found = dict(zip((index for index, _ in boundary.received), received, strict=True))
+                dead = [index for index, gradient in found.items() if gradient is None]
+                del boundary, backward
+            every = recorder.synchronize(f"in the backward of stage {stage}", None, dead)
+            program.dead.update(every[self._placement.ranks[stage]])
+            for index in program.gradients_from_stage(stage):
+                if here(stage):
+                    self._send_gradient(index, 0, found[index])
+                if here(program.gradient_to(index)):
+                    arrived[index] = self._received_gradient((index, 0, True))
+
+    # --- backward ---
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind == WEIGHT_GRAD:
+            self.total.add(stage, microbatch, self._split.pop((stage, microbatch)).run_weights())
+            return
+        boundary, part = self._saved.pop((stage, microbatch))
+        backward = self._stage_backward(
+            stage, boundary, part, lambda index: self._received_gradient((index, microbatch, True))
+        )
+        if action.kind == INPUT_GRAD:
+            received = backward.run_inputs(whole=stage in self._program.whole)
+            self._split[stage, microbatch] = backward
+        else:
+            received, weights = backward.run()
+        for (index, _), gradient in zip(boundary.received, received, strict=True):
+            self._send_gradient(index, microbatch, gradient)
+        if action.kind != INPUT_GRAD:
+            self.total.add(stage, microbatch, weights)
+
+    def _stage_backward(
+        self, stage: int, boundary: Boundary, loss: torch.Tensor | None, gradient_of: Callable[[int], torch.Tensor]
+    ) -> StageBackward:
+        program = self._program
+        roots = []
+        if loss is not None and stage == self._last_stage:
+            roots.append((get_gradient_edge(loss), torch.ones_like(loss)))
+        for index, tensor in boundary.sent:
+            if index not in program.dead and program.gradient_to(index) == stage:
+                roots.append((get_gradient_edge(tensor), gradient_of(index)))
+        for index, edge in boundary.received:
+            if (later := program.later_use(index)) is not None:
+                roots.append((edge, gradient_of(later)))
+        return StageBackward(roots, [edge for _, edge in boundary.received], self.total.of_stage[stage])
+
+    def _received_gradient(self, letter: Letter) -> torch.Tensor:
+        meta = gradient_meta(self._program.transfers[letter[0]].meta)
+        mesh = None if meta.sharded is None else self._pipeline.find_mesh(meta.sharded.axis_names)
+        return from_local_part(self._mail.receive(letter), meta, mesh)
+
+    def _send_gradient(self, index: int, microbatch: int, gradient: torch.Tensor | None) -> None:
+        transfer = self._program.transfers[index]
+        if index in self._program.dead:
+            if gradient is not None:
+                raise PipelineError(
+                    f"expected no gradient for {transfer.value}, {transfer.meta}, as in the first micro-batch, got "
+                    "one; the use of a value for the loss may not depend on the data"
+                )
+            return
+        if gradient is None:
+            meta = gradient_meta(transfer.meta)
+            device = self._transport.device_of(meta.device_type)
+            local = torch.zeros(meta.local_layout[0], dtype=meta.dtype, device=device)
+        else:
+            local = local_gradient(gradient, transfer.meta)
+        self._mail.send(local, (index, microbatch, True))
+
+    # --- the schedule and its result ---
+
+    def _actions(self, schedule: Schedule) -> tuple[Action, ...]:
+        actions = schedule.actions(self._placement.rank)
+        if self._program.loss is not None and not self._program.loss_meta.requires_grad:
+            return tuple(action for action in actions if action.kind == FORWARD)
+        return actions
+
+    def _shared_loss(self) -> torch.Tensor:
+        """Return the sum of the micro-batches' losses, in order, broadcast from the last stage.
+
+        Whether their numbers of targets differ comes with it.
+        """
+        if self._placement.is_here(self._last_stage):
+            first, *others = (self._losses[microbatch] for microbatch in sorted(self._losses))
+            total = sum(others, first)
+            self._differs = self._counts is not None and self._pipeline.rows.differ(self._counts)
+        else:
+            meta = self._program.loss_meta
+            total = torch.zeros((), dtype=meta.dtype, device=self._transport.device_of(meta.device_type))
+        source = self._placement.last_rank
+        if not self._rule.counts_targets:
+            return self._transport.broadcast(total, source)
+        both = self._transport.broadcast(torch.stack([total, total.new_tensor(self._differs)]), source)
+        self._differs = bool(both[1])
+        return both[0]
+
+
+def _without_first(schedule: Schedule) -> Schedule:
+    """Return a schedule without the actions of the first micro-batch."""
+    ranks = tuple(tuple(a for a in schedule.actions(rank) if a.microbatch) for rank in range(schedule.num_ranks))
+    return Schedule(schedule.num_stages, schedule.num_microbatches, ranks)
+
+
+def _plain_loss(loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss as a plain tensor; a DTensor loss is reduced over its mesh first."""
+    if not isinstance(loss, DTensor):
+        return loss
+    return loss.redistribute(placements=[Replicate()] * loss.device_mesh.ndim).to_local()
