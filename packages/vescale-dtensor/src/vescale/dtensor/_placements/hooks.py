@@ -143,7 +143,8 @@ def _in_memory_order(moved, given, spec):
     """Return a shard that was moved without gaps, in the memory order of the global tensor: that of its strides.
 
     Torch cuts the padding off what it gathers. That leaves gaps, and strides of the padded shape in dims of size 1 and
-    where there are no elements. A dim that was expanded has memory after the move, and stays where it is.
+    where there are no elements. A dim that was expanded has memory after the move, and stays where it is. So does a
+    shard without gaps of a row-major tensor that was given in another order, which the strides do not promise.
     """
     meta = spec.tensor_meta
     if moved is given or meta is None or moved.ndim != len(meta.shape) or is_tracing():
@@ -153,7 +154,23 @@ def _in_memory_order(moved, given, spec):
     if 0 in strides:
         return moved
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    if order == sorted(order) and _is_permuted(moved):
+        return moved
     return in_memory_order(moved, order, meta.stride if moved.shape == meta.shape and not is_expanded else None)
+
+
+def _is_permuted(shard):
+    """Return whether a shard has no gaps, in another order than the row-major one."""
+    if shard.is_contiguous():
+        return False
+    numel = 1
+    for stride, size in sorted(
+        (step, size) for step, size in zip(shard.stride(), shard.shape, strict=True) if size > 1
+    ):
+        if stride != numel:
+            return False
+        numel *= size
+    return True
 
 
 def in_memory_order(shard: Tensor, order: Sequence[int], whole: Sequence[int] | None = None) -> Tensor:

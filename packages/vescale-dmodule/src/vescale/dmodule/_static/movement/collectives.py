@@ -1,8 +1,8 @@
 """Steps (see ``steps``) as functions on local tensors.
 
 Shapes, offsets and groups are constants of the functions. So a call runs only its collective and the copies around it,
-and a compiler can trace it. Results equal those of ``DTensor.redistribute`` bit for bit, with the same strides: full
-tensors and exact shards are contiguous, shards of a padded tensor are narrowed views.
+and a compiler can trace it. Results equal those of ``DTensor.redistribute`` bit for bit, with the same strides: no gaps
+where padding was cut off.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _reduce_scatter(step: _steps.ReduceScatter, group: _torch.Collectives, index
 
     def reduce_scatter(tensor: Tensor) -> Tensor:
         shard = group.reduce_scatter(front.bring(tensor.resolve_neg()), op, shape)
-        return shard if shape[dim] == length else shard.narrow(dim, 0, length)
+        return shard if shape[dim] == length else shard.narrow(dim, 0, length).contiguous()
 
     return reduce_scatter
 
@@ -105,7 +105,8 @@ def _exchange(step: _steps.Exchange, group: _torch.Collectives, index: int, _mes
         tensor = _pad(tensor.resolve_neg(), dim, padded[dim])
         shard = back.bring(group.all_to_all(front.bring(tensor).view(back.shape)))
         shard = shard if back.joined[dim] == size else shard.narrow(dim, 0, size)
-        return shard if back.joined[new_dim] == length else shard.narrow(new_dim, 0, length)
+        shard = shard if back.joined[new_dim] == length else shard.narrow(new_dim, 0, length)
+        return shard.contiguous()
 
     return exchange
 
