@@ -1,6 +1,5 @@
 """Unsupported programs are refused on every rank, with the call and the fix, and nothing hangs."""
 
-import datetime
 import time
 
 import pytest
@@ -384,7 +383,7 @@ def test_a_program_that_changes_later(pipeline_mesh):
 
 
 @ranks(2, timeout=40)
-def test_a_late_failure_ends_the_others_by_timeout(pipeline_mesh):
+def test_after_a_late_failure_the_engine_refuses_steps(pipeline_mesh):
     class Fails(nn.Module):
         def __init__(self):
             super().__init__()
@@ -402,16 +401,15 @@ def test_a_late_failure_ends_the_others_by_timeout(pipeline_mesh):
             super().__init__()
             self.first = Fails()
 
-    engine = make_engine(Model(), pipeline_mesh, timeout=datetime.timedelta(seconds=3), per_microbatch=True)
+    engine = make_engine(Model(), pipeline_mesh, per_microbatch=True)
     begin = time.monotonic()
     if engine.stage == 0:
         with pytest.raises(OSError, match="disk full"):
             engine(torch.ones(4, 4))
-        time.sleep(5)  # the process lives on, so that only the time-out can end the other's wait
     else:
-        with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+        with pytest.raises(RuntimeError, match=r"rank 0: OSError in 0F1 in step 1\n(.|\n)*disk full"):
             engine(torch.ones(4, 4))
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 5
     with pytest.raises(PipelineError, match=r"expected an engine without failed steps, .*restart from a checkpoint"):
         engine(torch.ones(4, 4))
 
@@ -431,13 +429,13 @@ def test_a_shape_that_varies_with_the_data(pipeline_mesh):
             super().__init__()
             self.first = Keeps()
 
-    engine = make_engine(Model(), pipeline_mesh, timeout=datetime.timedelta(seconds=3), per_microbatch=True)
+    engine = make_engine(Model(), pipeline_mesh, per_microbatch=True)
     x = torch.ones(4, 4)
     x[3] = -1
     match = (
         r"output 0 of `first` \(stage 0\): expected float32\[2, 4\], .*, got float32\[1, 4\]"
         if engine.stage == 0
-        else "[Tt]imed out|closed"
+        else "rank 0: PipelineError in 0F1 in step 1\n"
     )
     with pytest.raises(RuntimeError, match=match):
         engine(x)

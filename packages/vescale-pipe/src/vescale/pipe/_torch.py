@@ -4,10 +4,13 @@
 - ``no_torch_function``: the ``__torch_function__`` of a subclass that leaves functions to modes and the dispatcher.
 - ``function_mode_on_top``: the innermost active TorchFunctionMode; ``push_mode`` and ``pop_mode`` change it.
 - ``OperatorMode``: base class of a mode that intercepts every operator below autograd.
+- ``set_grad_enabled``: the function that contexts such as ``torch.no_grad`` call.
 - ``tree_flatten`` / ``tree_unflatten``: torch's pytree.
 - ``tensor_hooks``: the dictionary of hooks that ``Tensor.register_hook`` fills, or None.
 - ``graph_task_id``: identity of the backward pass in progress.
+- ``has_forward_hooks``: whether a module has hooks of its own.
 - ``has_saved_tensor_hooks``: whether operators save tensors through hooks now, as in a checkpoint.
+- ``is_transformed``: whether a tensor stands for others in a transform of ``torch.func``.
 - ``new_group``: a process group created by its members alone, under a name that does not depend on other groups.
 - ``default_store``: the store by which the processes found each other.
 - ``bound_device``: the device of ``init_process_group(device_id=...)``.
@@ -20,6 +23,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch._C import _disabled_torch_function_impl as no_torch_function
+from torch._C import _set_grad_enabled as set_grad_enabled
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.overrides import (
@@ -37,13 +41,16 @@ __all__ = [
     "default_store",
     "function_mode_on_top",
     "graph_task_id",
+    "has_forward_hooks",
     "has_saved_tensor_hooks",
     "is_random",
+    "is_transformed",
     "make_wrapper",
     "new_group",
     "no_torch_function",
     "pop_mode",
     "push_mode",
+    "set_grad_enabled",
     "tensor_hooks",
     "tree_flatten",
     "tree_unflatten",
@@ -90,9 +97,20 @@ def graph_task_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Return whether a module has hooks that run in its forward or backward."""
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(kinds)
+
+
 def has_saved_tensor_hooks() -> bool:
     """Return whether operators save tensors for the backward through hooks (``torch.autograd.graph``) at present."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for others, inside of ``torch.vmap`` or another transform."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_random(operator: Any, args: tuple, kwargs: dict) -> bool:

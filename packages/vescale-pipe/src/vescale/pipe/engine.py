@@ -20,6 +20,8 @@ of the first. The engine then refuses further steps.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -41,7 +43,7 @@ from ._run.step import Pipeline, Step
 from ._run.transport import Transport
 from ._run.values import PipelineError
 from ._schedule.actions import Schedule
-from ._stages.hooks import hooked_units
+from ._stages.attributes import attributes_of, outside_modules
 from ._stages.placement import Placement
 from ._stages.split import StageSplit, split_units
 from ._stages.stub import StageModules
@@ -144,6 +146,7 @@ class PipelineEngine:
             row_wise=names,
             is_on=not per_microbatch,
         )
+        outside = [] if self.split is None else outside_modules(model, self.split.stages)
         self._pipeline = Pipeline(
             self.schedule,
             self._placement,
@@ -155,6 +158,8 @@ class PipelineEngine:
             loss_of=self.loss_of,
             find_mesh=self.find_mesh,
             forget=self.forget,
+            attributes=functools.partial(attributes_of, outside, loss_fn),
+            outside=outside,
         )
 
     @property
@@ -186,22 +191,22 @@ class PipelineEngine:
             )
         microbatches = split_inputs(args, kwargs, self.plan.num_microbatches)
         self._transport.step += 1
-        program = self._program_for(*microbatches[0])
-        total = GradientSum(self._parameters())
+        parameters = self._parameters()
+        program = self._program_for(*microbatches[0], _form_of(parameters))
+        total = GradientSum(parameters if torch.is_grad_enabled() else dict.fromkeys(parameters, ()))
         self._gate.guard(total.parameters)
-        units = {} if self._modules is None else self._modules.units
         step = None
         try:
-            with hooked_units(units, self._state):
-                if program.rule is None:
-                    program.rule = self.rows.rule_of(self._rehearsed, *microbatches[0])
-                step = Step(self._pipeline, microbatches, program, total)
-                with self.rows.rehearsed():
-                    step.run()
+            if program.rule is None:
+                program.rule = self.rows.rule_of(self._rehearsed, *microbatches[0])
+            step = Step(self._pipeline, microbatches, program, total)
+            with self.rows.rehearsed(), contextlib.closing(step):
+                step.run()
         except BaseException as error:
             self._transport.drop_sends()
             # a recording fails on all ranks with nothing in flight; later failures may leave unreceived messages
-            if program.recorded or not isinstance(error, Exception):
+            is_under_way = self.num_stages > 1 and step is not None and program.recorded
+            if is_under_way or not isinstance(error, Exception):
                 self._failure = error
                 self._transport.report(error, "the first micro-batch" if step is None else step.where)
             raise
@@ -212,14 +217,14 @@ class PipelineEngine:
 
     # --- programs ---
 
-    def _program_for(self, args: tuple, kwargs: dict) -> Program:
+    def _program_for(self, args: tuple, kwargs: dict, stage_form: str) -> Program:
         """Return the program of this input signature. It is recorded on all stages or on none.
 
         Raises:
             PipelineError: the stages got different inputs.
         """
         form = f"{describe_inputs(args, kwargs)}; {self._mode_text()}"
-        key, stage_form = digest(form), self._parameters_text()
+        key = digest(form)
         program = self._programs.get(key)
         if program is None or program.stage_form != stage_form:
             program = None  # to be recorded
@@ -256,30 +261,22 @@ class PipelineEngine:
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return f"grad={torch.is_grad_enabled()}, training={self.model.training}, autocast={autocast}"
 
-    def _parameters_text(self) -> str:
-        """Return the part of the input signature that only this rank has: ``requires_grad`` and dtypes."""
-        return " ".join(f"{p.requires_grad:d}{p.dtype}" for p in self.model.parameters())
-
     def _parameters(self) -> dict[int, list[torch.Tensor]]:
-        """Return the parameters of each stage of this rank that get gradients in this step."""
+        """Return the parameters of each stage of this rank."""
         modules: dict[int, list[nn.Module]] = {stage: [] for stage in self.stages}
         if self._modules is None:
             modules[self.stage].append(self.model)
         else:
             for stage, unit in self._modules.units.values():
                 modules[stage].append(unit)
-        enabled = torch.is_grad_enabled()
-        return {
-            stage: list({p: None for unit in own for p in unit.parameters() if enabled and p.requires_grad})
-            for stage, own in modules.items()
-        }
+        return {stage: list({p: None for unit in own for p in unit.parameters()}) for stage, own in modules.items()}
 
     def _rehearsed(self, args: tuple, kwargs: dict) -> torch.Tensor | None:
         """Run a call forward, for nothing but what it shows, and return its loss where that is."""
         if self.num_stages == 1:
             return self.loss_of(args, kwargs)
         step = Step(self._pipeline, [(args, kwargs)], Program(), GradientSum({}))
-        with step.recording() as recorder:
+        with contextlib.closing(step), step.recording() as recorder:
             return step.record_forward(recorder)[1]
 
     # --- used by a step ---
@@ -314,6 +311,11 @@ class PipelineEngine:
             f"{self._placement.name_of(self._placement.rank)}: expected a mesh with the axes {axis_names} for a "
             "received DTensor, got none in its parameters; pass it as PipelineEngine(..., meshes=[mesh['tp']])"
         )
+
+
+def _form_of(parameters: dict[int, list[torch.Tensor]]) -> str:
+    """Return the part of the input signature that only this rank has: ``requires_grad`` and dtypes."""
+    return " ".join(f"{p.requires_grad:d}{p.dtype}" for own in parameters.values() for p in own)
 
 
 def _matching_names(model: nn.Module, patterns: Sequence[str | re.Pattern]) -> list[str]:

@@ -261,11 +261,11 @@ class GradientSum:
     """The sum of parameter gradients over micro-batches; None for unused parameters.
 
     Args:
-        parameters: those of each stage that require gradients.
+        parameters: those of each stage; only those that require gradients count.
     """
 
     def __init__(self, parameters: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        self.of_stage = {stage: tuple(own) for stage, own in parameters.items()}
+        self.of_stage = {stage: tuple(p for p in own if p.requires_grad) for stage, own in parameters.items()}
         self.parameters = tuple(parameter for own in self.of_stage.values() for parameter in own)
         self._sums = {stage: _StageSum(len(own)) for stage, own in self.of_stage.items()}
 

@@ -22,19 +22,18 @@ that end and begin the autograd graphs of the stages. Later forwards are of one 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import version_of
-from .backward import Boundary, attach
-from .mail import Mail
+from .crossings import Crossings
 from .program import CallKey, Outcome, Program, Record, Transfer
 from .recorder import Recorder
+from .tape import State, Tape, versions_of
 from .transport import Transport
 from .tree import Structure, flatten
 from .values import (
@@ -45,8 +44,6 @@ from .values import (
     TensorMeta,
     Value,
     ValueId,
-    from_local_part,
-    local_part,
     meta_of,
 )
 
@@ -55,13 +52,14 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 @dataclass
 class Call:
-    """An event in progress. ``real`` has the arguments on the home stage; it is None on other stages."""
+    """An event in progress. ``real`` has the arguments on the home stage, and ``state`` that of a tape."""
 
     key: CallKey
     arguments: list[Any]
     structure: Structure
     real: list[Any] | None = None
     versions: list[int] = field(default_factory=list)
+    state: State | None = None
 
     @property
     def inputs(self) -> tuple[tuple, dict]:
@@ -76,36 +74,29 @@ class Frame:
 
     Args:
         transport: this rank's communication.
-        mail: sends and receives the values.
+        crossings: sends and receives the values.
         program: the records; filled if ``recorder`` is given, replayed otherwise.
         stages: the stages to run; the events of others return placeholders.
-        microbatch: index of the micro-batch.
         recorder: the synchronization of the first micro-batch; None for later ones.
-        find_mesh: returns this rank's mesh with the given axis names.
-
-    Attributes:
-        boundaries: what each stage sent and received.
+        tape: takes down what the stage runs outside of units; None if nothing is taken down.
     """
 
     def __init__(
         self,
         transport: Transport,
-        mail: Mail,
+        crossings: Crossings,
         program: Program,
         *,
         stages: Collection[int],
-        microbatch: int,
         recorder: Recorder | None,
-        find_mesh: Callable[[tuple[str, ...]], DeviceMesh],
+        tape: Tape | None,
     ) -> None:
         self.stages = frozenset(stages)
-        self.boundaries = {stage: Boundary() for stage in self.stages}
         self.recorder = recorder
-        self._microbatch = microbatch
+        self.tape = tape
         self._transport = transport
-        self._mail = mail
+        self._crossings = crossings
         self._program = program
-        self._find_mesh = find_mesh
         self._values: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._crossed: set[tuple[ValueId, int]] = set()
         self._num_events = 0
@@ -154,18 +145,22 @@ class Frame:
             self.recorder.check_arguments(arguments, values, name)
             if home in self.stages:  # fails before the synchronization, never between a send and its receive
                 for _, value in needed.values():
-                    self._mesh_for(value)
+                    self._crossings.mesh_for(value.meta)
             if needed:
                 self.recorder.synchronize("before", call.key)
         for leaf, value in needed.values():
             self._cross(call.key, leaf, value)
         if home in self.stages:
             call.real = [self._real(leaf, home) for leaf in arguments]
-            call.versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in call.real]
+            call.versions = versions_of(call.real)
+            call.state = None if self.tape is None else self.tape.state()
         return call
 
-    def finish(self, call: Call, output: Any, *, is_operator: bool) -> Any:
+    def finish(self, call: Call, function: Any, output: Any, *, is_operator: bool) -> Any:
         """Finish an event on its home stage: register its outputs as values, and return them to the caller."""
+        if self.tape is not None and call.real is not None and call.state is not None:
+            where = call.real, call.structure, call.versions, call.state
+            self.tape.add(function, *where, output, stage=call.key.home)
         leaves, structure = flatten(output)
         position = {id(leaf): i for i, leaf in enumerate(call.real or ()) if isinstance(leaf, torch.Tensor)}
         if self.recorder is None:
@@ -223,7 +218,10 @@ class Frame:
             self.recorder.check_end()
             self.recorder.synchronize("end", None)
             self._program.loss = value.meta
-        return self._real(loss, last_stage) if last_stage in self.stages else None
+        found = self._real(loss, last_stage) if last_stage in self.stages else None
+        if self.tape is not None:
+            self.tape.end(found)
+        return found
 
     # --- steps of an event ---
 
@@ -263,34 +261,16 @@ class Frame:
             transfer = Transfer(value.home, key.home, origin, key.name, value.meta)
             index = self._program.cross(crossing, transfer)
         if value.home in self.stages:
-            self._send(index, self._real(leaf, value.home), value)
+            tensor = self._real(leaf, value.home)
+            if self.recorder is not None:
+                self.recorder.note_sent(tensor, self._program.origin(value))
+            if self.tape is not None:
+                self.tape.send(index, tensor, value.home)
+            self._crossings.send(index, tensor)
         if key.home in self.stages:
-            value.received[key.home] = self._receive(index, value, key.home)
-
-    def _send(self, index: int, tensor: torch.Tensor, value: Value) -> None:
-        if self.recorder is not None:
-            self.recorder.note_sent(tensor, self._program.origin(value))
-        elif not (meta := meta_of(tensor)).same_data(value.meta):
-            raise PipelineError(
-                f"{self._program.origin(value)}: expected {value.meta}, requires_grad={value.meta.requires_grad}, as "
-                f"recorded, got {meta}, requires_grad={meta.requires_grad}; shapes of values that cross stages may "
-                "depend on input shapes only"
-            )
-        self._mail.send(local_part(tensor), (index, self._microbatch, False), stride=value.meta.local_layout[1])
-        if value.meta.requires_grad:
-            self.boundaries[value.home].add_sent(index, tensor)
-
-    def _mesh_for(self, value: Value) -> DeviceMesh | None:
-        return None if value.meta.sharded is None else self._find_mesh(value.meta.sharded.axis_names)
-
-    def _receive(self, index: int, value: Value, stage: int) -> torch.Tensor:
-        meta, mesh = value.meta, self._mesh_for(value)
-        tensor = from_local_part(self._mail.receive((index, self._microbatch, False)), meta, mesh)
-        if not meta.requires_grad:
-            return tensor
-        tensor, edge = attach(tensor)
-        self.boundaries[stage].add_received(index, edge)
-        return tensor
+            value.received[key.home] = self._crossings.receive(index)
+            if self.tape is not None:
+                self.tape.receive(index, value.received[key.home], key.home)
 
     def _apply_changes(self, call: Call, record: Record) -> None:
         """Assign a new value, at the home of the call, to each argument written in place."""

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import function_mode_on_top, pop_mode, push_mode
 from .frame import Frame
+from .tape import versions_of
 from .tree import flatten
 
 _PROPERTIES = (
@@ -81,13 +82,23 @@ class TraceMode(TorchFunctionMode):
             return result
         name = _name_of(func)
         arguments, structure = flatten((args, kwargs))
+        tape = self.frame.tape
         if not self.frame.is_event(arguments, name):
-            return func(*args, **kwargs)
+            if tape is None:
+                return func(*args, **kwargs)
+            before = versions_of(arguments), tape.state()
+            result = func(*args, **kwargs)
+            tape.add(func, arguments, structure, *before, result, stage=None)
+            return result
         call = self.frame.begin(name, arguments, structure)
         if call.real is None:
             return self.frame.absent(call)
         args, kwargs = call.inputs
-        return self.frame.finish(call, func(*args, **kwargs), is_operator=True)
+        return self.frame.finish(call, func, func(*args, **kwargs), is_operator=True)
+
+    def outside(self) -> contextlib.AbstractContextManager[None] | None:
+        """Return a context that traces nothing while code outside of units runs, else None."""
+        return None if self.unit is not None or self._paused else self.paused()
 
     # --- on and off ---
 

@@ -6,10 +6,12 @@ All stages hold the same records, so later micro-batches need no agreement.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from .rows import LossRule
+from .tape import Tape
 from .tree import Structure, flatten
 from .values import PipelineError, TensorMeta, Value, ValueId
 
@@ -88,7 +90,8 @@ class Program:
     ``stage_form`` is the part of the signature that only this rank has (frozen parameters, dtypes). ``crossings`` has
     the index of each transfer. ``dead`` are the transfers without a gradient, which the first backward finds. ``whole``
     are the stages whose gradients of weights are computed with those of inputs. ``rule`` is that of the loss, once it
-    is known.
+    is known. ``tapes`` are those of this rank's stages, made with these
+    ``attributes`` of modules outside of units.
 
     The gradient of a value visits the stages that use it from the last one back, and each adds its own, so all are
     added in the order of one process.
@@ -103,8 +106,11 @@ class Program:
     whole: set[int] = field(default_factory=set)
     recorded: bool = False
     rule: LossRule | None = None
+    tapes: dict[int, Tape] = field(default_factory=dict)
+    attributes: tuple = ()
     _of_value: dict[ValueId, list[int]] = field(default_factory=dict)
     _same_value: list[list[int]] = field(default_factory=list)
+    _lists: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
     def cross(self, crossing: Crossing, transfer: Transfer) -> int:
         """Record a transfer; return its index."""
@@ -112,41 +118,47 @@ class Program:
         self.transfers.append(transfer)
         others = self._of_value.setdefault(crossing[0], [])
         others.append(index)
+        others.sort(key=lambda other: self.transfers[other].destination)
         self._same_value.append(others)
         return index
 
     def from_stage(self, stage: int) -> list[int]:
         """Return the transfers of values from a stage, in the order of sending."""
-        return [index for index, transfer in enumerate(self.transfers) if transfer.source == stage]
+        return self._listed("from", stage, lambda index: self.transfers[index].source == stage)
 
     def to_stage(self, stage: int) -> list[int]:
         """Return the transfers of values to a stage, in the order of use."""
-        return [index for index, transfer in enumerate(self.transfers) if transfer.destination == stage]
+        return self._listed("to", stage, lambda index: self.transfers[index].destination == stage)
+
+    def gradients_from_stage(self, stage: int) -> list[int]:
+        """Return the transfers whose gradients a stage sends back, in the order of sending: the latest use first."""
+        return self._listed(
+            "gradients from", stage, lambda i: self._has_gradient(i) and self.transfers[i].destination == stage
+        )[::-1]
+
+    def gradients_to_stage(self, stage: int) -> list[int]:
+        """Return the transfers whose gradients a stage gets, in the order of sending."""
+        belongs = lambda index: self._has_gradient(index) and self.gradient_to(index) == stage  # noqa: E731
+        return self._listed("gradients to", stage, belongs)[::-1]
+
+    def _listed(self, what: str, stage: int, belongs: Callable[[int], bool]) -> list[int]:
+        if not self.recorded:
+            return list(filter(belongs, range(len(self.transfers))))
+        if (what, stage) not in self._lists:
+            self._lists[what, stage] = list(filter(belongs, range(len(self.transfers))))
+        return self._lists[what, stage]
 
     def gradient_to(self, index: int) -> int:
         """Return the stage that gets the gradient of a transfer: the one before that uses the value, or its home."""
-        uses = self._uses(index)
+        uses = self._same_value[index]
         before = uses.index(index) - 1
         return self.transfers[index].source if before < 0 else self.transfers[uses[before]].destination
 
     def later_use(self, index: int) -> int | None:
         """Return the transfer of the same value to the next stage, if it has a gradient."""
-        uses = self._uses(index)
+        uses = self._same_value[index]
         following = uses[uses.index(index) + 1 :]
         return following[0] if following and self._has_gradient(following[0]) else None
-
-    def _uses(self, index: int) -> list[int]:
-        """Return the transfers of one value in the order of the stages that get it."""
-        return sorted(self._same_value[index], key=lambda other: self.transfers[other].destination)
-
-    def gradients_from_stage(self, stage: int) -> list[int]:
-        """Return the transfers whose gradients a stage sends back, in the order of sending: the latest use first."""
-        return [index for index in reversed(self.to_stage(stage)) if self._has_gradient(index)]
-
-    def gradients_to_stage(self, stage: int) -> list[int]:
-        """Return the transfers whose gradients a stage gets, in the order of sending."""
-        indices = reversed(range(len(self.transfers)))
-        return [index for index in indices if self._has_gradient(index) and self.gradient_to(index) == stage]
 
     def _has_gradient(self, index: int) -> bool:
         return self.transfers[index].meta.requires_grad and index not in self.dead

@@ -23,7 +23,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._stages.placement import Placement
-from .._torch import OperatorMode, has_saved_tensor_hooks, is_random, version_of
+from .._torch import OperatorMode, has_saved_tensor_hooks, is_random, is_transformed, version_of
 from .program import CallKey, Outcome
 from .transport import Transport
 from .tree import flatten
@@ -99,7 +99,7 @@ class Recorder:
     def check_arguments(self, leaves: Sequence[Any], values: Sequence[Value | None], name: str) -> None:
         """Check the tensor arguments of an operator outside of units, or of a unit."""
         for leaf, value in zip(leaves, values, strict=True):
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, Placeholder):
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, Placeholder) or is_transformed(leaf):
                 continue
             if value is None and leaf in self._made_inside:
                 raise PipelineError(

@@ -10,27 +10,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.profiler import record_function
 
 from .._schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
+from .._stages.hooks import hooked_units
 from .._stages.placement import Placement
 from .._stages.split import StageSplit
 from .._stages.stub import StageModules
-from .._torch import tensor_hooks
+from .._torch import has_forward_hooks, tensor_hooks
 from .backward import Boundary, GradientSum, StageBackward
+from .crossings import Crossings
 from .frame import Frame
 from .mail import Letter, Mail
 from .mode import RunState, TraceMode
 from .program import Program
 from .recorder import RandomGuard, Recorder
 from .rows import LossRule, RowChecks, unequal_counts
+from .tape import Births, Tape
 from .transport import Transport
 from .values import PipelineError, from_local_part, gradient_meta, local_gradient, meta_of
 
 logger = logging.getLogger("vescale.pipe")
+
+#: Micro-batches that run from one tape; then the user's code runs again, and is compared with it.
+TAPE_USES = 256
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Pipeline:
         loss_of: runs the model on a micro-batch.
         find_mesh: returns this rank's mesh with the given axis names.
         forget: drops a program.
+        attributes: returns what code outside of units can depend on, other than its inputs.
+        outside: the modules outside of units.
     """
 
     schedule: Schedule
@@ -60,6 +69,8 @@ class Pipeline:
     loss_of: Callable[[tuple, dict], torch.Tensor]
     find_mesh: Callable[[tuple[str, ...]], DeviceMesh]
     forget: Callable[[Program], None]
+    attributes: Callable[[], tuple]
+    outside: Sequence[nn.Module]
 
 
 class Step:
@@ -90,6 +101,9 @@ class Step:
         self._counts = pipeline.rows.target_counts() if is_last and self._rule.counts_targets else None
         self._differs = False
         self._mail = Mail(self._transport, self._placement, program)
+        self._attributes = pipeline.attributes()
+        self._hooks = contextlib.ExitStack()
+        self._is_hooked = False
         self.where = "the first micro-batch"
         self.loss: torch.Tensor
 
@@ -117,6 +131,10 @@ class Step:
         self._transport.wait_sends()
         self.loss = self._shared_loss()
 
+    def close(self) -> None:
+        """Remove the hooks of the step."""
+        self._hooks.close()
+
     def check_targets(self) -> None:
         """Check that all parts of the batch count equally many targets.
 
@@ -129,47 +147,95 @@ class Step:
     # --- forward ---
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        loss: torch.Tensor | None
-        if self._placement.num_stages == 1:
-            with self._counted():
-                boundary, loss = Boundary(), self._pipeline.loss_of(*self._microbatches[microbatch])
-            self._program.loss = meta_of(loss)
-        else:
-            assert self._pipeline.modules is not None
-            with self._pipeline.modules.only([stage]), self._counted(stage):
-                frame, loss = self._follow([stage], microbatch, recorder=None)
-            boundary = frame.boundaries[stage]
+        boundary, loss = Boundary(), None
+        args, kwargs = self._microbatches[microbatch]
+        with self._counted(stage):
+            if self._placement.num_stages == 1:
+                loss = self._pipeline.loss_of(args, kwargs)
+                self._program.loss = meta_of(loss)
+            else:
+                crossings = self._crossings([stage], microbatch)
+                boundary = crossings.boundaries[stage]
+                tape, is_due = self._tape_of(stage)
+                slots = None if tape is None or is_due else tape.prepared(args, kwargs)
+                if tape is not None and slots is not None:
+                    loss = tape.run(slots, crossings.send, crossings.receive)
+                else:
+                    loss = self._taken_down(stage, microbatch, crossings, is_due=is_due)
         if stage == self._placement.mine[-1]:
             self._microbatches[microbatch] = None
         part = None if loss is None else self._part(microbatch, loss)
         if self._program.loss_meta.requires_grad:
             self._saved[stage, microbatch] = boundary, part
 
+    def _tape_of(self, stage: int) -> tuple[Tape | None, bool]:
+        """Return the tape of a stage, if it can be run, and whether a new one is due."""
+        tape = self._program.tapes.get(stage)
+        if tape is None or self._program.attributes != self._attributes:
+            return None, True
+        return (None, False) if tape.reason else (tape, tape.uses >= TAPE_USES)
+
+    def _taken_down(self, stage: int, microbatch: int, crossings: Crossings, *, is_due: bool) -> torch.Tensor | None:
+        """Run the user's code for a stage, and make a tape of it if one is due."""
+        pipeline = self._pipeline
+        assert pipeline.modules is not None
+        tape = Tape(self._transport.device.type) if is_due else None
+        with pipeline.modules.only([stage]):
+            loss = self._follow([stage], microbatch, crossings, recorder=None, tape=tape)
+        if tape is not None:
+            self._keep(stage, tape)
+        return loss
+
+    def _keep(self, stage: int, tape: Tape) -> None:
+        program, attributes = self._program, self._pipeline.attributes()
+        if any(map(has_forward_hooks, self._pipeline.outside)):
+            tape.refuse("modules outside of units have hooks")
+        if attributes != self._attributes:
+            tape.refuse("code outside of units changes attributes of its modules")
+        if program.attributes != self._attributes:
+            program.attributes, program.tapes = self._attributes, {}
+        elif (before := program.tapes.get(stage)) is not None and not tape.reason:
+            before.check_same(tape)
+        program.tapes[stage] = tape
+        if tape.reason:
+            logger.info("stage %d runs the user's code in every micro-batch: %s", stage, tape.reason)
+
+    def _crossings(self, stages: Sequence[int], microbatch: int) -> Crossings:
+        return Crossings(self._mail, self._program, stages, microbatch, self._pipeline.find_mesh)
+
     def _follow(
-        self, stages: Sequence[int], microbatch: int, *, recorder: Recorder | None
-    ) -> tuple[Frame, torch.Tensor | None]:
+        self,
+        stages: Sequence[int],
+        microbatch: int,
+        crossings: Crossings,
+        *,
+        recorder: Recorder | None,
+        tape: Tape | None,
+    ) -> torch.Tensor | None:
         """Run the user's forward for some stages; the loss comes where the last one is among them."""
         pipeline = self._pipeline
-        frame = Frame(
-            self._transport,
-            self._mail,
-            self._program,
-            stages=stages,
-            microbatch=microbatch,
-            recorder=recorder,
-            find_mesh=pipeline.find_mesh,
-        )
+        self._hook_units()
+        args, kwargs = self._microbatches[microbatch]
+        frame = Frame(self._transport, crossings, self._program, stages=stages, recorder=recorder, tape=tape)
         mode = pipeline.state.mode = TraceMode(frame)
+        if tape is not None:
+            tape.begin(args, kwargs)
         try:
-            with mode.active():
-                if recorder is None:
-                    loss = pipeline.loss_of(*self._microbatches[microbatch])
-                else:
-                    with RandomGuard(lambda: mode.current_module):
-                        loss = pipeline.loss_of(*self._microbatches[microbatch])
+            with mode.active(), contextlib.ExitStack() as watches:
+                if recorder is not None:
+                    watches.enter_context(RandomGuard(lambda: mode.current_module))
+                if tape is not None:
+                    watches.enter_context(Births(tape, mode.outside))
+                loss = pipeline.loss_of(args, kwargs)
         finally:
             pipeline.state.mode = None
-        return frame, frame.end(loss, last_stage=self._last_stage)
+        return frame.end(loss, last_stage=self._last_stage)
+
+    def _hook_units(self) -> None:
+        """Hook the units of this rank until the end of the step: a backward may run their forward once more."""
+        if not self._is_hooked and self._pipeline.modules is not None:
+            self._hooks.enter_context(hooked_units(self._pipeline.modules.units, self._pipeline.state))
+            self._is_hooked = True
 
     def _counted(self, stage: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Note the targets that a forward of the last stage counts."""
@@ -188,11 +254,17 @@ class Step:
     def _record(self) -> None:
         """Run the first micro-batch, forward and backward, in lockstep with all ranks, and record it."""
         with self.recording() as recorder:
-            frame, loss = self.record_forward(recorder)
+            boundaries, loss = self.record_forward(recorder)
+            if len(self._placement.mine) > 1 and self._pipeline.attributes() != self._attributes:
+                raise PipelineError(
+                    "expected code outside of stage modules that leaves the attributes of its modules alone, since it "
+                    "runs once for each stage of a rank, got other values after the forward; change them in a module "
+                    "with parameters, or between steps"
+                )
             self._microbatches[0] = None
             part = None if loss is None else self._part(0, loss)
             if self._program.loss_meta.requires_grad:
-                self._record_backward(recorder, frame, part)
+                self._record_backward(recorder, boundaries, part)
         self._program.recorded = True
         for transfer in self._program.transfers if self._placement.is_here(0) else ():
             logger.info("%s", transfer)
@@ -208,24 +280,25 @@ class Step:
             recorder.fail(error)
             raise
 
-    def record_forward(self, recorder: Recorder) -> tuple[Frame, torch.Tensor | None]:
+    def record_forward(self, recorder: Recorder) -> tuple[dict[int, Boundary], torch.Tensor | None]:
         """Run and record the forward of the first micro-batch, of all stages of this rank."""
+        crossings = self._crossings(self._placement.mine, 0)
         with self._counted():
-            frame, loss = self._follow(self._placement.mine, 0, recorder=recorder)
+            loss = self._follow(self._placement.mine, 0, crossings, recorder=recorder, tape=None)
         for stage, own in self.total.of_stage.items():
             split = self._pipeline.split
             if any(tensor_hooks(p) for p in own) or (split and recorder.hooked & {*split.stages[stage]}):
                 self._program.whole.add(stage)
-        return frame, loss
+        return crossings.boundaries, loss
 
-    def _record_backward(self, recorder: Recorder, frame: Frame, part: torch.Tensor | None) -> None:
+    def _record_backward(self, recorder: Recorder, boundaries: dict[int, Boundary], part: torch.Tensor | None) -> None:
         program, here = self._program, self._placement.is_here
         arrived: dict[int, torch.Tensor] = {}
         for stage in reversed(range(self._placement.num_stages)):
             dead: list[int] = []
             found: dict[int, torch.Tensor | None] = {}
             if here(stage):
-                boundary = frame.boundaries.pop(stage)
+                boundary = boundaries.pop(stage)
                 backward = self._stage_backward(stage, boundary, part, arrived.pop)
                 received, weights = backward.run()
                 self.total.add(stage, 0, weights)

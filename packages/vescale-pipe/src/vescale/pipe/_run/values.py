@@ -11,6 +11,7 @@ Tensors that depend on no unit (masks, position ids, rotary tables, inputs) are 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -143,6 +144,7 @@ def from_local_part(local: torch.Tensor, meta: TensorMeta, mesh: DeviceMesh | No
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def gradient_meta(meta: TensorMeta) -> TensorMeta:
     """Return the metadata of a sent gradient: contiguous, with the value's placements and Replicate for Partial."""
     sharded = meta.sharded

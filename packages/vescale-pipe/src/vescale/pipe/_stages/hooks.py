@@ -53,14 +53,14 @@ class _UnitHooks:
         return inputs
 
     def after(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        del module, args
+        del args
         mode, call = self._state.mode, self._call
         if mode is None or call is None or mode.unit != self._fqn:
             return None
         self._call = None
         mode.leave_unit()
         with mode.paused():
-            result = mode.frame.finish(call, output, is_operator=False)
+            result = mode.frame.finish(call, module, output, is_operator=False)
         return None if result is output else result
 
 
