@@ -66,6 +66,13 @@ class Reads(Net):
         return h * 2 if bool(x.sum() > 0) else h * 3
 
 
+class Strides(Net):
+    """Code that asks how the input lies in memory."""
+
+    def outside(self, h, x):
+        return h * (1 if x.is_contiguous() else 2)
+
+
 class Item(Net):
     """A number of the input as a number of the program."""
 
@@ -235,6 +242,15 @@ def test_the_code_outside_of_modules_runs_twice_or_every_time(kind, pipeline_mes
     engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", NUM_MICROBATCHES), per_microbatch=True)
     train(pipelined(engine), model)
     assert model.forwards.count == (2 if kind in ON_TAPE else 3 * NUM_MICROBATCHES)
+
+
+@ranks(2)
+def test_inputs_may_lie_otherwise_in_memory(pipeline_mesh):
+    model, one = build(Strides), build(Strides)
+    engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", NUM_MICROBATCHES), per_microbatch=True)
+    for x in (inputs(0), inputs(0), inputs(0).t().contiguous().t()):
+        expected = sum(one(rows) / NUM_MICROBATCHES for rows in x.chunk(NUM_MICROBATCHES))
+        assert torch.equal(engine(x), expected)
 
 
 def change_scale(model, number):

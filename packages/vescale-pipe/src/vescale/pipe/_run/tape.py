@@ -147,6 +147,7 @@ class Tape:
         self._ambient = self.state()
         self._loss: int | None = None
         self._has_flat_input = False
+        self._strides: list[tuple[int, ...]] = []  # of the input, on which code may depend
         self._reads: list[Node] = []
         self._rest: list[Node] = []
         self._slots: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -172,6 +173,8 @@ class Tape:
         self._has_flat_input = len(given) == len(leaves) and all(map(operator.is_, given, leaves))
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
+                if leaf not in self._slots:
+                    self._strides.append(leaf.stride())
                 self._fill(leaf)
             elif not isinstance(leaf, _PLAIN):
                 self.refuse(f"the input has a {type(leaf).__name__}")
@@ -282,7 +285,7 @@ class Tape:
         """Return where a tensor comes from; None for a constant."""
         slot: int | None = self._slots.get(tensor)
         if slot is None and (address := _address(tensor)) not in self._constant:
-            if address in self._born or address in self._filled:
+            if address in self._born or address in self._filled or tensor.grad_fn is not None:
                 self.refuse("code outside of modules uses the result of an operator that is not seen")
             self._constant.add(address)
         return slot
@@ -318,9 +321,11 @@ class Tape:
     # --- running ---
 
     def prepared(self, args: tuple, kwargs: dict) -> dict[int, Any] | None:
-        """Return the slots that are filled at the start; None if numbers that code reads differ."""
+        """Return the slots that are filled at the start; None if numbers that code reads, or strides, differ."""
         leaves = [*args, *kwargs.values()] if self._has_flat_input else flatten((args, kwargs))[0]
         tensors = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        if [leaf.stride() for leaf in tensors] != self._strides:
+            return None
         slots: dict[int, Any] = dict(enumerate(tensors))
         for node in self._reads:
             outputs = node.run(slots)
