@@ -210,3 +210,20 @@ def test_hooks_on_tensors_run_once(helpers):
             self.blocks[6].up.weight.register_hook(lambda gradient: gradient.clamp(max=1e-3))
 
     check_equal(PipelinePlan("zb_v", 3), helpers, Hooked)
+
+
+@ranks(2)
+def test_hooks_on_tensors_that_come_later(helpers):
+    """The stage was recorded without; a hook that ran in W with effect would triple a gradient twice."""
+    train_one_process, pipeline_mesh, differences = helpers
+    batch = data(6)
+    model, one = build(), build()
+    engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("zb_h1", 3))
+    engine(**batch)
+    for block in (*model.blocks, *one.blocks):
+        if isinstance(block, Block):
+            block.norm.register_forward_hook(_triple)
+    expected = train_one_process(one, loss_of, batch, 3)
+    assert differences(build(), expected)
+    engine(**batch).backward()
+    assert differences(model, expected) == {}

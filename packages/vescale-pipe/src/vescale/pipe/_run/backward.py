@@ -25,8 +25,8 @@ W adds the gradients of one parameter in the order of the whole backward, since 
 needs nodes that are entered once. What is entered several times (a weight without a transposition, used twice), or from
 a node written in Python (``autograd.Function``), which computes all of its gradients when it runs, is computed in I.
 
-A hook on a tensor would run in I and again in W, and a checkpoint would compute its forward twice. Stages with either
-compute all gradients in I, and W only adds.
+A hook on a tensor would run in I and again in W, though without effect on gradients, and a checkpoint would compute its
+forward twice. Stages that had either when they were recorded compute all gradients in I, and W only adds.
 """
 
 from __future__ import annotations
@@ -136,12 +136,12 @@ class StageBackward:
         if self._cut is not None:
             roots = [root for root in self._roots if root[0].node in self._cut.apart]
             for node, edges in self._cut.exits.items():
-                entered = [
-                    (GradientEdge(node, output), gradient)
-                    for output, gradient in enumerate(self._entered.pop(node, ()))
-                    if gradient is not None
-                ]
+                kept = self._entered.pop(node, ())
+                entered = [(GradientEdge(node, i), gradient) for i, gradient in enumerate(kept) if gradient is not None]
+                # hooks on the tensor have made these what they are, and would change them once more
+                handle = node.register_prehook(lambda _, kept=kept: kept)
                 left = zip(edges, _gradients(entered, edges), strict=True)
+                handle.remove()
                 roots.extend((edge, gradient) for edge, gradient in left if gradient is not None)
             later = self._cut.later
             self._found.update(zip(later, _gradients(roots, later), strict=True))
