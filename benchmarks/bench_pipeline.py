@@ -1,8 +1,8 @@
 """A pipeline's step beside torch.distributed.pipelining, with the same stages and schedule, on gloo ranks.
 
 Stages are tiny, so that what a step costs the host is measured: four linear layers of width 32, eight rows per
-micro-batch. Processor time is that of a rank with its threads for messages, in hundredths of a second per 10 steps.
-Losses are compared before.
+micro-batch. Times are of ten steps; processor time is that of a rank with its threads for messages. Losses are compared
+before.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from vescale.pipe import PipelineEngine, PipelinePlan
 from vescale_testing import run_ranks
 
+RANKS = (2, 4)
 WIDTH, LAYERS, ROWS, MICROBATCHES, STEPS = 32, 4, 8, 8, 10
 CASES = {
     "1f1b": (schedules.Schedule1F1B, 1),
@@ -32,7 +33,7 @@ CASES = {
 def run(num_rounds: int) -> Result:
     """Measure two and four ranks; the times are those of the first."""
     seconds: dict[str, list[float]] = {}
-    for num_ranks in (2, 4):
+    for num_ranks in RANKS:
         wall, processor = run_ranks(_on_a_rank, num_ranks, num_rounds, timeout=1500)[0]
         seconds |= {f"{name}, {num_ranks} ranks": times for name, times in wall.items()}
         seconds |= {f"{name}, {num_ranks} ranks, processor": times for name, times in processor.items()}
