@@ -149,12 +149,32 @@ class Cached(Net):
         return x.square().mean()
 
 
+class Masks(nn.Linear):
+    def forward(self, x, mask):
+        return mask(super().forward(x))
+
+
+class Closure(Net):
+    """A function of the input, which a module calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Masks(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        self.forwards.count += 1
+        h = x
+        for block in self.blocks:
+            h = block(h, lambda out: out * x)
+        return h.square().mean()
+
+
 class Mapped(Net):
     def outside(self, h, x):
         return h + torch.vmap(lambda row: row * row.sum())(x)
 
 
-KINDS = [Net, Tables, Reads, Item, Counts, Shapes, Custom, Arrays, Cached, Mapped]
+KINDS = [Net, Tables, Reads, Item, Counts, Shapes, Custom, Arrays, Cached, Closure, Mapped]
 ON_TAPE = {Net, Tables, Custom}
 
 

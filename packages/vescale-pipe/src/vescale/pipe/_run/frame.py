@@ -265,12 +265,12 @@ class Frame:
             if self.recorder is not None:
                 self.recorder.note_sent(tensor, self._program.origin(value))
             if self.tape is not None:
-                self.tape.send(index, tensor, value.home)
+                self.tape.send(index, tensor)
             self._crossings.send(index, tensor)
         if key.home in self.stages:
             value.received[key.home] = self._crossings.receive(index)
             if self.tape is not None:
-                self.tape.receive(index, value.received[key.home], key.home)
+                self.tape.receive(index, value.received[key.home])
 
     def _apply_changes(self, call: Call, record: Record) -> None:
         """Assign a new value, at the home of the call, to each argument written in place."""

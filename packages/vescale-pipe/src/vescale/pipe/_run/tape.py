@@ -19,11 +19,10 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, EllipsisType, FunctionType
+from types import EllipsisType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import OperatorMode, has_saved_tensor_hooks, is_transformed, set_grad_enabled, version_of
@@ -32,7 +31,7 @@ from .values import PipelineError, local_part
 
 CALL, READ, SEND, RECEIVE = "call", "read", "send", "receive"
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
-_FIXED = (type, EllipsisType, FunctionType, BuiltinFunctionType, nn.Module, torch.memory_format, torch.layout)
+_FIXED = (type, EllipsisType, torch.memory_format, torch.layout)  # a function or a module may hold tensors
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Node:
 
 
 class Tape:
-    """What one stage runs in a forward. Use it once to take down, then ``cut`` it, then run it.
+    """What one stage runs in a forward. It takes down one forward, until ``end``; then it can be run.
 
     Args:
         device_type: of the pipeline's mesh.
@@ -241,14 +240,12 @@ class Tape:
             )
         )
 
-    def send(self, transfer: int, tensor: torch.Tensor, stage: int) -> None:
+    def send(self, transfer: int, tensor: torch.Tensor) -> None:
         """Put a send on the tape."""
-        del stage
         self.nodes.append(Node(SEND, True, slots=[self._slot(tensor)], transfer=transfer))
 
-    def receive(self, transfer: int, tensor: torch.Tensor, stage: int) -> None:
+    def receive(self, transfer: int, tensor: torch.Tensor) -> None:
         """Put a receive on the tape."""
-        del stage
         self.nodes.append(Node(RECEIVE, True, results=[self._fill(tensor)], transfer=transfer))
 
     def end(self, loss: torch.Tensor | None) -> None:
