@@ -169,12 +169,35 @@ class Closure(Net):
         return h.square().mean()
 
 
+class Masked(nn.Linear):
+    mask = None
+
+    def forward(self, x):
+        return super().forward(x) * self.mask
+
+
+class Sets(Net):
+    """Code that sets an attribute of a module, which reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        self.forwards.count += 1
+        h = x
+        for block in self.blocks:
+            block.mask = x + 1
+            h = block(h)
+        return h.square().mean()
+
+
 class Mapped(Net):
     def outside(self, h, x):
         return h + torch.vmap(lambda row: row * row.sum())(x)
 
 
-KINDS = [Net, Tables, Reads, Item, Counts, Shapes, Custom, Arrays, Cached, Closure, Mapped]
+KINDS = [Net, Tables, Reads, Item, Counts, Shapes, Custom, Arrays, Cached, Closure, Sets, Mapped]
 ON_TAPE = {Net, Tables, Custom}
 
 
@@ -254,7 +277,7 @@ def test_tapes_that_are_made_again(kind, pipeline_mesh, monkeypatch):
     check_equal(kind, pipeline_mesh(), "1f1b")
 
 
-@pytest.mark.parametrize("kind", [Net, Tables, Custom, Item, Counts, Shapes, Arrays, Cached, Mapped])
+@pytest.mark.parametrize("kind", [Net, Tables, Custom, Item, Counts, Shapes, Arrays, Cached, Closure, Sets, Mapped])
 @ranks(2)
 def test_the_code_outside_of_modules_runs_twice_or_every_time(kind, pipeline_mesh):
     """Once to record, once to make the tape; or, where no tape can be made, for every micro-batch."""

@@ -122,12 +122,16 @@ class TraceMode(TorchFunctionMode):
 
     def enter_unit(self, fqn: str) -> None:
         """Begin a unit. In the first micro-batch the mode stays active, to record the unit's internal tensors."""
+        if self.frame.tape is not None:
+            self.frame.tape.entering()
         self.unit = fqn
         if self.frame.recorder is None and function_mode_on_top() is self:
             self._pop()
 
     def leave_unit(self) -> None:
         """End a unit."""
+        if self.frame.tape is not None:
+            self.frame.tape.leaving()
         self.unit = None
         self._push()
 

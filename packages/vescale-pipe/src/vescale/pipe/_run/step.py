@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.profiler import record_function
 
 from .._schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
+from .._stages.attributes import attributes_of
 from .._stages.hooks import hooked_units
 from .._stages.placement import Placement
 from .._stages.split import StageSplit
@@ -179,7 +181,10 @@ class Step:
         """Run the user's code for a stage, and make a tape of it if one is due."""
         pipeline = self._pipeline
         assert pipeline.modules is not None
-        tape = Tape(self._transport.device.type) if is_due else None
+        self._hook_units()  # before the tape looks at the units
+        own = [unit for home, unit in pipeline.modules.units.values() if home == stage]
+        inside = functools.partial(attributes_of, [m for unit in own for m in unit.modules()], None)
+        tape = Tape(self._transport.device.type, inside) if is_due else None
         with pipeline.modules.only([stage]):
             loss = self._follow([stage], microbatch, crossings, recorder=None, tape=tape)
         if tape is not None:

@@ -132,14 +132,16 @@ class Tape:
 
     Args:
         device_type: of the pipeline's mesh.
+        inside: returns the attributes of the stage's units, which code outside of them may not set.
 
     Attributes:
         reason: why it cannot be run; None if it can.
         uses: how often it has run.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, inside: Callable[[], tuple]) -> None:
         self.nodes: list[Node] = []
+        self._inside, self._seen = inside, inside()
         self.reason: str | None = None
         self.uses = 0
         self._device_type = device_type
@@ -250,6 +252,8 @@ class Tape:
 
     def end(self, loss: torch.Tensor | None) -> None:
         """Put the loss on the tape, let go of what taking down needed, and keep what the stage needs."""
+        self.entering()
+        self._seen = ()
         self._loss = None if loss is None else self._slot(loss)
         self._reads = self._needed([node for node in self.nodes if node.kind == READ])
         if any(node.writes for node in self._reads):
@@ -273,6 +277,15 @@ class Tape:
             if (address := _address(leaf)) and address not in old:
                 self._born.add(address)
                 self._alive.append(leaf)
+
+    def entering(self) -> None:
+        """Note that a unit begins, or the forward ends: until now code outside has run."""
+        if self._inside() != self._seen:
+            self.refuse("code outside of modules sets attributes of modules")
+
+    def leaving(self) -> None:
+        """Note that a unit ends."""
+        self._seen = self._inside()
 
     def refuse(self, reason: str) -> None:
         """Leave this stage to the user's code."""
