@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from vescale.dtensor import DTensor, Partial, Replicate, Shard, disabled, distribute_tensor, init_device_mesh
+from vescale.dtensor import (
+    DTensor,
+    InterleavedShard,
+    Partial,
+    Replicate,
+    Shard,
+    disabled,
+    distribute_tensor,
+    init_device_mesh,
+)
 from vescale_testing import ranks
 
 VIEWS = {
@@ -72,6 +81,18 @@ def test_strides_are_those_of_one_device():
     for placement in (Shard(0), Shard(1), Partial()):
         x = DTensor.from_local(whole, mesh, [placement]).t()
         assert x.full_tensor().stride() == x.stride() == torch.empty(x.shape[::-1]).t().stride()
+
+
+@ranks(2)
+def test_own_placements_are_left_and_entered_in_memory_order():
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(24.0).view(8, 3)
+    replicated, interleaved = [Replicate()], [InterleavedShard(0, 2)]
+    left = distribute_tensor(whole, mesh, interleaved).t().redistribute(placements=replicated)
+    assert torch.equal(left.t().view(-1).full_tensor(), whole.view(-1))
+    turned_over = distribute_tensor(whole.t(), mesh, [InterleavedShard(1, 2)])
+    for entered in (turned_over, left.redistribute(placements=[InterleavedShard(1, 2)])):
+        assert entered.to_local().t().is_contiguous()
+        assert torch.equal(entered.full_tensor(), whole.t())
 
 
 def strides_and_draws(function, *operands):

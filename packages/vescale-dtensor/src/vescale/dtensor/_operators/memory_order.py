@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from .._containers import leaves, map_leaves
 from .._layout.shards import local_shape
-from .._placements.hooks import has_ragged, in_memory_order
+from .._placements.hooks import has_ragged
+from .._placements.memory import in_memory_order
 from .._torch import dispatch, kernels
 from .._torch.placements import is_tracing
 

@@ -18,7 +18,7 @@ The sum stays partial, which costs no communication and can still be reduce-scat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch.distributed.tensor import Partial, Replicate
 from .._torch.placements import is_tracing, with_placements
 from .._torch.waits import name_axes
 from .collectives import in_group_order
+from .memory import as_strides_say
 from .move import redistribute_shard, reduce_axes, reducible_together
 from .plan import Placements
 from .redistribute import is_own, redistribute
@@ -38,7 +39,6 @@ __all__ = [
     "add_whole_once",
     "for_own_placements",
     "has_ragged",
-    "in_memory_order",
     "redistribute_method",
     "redistribute_shards",
     "refuse_to_guess",
@@ -126,69 +126,23 @@ def redistribute_shards(stock: Callable) -> Callable:
         own = is_own(source, mesh) or is_own(new, mesh) or not in_group_order(mesh)
         own = own or (local.is_complex() and source != new and any(p.is_partial("product") for p in source))
         if own and mesh == target.mesh and not is_tracing():
-            return _in_memory_order(redistribute_shard(local, current.shape, mesh, source, new), local, current)
+            moved = redistribute_shard(local, current.shape, mesh, source, new)
+            return _as_strides_say(moved, local, current)
         given = local
         if len(source) > 1 and sum(type(placement) is Partial for placement in source) > 1:
             local, current = _reduced_together(local, current, target)
-        return _in_memory_order(stock(local, current, target, **options), given, current)
+        return _as_strides_say(stock(local, current, target, **options), given, current)
 
     return redistribute_local_tensor
 
 
+def _as_strides_say(moved, given, spec):
+    meta = spec.tensor_meta
+    return moved if meta is None or is_tracing() else as_strides_say(moved, given, meta.shape, meta.stride)
+
+
 def _changes_partial(old, new):
     return old != new and type(old) is Partial and type(new) is Partial
-
-
-def _in_memory_order(moved, given, spec):
-    """Return a shard that was moved without gaps, in the memory order of the global tensor: that of its strides.
-
-    Torch cuts the padding off what it gathers. That leaves gaps, and strides of the padded shape in dims of size 1 and
-    where there are no elements. A dim that was expanded has memory after the move, and stays where it is. So does a
-    shard without gaps of a row-major tensor that was given in another order, which the strides do not promise.
-    """
-    meta = spec.tensor_meta
-    if moved is given or meta is None or moved.ndim != len(meta.shape) or is_tracing():
-        return moved
-    is_expanded = 0 in meta.stride
-    strides = moved.stride() if is_expanded else meta.stride
-    if 0 in strides:
-        return moved
-    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    if order == sorted(order) and _is_permuted(moved):
-        return moved
-    return in_memory_order(moved, order, meta.stride if moved.shape == meta.shape and not is_expanded else None)
-
-
-def _is_permuted(shard):
-    """Return whether a shard has no gaps, in another order than the row-major one."""
-    if shard.is_contiguous():
-        return False
-    numel = 1
-    for stride, size in sorted(
-        (step, size) for step, size in zip(shard.stride(), shard.shape, strict=True) if size > 1
-    ):
-        if stride != numel:
-            return False
-        numel *= size
-    return True
-
-
-def in_memory_order(shard: Tensor, order: Sequence[int], whole: Sequence[int] | None = None) -> Tensor:
-    """Return a shard whose dims are in memory in an order, from the slowest to the fastest; itself if they are.
-
-    Args:
-        shard: a shard.
-        order: its dims.
-        whole: strides of the whole tensor, if the shard is all of it. Those of dims of size 1 say whether a kernel
-            takes the channels for the last dim.
-    """
-    strides, numel = [0] * len(order), 1
-    for dim in reversed(order):
-        strides[dim] = numel if whole is None or shard.shape[dim] > 1 else whole[dim]
-        numel *= max(1, shard.shape[dim])
-    if shard.stride() == tuple(strides):
-        return shard
-    return torch.empty_strided(shard.shape, strides, dtype=shard.dtype, device=shard.device).copy_(shard)
 
 
 def _reduced_together(local, current, target):

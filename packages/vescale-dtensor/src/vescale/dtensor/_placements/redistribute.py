@@ -21,6 +21,7 @@ from .._layout.shards import check
 from .._torch.dispatch import wrap
 from .._torch.placements import DTensorSpec, StridedShard, current_mesh, local_of
 from .collectives import in_group_order
+from .memory import as_strides_say
 from .move import redistribute_shard
 from .plan import is_axis_order, without_partials
 from .types import BlockShard, InterleavedShard, RaggedShard
@@ -108,8 +109,7 @@ class Redistribute(torch.autograd.Function):
         local = local_of(tensor)
         local = local if forward_dtype is None else local.to(forward_dtype)
         shard = redistribute_shard(local, tensor.shape, tensor.device_mesh, tensor.placements, placements)
-        if shard is local:
-            shard = local.view_as(local)
+        shard = local.view_as(local) if shard is local else as_strides_say(shard, local, tensor.shape, tensor.stride())
         return wrap(shard, tensor.device_mesh, placements, like=tensor, requires_grad=tensor.requires_grad)
 
     @staticmethod
@@ -187,7 +187,9 @@ def distribute_tensor(
     copies = [placement if placement.is_partial() else Replicate() for placement in target]
     values = tensor.detach() if src_data_rank is None else tensor.detach().clone()  # torch broadcasts into its argument
     copied = torch_distribute_tensor(values, mesh, copies, src_data_rank=src_data_rank)
-    shard = redistribute_shard(local_of(copied), tensor.shape, mesh, copied.placements, target)
+    whole = local_of(copied)
+    shard = redistribute_shard(whole, tensor.shape, mesh, copied.placements, target)
+    shard = as_strides_say(shard, whole, tensor.shape, tensor.stride())
     shard = shard.clone() if shard.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else shard
     grad = tensor.requires_grad
     return wrap(shard.requires_grad_(grad), mesh, target, like=tensor, requires_grad=grad)
