@@ -139,14 +139,15 @@ class NoisySums(TorchDispatchMode):
     """Changes the results of `SUMS`, and what each operator reads of some tensors, by a relative noise.
 
     Args:
-        noise: How large it is.
+        share: How much of it, and with which sign.
+        unit: How large it is; in coarse dtypes as large as rounding errors of sums.
         partial: Tensors that are sums over ranks. Each operator that reads one, or a view of one, adds up anew, in an
             order that depends on where an element is; what it also writes to stays as it is.
     """
 
-    def __init__(self, noise: float, partial: Sequence[Tensor] = ()) -> None:
+    def __init__(self, share: float, unit: float, partial: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self._noise, self._generator = noise, torch.Generator().manual_seed(5)
+        self._share, self._unit, self._generator = share, unit, torch.Generator().manual_seed(5)
         self._partial = set(map(_memory, partial))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -157,7 +158,7 @@ class NoisySums(TorchDispatchMode):
         if op.overloadpacket.__name__ in SUMS and "out" not in op._overloadname:
             for result in results if isinstance(results, tuple) else (results,):
                 if result is not None and (result.is_floating_point() or result.is_complex()):
-                    result.mul_(self._factor(result.shape))
+                    result.mul_(self._factor(result))
         return results
 
     def _read(self, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -175,13 +176,14 @@ class NoisySums(TorchDispatchMode):
                 return value
             place = _memory(value), value.dtype, value.storage_offset(), value.shape, value.stride(), value.is_conj()
             if place not in seen:
-                seen[place] = (value * self._factor(value.shape)).to(value.dtype)
+                seen[place] = (value * self._factor(value)).to(value.dtype)
             return seen[place]
 
         return tree_map(read, (args, kwargs))
 
-    def _factor(self, shape: Sequence[int]) -> Tensor:
-        return 1 + self._noise * torch.randn(shape, generator=self._generator, dtype=torch.float64)
+    def _factor(self, sum_: Tensor) -> Tensor:
+        noise = self._share * max(self._unit, 2.5 * torch.finfo(sum_.dtype).eps)
+        return 1 + noise * torch.randn(sum_.shape, generator=self._generator, dtype=torch.float64)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -175,14 +175,14 @@ def _differentiable(values: Iterable[object]) -> dict[int, torch.Tensor]:
     return {n: v for n, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad}
 
 
-def one_device(program: Program, noise: float = 0.0) -> dict[str, torch.Tensor | None]:
-    """Run a program on plain tensors."""
+def one_device(program: Program, share: float = 0.0, unit: float = 0.0) -> dict[str, torch.Tensor | None]:
+    """Run a program on plain tensors; with a ``share`` of noise, ``unit`` times as large, in inputs and sums."""
     inputs = [
-        each.value(number, noise).requires_grad_(each.requires_grad and program.order > 0)
+        each.value(number, share * unit).requires_grad_(each.requires_grad and program.order > 0)
         for number, each in enumerate(program.inputs)
     ]
     partial = [x for x, each in zip(inputs, program.inputs, strict=True) if each.num_addends(program.mesh) > 2]
-    mode = _torch.NoisySums(noise, partial) if noise else None
+    mode = _torch.NoisySums(share, unit, partial) if share else None
     found = run(program, inputs, lambda tensor, _: tensor.clone(), weight, mode)
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 
@@ -205,7 +205,7 @@ def is_steady(program: Program) -> dict[str, torch.Tensor | None] | None:
             return None
         precision = program.precision(expected)
         for share in (1, -1, 0.5, -0.5):  # the noise of an input has the same pattern in every run
-            noisy = one_device(program, noise=share * NOISE[precision])
+            noisy = one_device(program, share, NOISE[precision])
             same_results(noisy, expected, rtol=RTOL[precision] / 30)
     except (LineFailed, Mismatch):
         return None

@@ -39,10 +39,12 @@ def test_a_seed_makes_one_program():
 
 
 def test_programs_that_another_order_of_additions_changes_have_no_result():
-    inputs = (program.Input((5,), "float32", "P"), program.Input((3, 3, 3), "float", "R"))
+    whole = program.Input((3, 3, 3), "float", "R")
     branch = ("v0 = x0 - x0.mean(0, keepdim=True)", "if v0.sum() > 0: v0.mul_(2)")
     equal = ("v0 = F.rms_norm(x1, (3,))", "v1 = torch.linalg.matrix_norm(v0)", "v2 = F.layer_norm(v1, (3,))")
-    for lines in (branch, equal):
+    coarse = ("v0 = x1 * 2", "v1 = (x1 * 1e4 + x1.flip(0)).float().sum(0).double()")
+    for lines, kind in ((branch, "float32"), (equal, "float32"), (coarse, "float")):
+        inputs = (program.Input((5,), kind, "P"), whole)
         assert program.is_steady(program.Program((2,), inputs, lines, 0)) is None
         assert program.is_steady(program.Program((2,), inputs, lines[:1], 0)) is not None
 
