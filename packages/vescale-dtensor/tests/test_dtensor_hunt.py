@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import vescale.dtensor  # noqa: F401 - the package under test
 from vescale.dtensor._placements import hooks
@@ -13,6 +14,7 @@ from vescale.dtensor._placements import hooks
 FOLDER = Path(__file__).resolve().parents[1] / "coverage"
 sys.path.insert(0, str(FOLDER))
 generate, hunt, program, script = map(importlib.import_module, ("generate", "hunt", "program", "script"))
+Mismatch = program.Mismatch
 sys.path.pop(0)
 
 NUM = {(2,): 12, (2, 2): 6}
@@ -79,6 +81,16 @@ def test_sums_over_ranks_that_are_added_up_twice_have_no_result():
         assert is_steady(lines, (3,), "P", "int9"), lines
     for lines in once.values():
         assert is_steady(lines, (3,), "P"), lines
+
+
+def test_no_gradient_is_one_of_rounding_errors():
+    some, none = ({"grad2 of x0": value} for value in (torch.tensor([1e-16]).double(), None))
+    for actual, expected in ((some, none), (none, some), (none, none)):
+        program.same_results(actual, expected, rtol=1e-10)
+    with pytest.raises(Mismatch, match="grad2 of x0 is None, on one device tensor"):
+        program.same_results(none, {"grad2 of x0": torch.tensor([1e-9]).double()}, rtol=1e-10)
+    with pytest.raises(Mismatch, match="v0 is None"):
+        program.same_results({"v0": None}, {"v0": torch.zeros(1)}, rtol=1e-10)
 
 
 LONG = program.Program(
