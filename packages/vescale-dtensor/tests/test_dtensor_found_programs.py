@@ -247,6 +247,14 @@ ON_THREE = {
     for placement in ("S0", "S1", "S2")[: len(shape)]
 }
 
+ON_THREE |= {
+    "the least of shards with gaps, where one is empty": (
+        [Input((3, 1, 2), "float", "R", requires_grad=True)],
+        ["v0 = move(x0, [Shard(2)]).view(-1)", "v1 = v0.amin(-1)", "v2 = v0.argmax()", "v3 = v0.std()"],
+        1,
+    ),
+}
+
 REFUSED = {
     "products in windows": ([Input((4, 1), "float", "R")], ["v0 = x0.unfold(-2, 3, 1)", "v0.cumprod_(-3)"], 0),
     "a product in its factor": ([Input((3, 3), "float", "S0")], ["v0 = x0 * 1", "torch.mm(v0, x0, out=v0)"], 0),

@@ -6,7 +6,8 @@ errors are the same on all ranks and need no communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -107,24 +108,23 @@ def empty_axes(tensor: DTensor | dispatch.Spec) -> tuple[int, ...]:
 
     Example: 5 rows over 4 ranks are 2 + 2 + 1 + 0.
     """
-    return _axes_where(tensor, lambda size, num_ranks: size > 0 and chunk(size, num_ranks, num_ranks - 1)[1] == 0)
+    return _axes_where(tensor, lambda sizes: min(sizes) == 0 < max(sizes))
 
 
 def uneven_axes(tensor: DTensor) -> tuple[int, ...]:
     """Return the mesh axes along which the shards of ``tensor`` differ in size."""
-    return _axes_where(tensor, lambda size, num_ranks: size % num_ranks != 0)
+    return _axes_where(tensor, lambda sizes: len(set(sizes)) > 1)
 
 
-def _axes_where(tensor: DTensor | dispatch.Spec, holds: Callable[[int, int], bool]) -> tuple[int, ...]:
+def _axes_where(tensor: DTensor | dispatch.Spec, holds: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
     found, sizes = [], [[size] for size in tensor.shape]  # the different local sizes of each dim so far
     for axis, placement in enumerate(tensor.placements):
         if not is_sharded(placement):
             continue
-        num_ranks = tensor.device_mesh.size(axis)
-        local = sizes[placement.dim]
-        if any(holds(size, num_ranks) for size in local):
+        cut = [_cut_sizes(size, placement, tensor.device_mesh.size(axis)) for size in sizes[placement.dim]]
+        if any(map(holds, cut)):
             found.append(axis)
-        sizes[placement.dim] = sorted({s for size in local for s in _chunk_sizes(size, num_ranks)})
+        sizes[placement.dim] = sorted({size for each in cut for size in each})
     return tuple(found)
 
 
@@ -133,5 +133,9 @@ def is_sharded(placement: Placement) -> bool:
     return isinstance(placement, Shard) or dispatch.is_strided_shard(placement)
 
 
-def _chunk_sizes(size: int, num_ranks: int) -> set[int]:
-    return {chunk(size, num_ranks, rank)[1] for rank in range(num_ranks)}
+@functools.lru_cache(maxsize=4096)
+def _cut_sizes(size: int, placement: Placement, num_ranks: int) -> tuple[int, ...]:
+    """Return what each rank of an axis holds of a dim."""
+    num_parts = placement.split_factor if dispatch.is_strided_shard(placement) else 1
+    parts = [chunk(size, num_parts, part)[1] for part in range(num_parts)]
+    return tuple(sum(chunk(part, num_ranks, rank)[1] for part in parts) for rank in range(num_ranks))
