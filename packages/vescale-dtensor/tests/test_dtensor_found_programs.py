@@ -247,6 +247,14 @@ ON_THREE = {
     for placement in ("S0", "S1", "S2")[: len(shape)]
 }
 
+RIGHT |= {
+    "vectors without elements beside matrices": (
+        [Input((0,), "float32", "S0"), Input((4, 3), "float", "S1", requires_grad=True), Input((0,), "complex", "R")],
+        ["v0 = torch.cat([x0, x1], 0)", "v1 = torch.cat([x1, x1, x0], -1)", "v2 = torch.cat([x2, x1.float()])"],
+        1,
+    ),
+}
+
 ON_THREE |= {
     "the least of shards with gaps, where one is empty": (
         [Input((3, 1, 2), "float", "R", requires_grad=True)],

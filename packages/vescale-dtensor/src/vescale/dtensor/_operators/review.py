@@ -182,17 +182,29 @@ SHAPED = frozenset({"_reshape_alias", "_unsafe_view", "reshape", "view", "view_c
 
 
 def without_elements(op: dispatch.Op, args: tuple, kwargs: dict, _schema: object) -> object:
-    """Give another shape to a tensor without elements, else return NotImplemented.
+    """Give another shape to a tensor without elements, or join it to others; else return NotImplemented.
 
-    Stock's rule for that would never end, and that of ``squeeze`` takes a dim of size 0 for one of size 1.
+    Stock's rule for that would never end, and that of ``squeeze`` takes a dim of size 0 for one of size 1. ``cat``
+    leaves out vectors without elements, whatever the others are; stock's rule looks for their other dims.
     """
     name = op.overloadpacket.__name__
+    if name == "cat" and op._overloadname == "default":
+        return _joined(op, args, kwargs)
     if (name not in SHAPED and name != "squeeze") or op._overloadname == "dtype":
         return NotImplemented
     if not isinstance(args[0], DTensor) or args[0].numel():
         return NotImplemented
     keeps_shape = name in SHAPED and tuple(args[1]) == tuple(args[0].shape)  # so that the placements stay
     return NotImplemented if keeps_shape else gather(op, args, kwargs)
+
+
+def _joined(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
+    tensors, *dim = args
+    rest = [tensor for tensor in tensors if tensor.shape != (0,)]
+    if len(rest) in (0, len(tensors)) or all(tensor.ndim == 1 for tensor in rest):
+        return NotImplemented
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return op([tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in rest], *dim, **kwargs)
 
 
 def review(op: dispatch.Op, args: tuple, kwargs: dict, decision: dispatch.Decision) -> Instead | None:
