@@ -6,6 +6,7 @@ import json
 import pytest
 
 from vescale.pipe import (
+    Costs,
     PipelinePlan,
     Schedule,
     ScheduleError,
@@ -15,6 +16,7 @@ from vescale.pipe import (
     lower,
     one_f_one_b,
     search_schedule,
+    simulate,
     zb_h1,
     zb_v,
 )
@@ -47,9 +49,42 @@ def test_a_given_schedule():
     assert hash(plan) == hash(PipelinePlan.from_json(plan.to_json()))
 
 
+def test_the_best_schedule_for_given_costs():
+    """The search runs when the number of ranks is known, and every rank finds the same."""
+    costs = Costs([1, 1, 1, 2.5], 1.2, 0.8, latency=0.05)
+    plan = PipelinePlan("auto", 6, costs=costs, activations=5)
+    assert hash(plan) == hash(PipelinePlan.from_json(plan.to_json()))
+    assert PipelinePlan.from_json(plan.to_json()) == plan != dataclasses.replace(plan, costs=None)
+    found = plan.actions(4)
+    assert (
+        found == PipelinePlan.from_json(plan.to_json()).actions(4) == search_schedule(4, 6, costs=costs, activations=5)
+    )
+    assert simulate(found, costs).makespan < min(simulate(build(4, 6), costs).makespan for build in (zb_h1, gpipe))
+    assert max(simulate(found, costs).peak_activations) <= 5
+    folded = PipelinePlan("auto", 2, stages_per_rank=2, placement="V").actions(2)
+    assert [rank for stage in range(4) for rank, action in folded if str(action) == f"{stage}F0"] == [0, 1, 1, 0]
+    with pytest.raises(ValueError, match=r"expected a number for each of 3 stages as costs.forward, got 4"):
+        plan.actions(3)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: PipelinePlan("1f1b", placement="V"), "expected placement=None, since only schedule='auto' takes it, "),
+        (
+            lambda: PipelinePlan("zb_h1", costs=Costs()),
+            "expected costs=None, since only schedule='auto' takes it, got C",
+        ),
+        (
+            lambda: PipelinePlan("gpipe", activations=2),
+            "expected activations=None, since only schedule='auto' takes it",
+        ),
+        (lambda: PipelinePlan("auto", placement="U"), "expected 'loop' or 'V' for placement, got 'U'"),
+        (lambda: PipelinePlan("auto", activations=-1), "expected a number of 0 or more for activations, got -1"),
+        (
+            lambda: PipelinePlan("auto", costs=[1, 2]),
+            r"expected Costs for costs, got \[1, 2\]; pass vescale.pipe.Costs",
+        ),
         (lambda: PipelinePlan(gpipe(2, 4), 2), "expected num_microbatches=4, as in the given schedule, got 2"),
         (lambda: PipelinePlan(gpipe(2, 4), 4).actions(3), "expected a schedule of 3 ranks, .* got one of 2"),
         (lambda: PipelinePlan("zb_v", 2, stages_per_rank=3), "expected stages_per_rank=None for 'zb_v', .* got 3; cho"),

@@ -164,6 +164,12 @@ def test_a_schedule_that_was_searched(helpers):
 
 
 @ranks(2)
+def test_a_schedule_that_the_engine_searches(helpers):
+    costs = Costs([1, 1, 1, 2], 1.3, 0.7)
+    check_equal(PipelinePlan("auto", 3, stages_per_rank=2, placement="V", costs=costs, activations=2), helpers)
+
+
+@ranks(2)
 def test_any_valid_order_and_placement(helpers):
     """Stages 0 and 1 on one rank, their weight gradients in another order than that of the micro-batches."""
     text = "0F0 1F0 0F1 1F1 1I1 0B1 1I0 0B0 1W1 1W0\n2F0 2F1 2I1 2I0 2W1 2W0"

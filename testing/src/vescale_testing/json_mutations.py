@@ -144,6 +144,8 @@ def _check_text(text: str, read: Callable[[str], Any], write: Callable[[Any], st
 
 def _says(written: Any, read: Any) -> bool:
     """Return whether a tree says what another says; a key with a default may be absent from the latter."""
+    if (type(written), type(read)) == (float, int):
+        return bool(written == read)
     if type(written) is not type(read):
         return False
     if isinstance(read, dict):

@@ -17,6 +17,7 @@ raised, whatever the text is. The error names the place in the tree:
 | ``bool``, ``str``, ``None`` | the same |
 | ``int`` | an integer of 64 bits; no bool and no float |
 | ``Annotated[int, AtLeast(n)]`` | an integer of 64 bits, >= n |
+| ``Annotated[T, ...]`` | a ``T``; what else is said of it is checked by its dataclass |
 | ``float`` | a finite number |
 | ``Literal[...]`` | one of the values, of the same type |
 | ``tuple[T, ...]``, ``Sequence[T]`` | a list, as a tuple |
@@ -147,7 +148,8 @@ def _reader(kind: Any) -> _Reader:
     if kind in _SCALARS:
         return _SCALARS[kind]
     if origin is Annotated:
-        return functools.partial(_read_int, low=arguments[1].low)
+        is_bounded = isinstance(arguments[1], AtLeast)
+        return functools.partial(_read_int, low=arguments[1].low) if is_bounded else _reader(arguments[0])
     if origin is Literal:
         return functools.partial(_read_literal, arguments)
     if origin in (UnionType, typing.Union):
