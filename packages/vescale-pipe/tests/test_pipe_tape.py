@@ -1,5 +1,8 @@
 """Later micro-batches run without the user's code outside of modules, and do what it would do, whatever that is."""
 
+import array
+import contextlib
+import contextvars
 import re
 
 import pytest
@@ -13,7 +16,11 @@ from vescale.pipe._run.tape import Tape
 from vescale_testing import ranks
 
 NUM_MICROBATCHES = 3
-FACTOR = [1.0]  # a global variable, of which nothing is known
+SETTINGS = {"factor": 1.0}
+SCALE = 1.0
+CURRENT = contextvars.ContextVar("current", default=1.0)
+COLLECTED = contextvars.ContextVar("collected")
+HIDDEN = array.array("d", [1.0])  # of its content nothing is known
 
 
 class Forwards:
@@ -192,13 +199,97 @@ class Sets(Net):
         return h.square().mean()
 
 
+class Scaled(nn.Linear):
+    """A module that reads what is set around it."""
+
+    def forward(self, x):
+        scale = SCALE * CURRENT.get() * (2.0 if torch.is_inference_mode_enabled() else 1.0)
+        return super().forward(x) * scale * torch.backends.cuda.math_sdp_enabled() + torch.zeros(1).double()
+
+
+class Around(Net):
+    """Contexts around modules; each is tried by a class of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled(4, 4) for _ in range(4))
+
+    def around(self):
+        raise NotImplementedError
+
+    def forward(self, x):
+        self.forwards.count += 1
+        h = x
+        for block in self.blocks:
+            with self.around():
+                h = block(h)
+        return h.square().mean()
+
+
+class Kernels(Around):
+    def around(self):
+        return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION)
+
+
+class Defaults(Around):
+    def around(self):
+        return torch.device("cpu")
+
+
+class Variables(Around):
+    @contextlib.contextmanager
+    def around(self):
+        token = CURRENT.set(3.0)
+        yield
+        CURRENT.reset(token)
+
+
+class Collector(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        COLLECTED.get().append(x)
+        return x
+
+
+class Collects(Around):
+    """A list that modules fill."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Collector(4, 4) for _ in range(4))
+
+    @contextlib.contextmanager
+    def around(self):
+        token = COLLECTED.set([])
+        yield
+        COLLECTED.reset(token)
+
+
+class Globals(Around):
+    @contextlib.contextmanager
+    def around(self):
+        global SCALE
+        SCALE = 5.0
+        yield
+        SCALE = 1.0
+
+
+class Tells(Net):
+    """Code that changes a global variable."""
+
+    def outside(self, h, x):
+        SETTINGS["told"] = SETTINGS.get("told", 0) + 1
+        return h + x
+
+
 class Mapped(Net):
     def outside(self, h, x):
         return h + torch.vmap(lambda row: row * row.sum())(x)
 
 
-KINDS = [Net, Tables, Reads, Item, Counts, Shapes, Custom, Arrays, Cached, Closure, Sets, Mapped]
-ON_TAPE = {Net, Tables, Custom}
+CONTEXTS = [Kernels, Defaults, Variables, Collects, Globals]
+KINDS = [Net, Tables, Reads, Item, Counts, Shapes, Custom, Arrays, Cached, Closure, Sets, Tells, Mapped, *CONTEXTS]
+ON_TAPE = {Net, Tables, Custom, Variables}
 
 
 def build(kind):
@@ -277,7 +368,7 @@ def test_tapes_that_are_made_again(kind, pipeline_mesh, monkeypatch):
     check_equal(kind, pipeline_mesh(), "1f1b")
 
 
-@pytest.mark.parametrize("kind", [Net, Tables, Custom, Item, Counts, Shapes, Arrays, Cached, Closure, Sets, Mapped])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Reads])
 @ranks(2)
 def test_the_code_outside_of_modules_runs_twice_or_every_time(kind, pipeline_mesh):
     """Once to record, once to make the tape; or, where no tape can be made, for every micro-batch."""
@@ -335,17 +426,63 @@ def test_a_loss_function_may_change_between_steps(pipeline_mesh):
 
 class Global(Net):
     def outside(self, h, x):
-        return h * FACTOR[0] + x
+        return h * SETTINGS["factor"] + x
+
+
+class Unknown(Net):
+    def outside(self, h, x):
+        return h * HIDDEN[0] + x
+
+
+def change_settings(_model, number):
+    SETTINGS["factor"] = 1.0 + number
+
+
+@ranks(2)
+def test_a_global_variable_may_change_between_steps(pipeline_mesh):
+    check_equal(Global, pipeline_mesh(), "1f1b", between=change_settings)
+
+
+class Hidden(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * HIDDEN[0]
+
+
+class Leaves(Net):
+    """Code that writes the length of the input to memory that is not torch's, for modules to read."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Hidden(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        HIDDEN[0] = len(x)
+        return super().forward(x)
+
+
+@ranks(2)
+def test_what_one_program_leaves_behind_is_not_read_by_another(pipeline_mesh):
+    """Inputs of two sizes in turn: each has its own tape."""
+    model, one = build(Leaves), build(Leaves)
+    engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", NUM_MICROBATCHES), per_microbatch=True)
+    batches = {size: torch.cat([inputs(0)] * size) for size in (1, 2)}
+    expected = {
+        size: sum(one(rows).detach() / NUM_MICROBATCHES for rows in x.chunk(NUM_MICROBATCHES))
+        for size, x in batches.items()
+    }
+    for size in (1, 1, 2, 2, 1, 2, 1, 1):
+        assert torch.equal(engine(batches[size]).detach(), expected[size])
 
 
 @ranks(2)
 def test_what_nobody_can_know_is_found_later(pipeline_mesh, monkeypatch):
-    """A global variable that changes: the user's code runs again now and then, and is compared."""
+    """Memory that is not torch's: the user's code runs again now and then, and is compared."""
     monkeypatch.setattr(step, "TAPE_USES", 2)
-    model = build(Global)
+    model = build(Unknown)
     engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", NUM_MICROBATCHES), per_microbatch=True)
+    HIDDEN[0] = 1.0
     engine(inputs(0))
-    FACTOR[0] = 2.0
+    HIDDEN[0] = 2.0
     with pytest.raises(RuntimeError) as found:
         run_steps(engine, 3)
     if dist.get_rank() == 0:
@@ -358,6 +495,33 @@ def test_what_nobody_can_know_is_found_later(pipeline_mesh, monkeypatch):
 def run_steps(engine, count):
     for _ in range(count):
         engine(inputs(0))
+
+
+class Late(nn.Linear):
+    """A module that fills the list for some rows alone."""
+
+    def forward(self, x):
+        if bool((x == -1.0).all()):
+            COLLECTED.get().append(1)
+        return super().forward(x)
+
+
+class LateCollects(Collects):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Late(4, 4) for _ in range(4))
+
+
+@ranks(2)
+def test_a_context_variable_that_changes_in_a_later_micro_batch_is_an_error(pipeline_mesh):
+    model = build(LateCollects)
+    engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", 4), per_microbatch=True)
+    x = torch.ones(8, 4, dtype=torch.float64)
+    x[6:] = -1.0  # the last micro-batch
+    with pytest.raises(RuntimeError) as found:
+        engine(x)
+    if dist.get_rank() == 0:
+        assert re.match("expected modules that leave the context variable collected as it was", str(found.value))
 
 
 @ranks(2)

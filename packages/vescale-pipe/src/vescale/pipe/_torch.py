@@ -9,6 +9,7 @@
 - ``tensor_hooks``: the dictionary of hooks that ``Tensor.register_hook`` fills, or None.
 - ``graph_task_id``: identity of the backward pass in progress.
 - ``has_forward_hooks``: whether a module has hooks of its own.
+- ``switches``: what the process has set for operators; ``modes``: the modes through which functions and operators go.
 - ``has_saved_tensor_hooks``: whether operators save tensors through hooks now, as in a checkpoint.
 - ``is_transformed``: whether a tensor stands for others in a transform of ``torch.func``.
 - ``new_group``: a process group created by its members alone, under a name that does not depend on other groups.
@@ -18,6 +19,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import re
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,10 +34,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
+    _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode as OperatorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
@@ -46,11 +53,13 @@ __all__ = [
     "is_random",
     "is_transformed",
     "make_wrapper",
+    "modes",
     "new_group",
     "no_torch_function",
     "pop_mode",
     "push_mode",
     "set_grad_enabled",
+    "switches",
     "tensor_hooks",
     "tree_flatten",
     "tree_unflatten",
@@ -101,6 +110,23 @@ def has_forward_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module has hooks that run in its forward or backward."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return any(kinds)
+
+
+def modes() -> list[Any]:
+    """Return the modes through which functions and operators go at present."""
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+
+
+def switches() -> dict[str, Any]:
+    """Return what decides how operators run, other than gradients, autocast and modes: kernels, precision, hooks."""
+    return {name: _asked(getter) for name, getter in _SWITCHES.items()}
+
+
+def _asked(getter: Callable[[], Any]) -> Any:
+    try:
+        return getter()
+    except RuntimeError as error:  # the precision was set through another function
+        return str(error)
 
 
 def has_saved_tensor_hooks() -> bool:
@@ -159,3 +185,29 @@ def default_store() -> dist.Store:
     """Return the store by which the processes of the default process group found each other."""
     store: dist.Store = distributed_c10d._get_default_store()
     return store
+
+
+_NAMES = re.compile("_get_.*(accumul|benchmark|blas|cudnn|determin|mkldnn|nnpack|reduc|sdp|tf32|float32).*")
+_PRECISIONS = [("generic", "all"), *itertools.product(("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn"))]
+
+
+def _find_switches() -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {
+        "inference mode": torch.is_inference_mode_enabled,
+        "the default dtype": torch.get_default_dtype,
+        "anomaly detection": torch.is_anomaly_enabled,
+        "the number of threads": torch.get_num_threads,
+        "hooks for saved tensors, as of a checkpoint,": has_saved_tensor_hooks,
+    }
+    for name in filter(_NAMES.fullmatch, dir(torch._C)):
+        try:
+            _asked(getattr(torch._C, name))
+        except TypeError:  # it needs arguments
+            continue
+        found[name.removeprefix("_get_")] = getattr(torch._C, name)
+    for pair in _PRECISIONS if hasattr(torch._C, "_get_fp32_precision_getter") else ():
+        found[f"precision of {pair}"] = functools.partial(torch._C._get_fp32_precision_getter, *pair)
+    return found
+
+
+_SWITCHES = _find_switches()

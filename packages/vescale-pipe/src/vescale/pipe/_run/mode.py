@@ -47,10 +47,16 @@ def _name_of(function: Any) -> str:
 
 
 class RunState:
-    """State that hooks and stubs of one engine share: the mode of the forward in progress, or None."""
+    """State that the steps, hooks and stubs of one engine share.
+
+    Attributes:
+        mode: that of the forward in progress, or None.
+        latest: the program of the last forward of each stage.
+    """
 
     def __init__(self) -> None:
         self.mode: TraceMode | None = None
+        self.latest: dict[int, object] = {}
 
 
 class TraceMode(TorchFunctionMode):

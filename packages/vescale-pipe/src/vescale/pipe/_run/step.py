@@ -106,6 +106,7 @@ class Step:
         self._attributes = pipeline.attributes()
         self._hooks = contextlib.ExitStack()
         self._is_hooked = False
+        self._begun: set[int] = set()  # stages whose tapes have been looked at
         self.where = "the first micro-batch"
         self.loss: torch.Tensor
 
@@ -172,10 +173,20 @@ class Step:
 
     def _tape_of(self, stage: int) -> tuple[Tape | None, bool]:
         """Return the tape of a stage, if it can be run, and whether a new one is due."""
-        tape = self._program.tapes.get(stage)
-        if tape is None or self._program.attributes != self._attributes:
+        program, state = self._program, self._pipeline.state
+        tape = program.tapes.get(stage)
+        is_first, is_other = stage not in self._begun, state.latest.get(stage) is not program
+        self._begun.add(stage)
+        state.latest[stage] = program
+        if tape is None or program.attributes != self._attributes:
             return None, True
-        return (None, False) if tape.reason else (tape, tape.uses >= TAPE_USES)
+        if tape.reason:
+            return None, False
+        if is_first and not tape.is_current():
+            del program.tapes[stage]
+            return None, True
+        # code of another program has run since, and may have left variables that modules read
+        return (None, False) if is_other else (tape, tape.uses >= TAPE_USES)
 
     def _taken_down(self, stage: int, microbatch: int, crossings: Crossings, *, is_due: bool) -> torch.Tensor | None:
         """Run the user's code for a stage, and make a tape of it if one is due."""
@@ -230,6 +241,7 @@ class Step:
                 if recorder is not None:
                     watches.enter_context(RandomGuard(lambda: mode.current_module))
                 if tape is not None:
+                    watches.enter_context(tape.taking_down())
                     watches.enter_context(Births(tape, mode.outside))
                 loss = pipeline.loss_of(args, kwargs)
         finally:
@@ -258,6 +270,7 @@ class Step:
 
     def _record(self) -> None:
         """Run the first micro-batch, forward and backward, in lockstep with all ranks, and record it."""
+        self._pipeline.state.latest.update(dict.fromkeys(self._placement.mine, self._program))
         with self.recording() as recorder:
             boundaries, loss = self.record_forward(recorder)
             if len(self._placement.mine) > 1 and self._pipeline.attributes() != self._attributes:

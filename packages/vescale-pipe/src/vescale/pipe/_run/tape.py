@@ -7,8 +7,13 @@ what the stage needs of it: its own calls, what it sends and receives, and the c
 
     numbers that code reads from such tensors (``if mask.all():``)     if one differs, the user's code runs instead
     plain values and shapes in the outputs of units                    must be as they were: an error
-    attributes of modules on every stage, checked in every step        if one differs, a new tape
+    attributes of modules on every stage, and variables that code      if one differs, a new tape
+    outside of units reads, compared in every step
     all else that code outside of units can depend on                  compared with a new tape now and then: an error
+
+Units run where the user's code calls them, in contexts that it may open, and read what it may set. What a unit finds
+there must be what the step began with: modes, the switches of torch, attributes of units, variables. What may differ is
+in the `State` of each call.
 
 What a tape cannot repeat is left to the user's code: ``Tape.reason`` says why.
 """
@@ -16,7 +21,10 @@ What a tape cannot repeat is left to the user's code: ``Tape.reason`` says why.
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import dataclasses
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType
@@ -25,30 +33,14 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import OperatorMode, has_saved_tensor_hooks, is_transformed, set_grad_enabled, version_of
+from .._torch import OperatorMode, is_transformed, set_grad_enabled, version_of
+from .sources import Sources
+from .surroundings import PLAIN, State, is_of_torch, surroundings
 from .tree import Structure, flatten
 from .values import PipelineError, local_part
 
 CALL, READ, SEND, RECEIVE = "call", "read", "send", "receive"
-_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 _FIXED = (type, EllipsisType, torch.memory_format, torch.layout)  # a function or a module may hold tensors
-
-
-@dataclass(frozen=True)
-class State:
-    """What contexts around a call decide: gradients and autocast."""
-
-    grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Bring this state about."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
-            yield
 
 
 @dataclass
@@ -145,7 +137,9 @@ class Tape:
         self.reason: str | None = None
         self.uses = 0
         self._device_type = device_type
-        self._ambient = self.state()
+        self._variables = contextvars.copy_context()
+        self._ambient, self._around = self.state(), surroundings()
+        self._sources = Sources()
         self._loss: int | None = None
         self._has_flat_input = False
         self._strides: list[tuple[int, ...]] = []  # of the input, on which code may depend
@@ -161,11 +155,21 @@ class Tape:
 
     # --- taking down ---
 
+    @contextlib.contextmanager
+    def taking_down(self) -> Iterator[None]:
+        """Take down the forward that runs in this context."""
+        if sys.getprofile() is not None:
+            self.refuse("a profiler of Python runs")  # there can be one only
+        with contextlib.nullcontext() if self.reason else self._sources.watching():
+            yield
+
+    def is_current(self) -> bool:
+        """Return whether the variables that code outside of units reads are as they were."""
+        return self._sources.look()
+
     def state(self) -> State:
         """Return the present state."""
-        kinds = dict.fromkeys(("cpu", self._device_type))
-        enabled = ((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-        return State(torch.is_grad_enabled(), tuple(enabled))
+        return State.present(self._device_type, self._variables)
 
     def begin(self, args: tuple, kwargs: dict) -> None:
         """Fill the first slots with the tensors of the input."""
@@ -177,7 +181,7 @@ class Tape:
                 if leaf not in self._slots:
                     self._strides.append(leaf.stride())
                 self._fill(leaf)
-            elif not isinstance(leaf, _PLAIN):
+            elif not isinstance(leaf, PLAIN):
                 self.refuse(f"the input has a {type(leaf).__name__}")
 
     def add(
@@ -211,8 +215,11 @@ class Tape:
             if not isinstance(leaf, torch.Tensor) and not _is_constant(leaf):
                 # it may be a new one in every forward, and calls may change it
                 self.refuse(f"`{getattr(function, '__name__', type(function).__name__)}` gets a {type(leaf).__name__}")
-        if has_saved_tensor_hooks():
-            self.refuse("hooks for saved tensors, as of a checkpoint, are around code outside of modules")
+        self._compare(surroundings() | {"modes": self._around["modes"]})  # those on top are not seen in a call
+        if (reason := state.refused()) is not None:
+            self.refuse(reason)
+        if is_of_torch(function):
+            state = dataclasses.replace(state, variables=())  # it reads none
         slots = [self._slot(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
         written = frozenset(
             address
@@ -224,7 +231,7 @@ class Tape:
         reads = stage is None and any(leaf is not None and not isinstance(leaf, torch.Tensor) for leaf in outputs)
         if stage is None and not tensors and not written and not any(slot is not None for slot in slots):
             return  # of constants
-        if reads and not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in outputs):
+        if reads and not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in outputs):
             self.refuse(f"`{getattr(function, '__name__', function)}` gives an object to code outside of modules")
         self.nodes.append(
             Node(
@@ -282,10 +289,20 @@ class Tape:
         """Note that a unit begins, or the forward ends: until now code outside has run."""
         if self._inside() != self._seen:
             self.refuse("code outside of modules sets attributes of modules")
+        self._compare(surroundings())
+        self._sources.pause()
+        if self._sources.changed is not None:
+            self.refuse(f"code outside of modules changes the variable {self._sources.changed}")
 
     def leaving(self) -> None:
         """Note that a unit ends."""
         self._seen = self._inside()
+        self._sources.resume()
+
+    def _compare(self, around: dict[str, Any]) -> None:
+        if self.reason is None and around != self._around:
+            names = [name for name in {**around, **self._around} if around.get(name) != self._around.get(name)]
+            self.refuse(f"code outside of modules changes {' and '.join(names)} around calls")
 
     def refuse(self, reason: str) -> None:
         """Leave this stage to the user's code."""
@@ -429,7 +446,7 @@ def _is_constant(leaf: Any) -> bool:
     """Return whether an argument is one that no call changes."""
     if isinstance(leaf, slice):
         return all(map(_is_constant, (leaf.start, leaf.stop, leaf.step)))
-    return isinstance(leaf, (*_PLAIN, *_FIXED))
+    return isinstance(leaf, (*PLAIN, *_FIXED))
 
 
 def _described(leaf: Any) -> Any:
@@ -447,7 +464,7 @@ def _is_same(mine: Any, theirs: Any) -> bool:
         return mine is theirs
     if isinstance(mine, torch.Tensor):
         return mine.shape == theirs.shape and mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-    return not isinstance(mine, _PLAIN) or mine == theirs or (mine != mine and theirs != theirs)
+    return not isinstance(mine, PLAIN) or mine == theirs or (mine != mine and theirs != theirs)
 
 
 def _address(tensor: torch.Tensor) -> int:

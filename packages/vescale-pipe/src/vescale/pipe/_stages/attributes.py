@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _DEPTH = 3  # of objects within attributes, as configurations are
 
 
@@ -41,7 +41,7 @@ def _items(attributes: dict[str, Any], depth: int) -> Iterator[Any]:
 
 
 def _value(value: Any, depth: int) -> Iterator[Any]:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         yield value
     elif isinstance(value, tuple | list) and depth < _DEPTH:
         yield type(value)
