@@ -90,8 +90,20 @@ def calls():
         "Overlap": Call(public.Overlap, lambda: {"forward": Action(0, "F", 1), "backward": Action(1, "B", 0)}),
         "PipelinePlan": Call(
             PipelinePlan,
-            lambda: {"schedule": "looped_bfs", "num_microbatches": 2, "split": (("a",), ("b",)), "stages_per_rank": 2},
-            {"split": {"()", "[]", "[text]", "longer", "shorter"}, "stages_per_rank": {"None"}},
+            lambda: {
+                "schedule": "auto",
+                "num_microbatches": 2,
+                "split": (("a",), ("b",)),
+                "stages_per_rank": 2,
+                "placement": "V",
+                "costs": Costs(),
+                "activations": 2.5,
+            },
+            {
+                "split": {"()", "[]", "[text]", "longer", "shorter"},
+                **{name: {"None"} for name in ("stages_per_rank", "placement", "costs")},
+                "activations": {"None", "0", "0.5", "huge"},
+            },
         ),
         "PipelinePlan.actions": Call(PLAN.actions, lambda: {"num_ranks": 2}),
         "PipelinePlan.from_json": Call(PipelinePlan.from_json, lambda: {"text": PLAN.to_json()}),

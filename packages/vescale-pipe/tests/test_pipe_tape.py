@@ -485,11 +485,8 @@ def test_what_nobody_can_know_is_found_later(pipeline_mesh, monkeypatch):
     HIDDEN[0] = 2.0
     with pytest.raises(RuntimeError) as found:
         run_steps(engine, 3)
-    if dist.get_rank() == 0:
-        assert isinstance(found.value, PipelineError)
-        assert re.match(
-            "expected code outside .* that does the same .*got different calls: mul and mul", str(found.value)
-        )
+    if dist.get_rank() == 0:  # its own error, or that of the other stage, whichever comes first
+        assert re.search("code outside .* that does the same .*got different calls: mul and mul", str(found.value))
 
 
 def run_steps(engine, count):

@@ -73,6 +73,8 @@ LAYOUT = {
 }
 PLAN = LAYOUT | {
     "pp": 2,
+    "schedule": "auto",
+    "stages_per_rank": 1,
     "split": ("a",),
     "module_plan": "llama",
     "mode": "eager",
@@ -115,7 +117,11 @@ def calls():
             {"params": {"0"}, "grads": {"0"}, "optimizer": {"0"}},
         ),
         "StateBytes.for_dtype": Call(StateBytes.for_dtype, lambda: {"dtype": "float32"}),
-        "Plan": Call(Plan, lambda: PLAN, {"split": {"[text]"}, "module_plan": {"None", "text", "misspelled"}}),
+        "Plan": Call(
+            Plan,
+            lambda: PLAN,
+            {"split": {"[text]"}, "stages_per_rank": {"None"}, "module_plan": {"None", "text", "misspelled"}},
+        ),
         "Plan.check_batch": Call(Plan(dp=2).check_batch, lambda: {"global_batch_size": 2}),
         "Plan.check_world": Call(Plan(dp=2).check_world, lambda: {"world_size": 2}),
         "Plan.explain": Call(Plan().explain, lambda: {"max_rows": 40}),

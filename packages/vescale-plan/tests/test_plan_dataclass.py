@@ -19,7 +19,20 @@ from vescale.plan import Plan
         ({"bucket_bytes": 0}, "Plan: expected an integer >= 1 for bucket_bytes, got 0"),
         ({"zero": 4}, "Plan: expected one of 0, 1, 2, 3 for zero, got 4"),
         ({"zero": True}, "Plan: expected one of 0, 1, 2, 3 for zero, got True"),
-        ({"schedule": "zbv"}, "Plan: expected one of '1f1b', 'gpipe' for schedule, got 'zbv'"),
+        ({"schedule": "zbv"}, "Plan: expected one of '1f1b', 'gpipe', 'zb_h1', 'zb_h2', 'zb_v', "),
+        (
+            {"schedule": "zb_v", "stages_per_rank": 2},
+            "expected stages_per_rank=None for schedule 'zb_v'",
+        ),
+        ({"schedule": "auto", "stages_per_rank": 0}, "Plan: expected an integer >= 1 for stages_per_rank, got 0"),
+        (
+            {"pp": 2, "schedule": "looped_bfs", "stages_per_rank": 3, "split": ["a"]},
+            "expected 5 different FQNs in split for pp = 2 and 3 stages per rank, got ['a']",
+        ),
+        (
+            {"pp": 2, "schedule": "zb_v", "split": [["a"], ["b"]]},
+            "expected 4 lists in split for pp = 2 and 2 stages",
+        ),
         ({"device": "tpu"}, "Plan: expected one of 'cpu', 'cuda' for device, got 'tpu'"),
         ({"mode": "dynamic"}, "Plan: expected one of 'eager', 'static', 'compile' for mode, got 'dynamic'"),
         (

@@ -97,7 +97,12 @@ def parallelize(
     mesh = _resolve_mesh(plan, mesh)
     engine = None
     if plan.pp > 1 or plan.num_microbatches > 1:
-        pipeline = PipelinePlan(schedule=plan.schedule, num_microbatches=plan.num_microbatches, split=plan.split)
+        pipeline = PipelinePlan(
+            schedule=plan.schedule,
+            num_microbatches=plan.num_microbatches,
+            split=plan.split,
+            stages_per_rank=plan.stages_per_rank,
+        )
         engine = PipelineEngine(
             model,
             mesh["pp"],

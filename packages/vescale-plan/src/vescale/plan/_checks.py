@@ -6,7 +6,14 @@ An invalid value raises at construction, so every `Plan`, `Cluster` and `Constra
 import reprlib
 from collections.abc import Collection
 
+#: Schedules that the memory model and the search know.
 SCHEDULES = ("1f1b", "gpipe")
+#: Schedules for any number of stages per rank.
+LOOPED = ("interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs", "auto")
+#: Schedules with two stages per rank by default.
+TWO_STAGES = ("zb_v", "dual_pipe_v", "interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs")
+#: All names of ``vescale.pipe``.
+ALL_SCHEDULES = (*SCHEDULES, "zb_h1", "zb_h2", "zb_v", "dual_pipe_v", *LOOPED)
 DEVICES = ("cpu", "cuda")
 ZERO_STAGES = (0, 1, 2, 3)
 DEFAULT_BUCKET_BYTES = 25 * 2**20

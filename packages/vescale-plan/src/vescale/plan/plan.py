@@ -19,9 +19,12 @@ from pathlib import Path
 
 from ._checked import Count, FilePath, checked
 from ._checks import (
+    ALL_SCHEDULES,
     DEFAULT_BUCKET_BYTES,
     DEVICES,
+    LOOPED,
     SCHEDULES,
+    TWO_STAGES,
     ZERO_STAGES,
     check_batch,
     check_bool,
@@ -49,8 +52,10 @@ class Plan:
         zero: 0 = gradients all-reduced, 1 = optimizer state sharded over dp, 2 = gradients sharded too, 3 = parameters
             sharded too, and all-gathered block by block for their use.
         sequence_parallel: shard activations between tensor-parallel regions along the sequence over tp.
-        schedule: pipeline schedule, ``"1f1b"`` or ``"gpipe"``.
+        schedule: pipeline schedule, a name of ``vescale.pipe.PipelinePlan``, such as ``"1f1b"`` or ``"zb_v"``.
         num_microbatches: micro-batches of each rank's batch; with ``pp=1`` their gradients are accumulated in sequence.
+        stages_per_rank: pipeline stages of each rank, for the interleaved, looped and searched schedules; by default
+            the schedule decides.
         split: ``"uniform"``, the FQNs of the first module of each stage after the first, or one list of FQNs per stage.
         module_plan: name of a ready plan of ``vescale.dmodule``, such as ``"mixtral"``; ``None`` or ``"auto"`` selects
             it by the model.
@@ -81,6 +86,7 @@ class Plan:
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     num_microbatches: int = 1
+    stages_per_rank: int | None = None
     split: str | Sequence[str] | Sequence[Sequence[str]] = "uniform"
     module_plan: str | None = None
     mode: str = "eager"
@@ -95,7 +101,14 @@ class Plan:
         for name in ("dp", "tp", "pp", "num_microbatches", "bucket_bytes"):
             check_int("Plan", name, getattr(self, name), at_least=1)
         check_choice("Plan", "zero", self.zero, ZERO_STAGES)
-        check_choice("Plan", "schedule", self.schedule, SCHEDULES)
+        check_choice("Plan", "schedule", self.schedule, ALL_SCHEDULES)
+        if self.stages_per_rank is not None:
+            check_int("Plan", "stages_per_rank", self.stages_per_rank, at_least=1)
+            if self.schedule not in LOOPED:
+                raise ValueError(
+                    f"Plan: expected stages_per_rank=None for schedule {self.schedule!r}, which says it itself, got "
+                    f"{self.stages_per_rank}; choose one of {', '.join(map(repr, LOOPED))} for other numbers"
+                )
         check_choice("Plan", "device", self.device, DEVICES)
         check_choice("Plan", "mode", self.mode, MODES)
         check_bool("Plan", "sequence_parallel", self.sequence_parallel)
@@ -133,17 +146,19 @@ class Plan:
     def _check_split(self) -> None:
         if self.split == "uniform":
             return
+        each = self.num_stages // self.pp
+        stages = f"pp = {self.pp}" + (f" and {each} stages per rank" if each > 1 else "")
         if _is_fqns(self.split):
-            if len(self.split) != self.pp - 1 or len(set(self.split)) != len(self.split):
+            if len(self.split) != self.num_stages - 1 or len(set(self.split)) != len(self.split):
                 raise ValueError(
-                    f"Plan: expected {self.pp - 1} different FQNs in split for pp = {self.pp}, got {list(self.split)}; "
-                    "name the first module of each stage after the first"
+                    f"Plan: expected {self.num_stages - 1} different FQNs in split for {stages}, got "
+                    f"{list(self.split)}; name the first module of each stage after the first"
                 )
             object.__setattr__(self, "split", tuple(self.split))
         elif isinstance(self.split, list | tuple) and all(map(_is_fqns, self.split)):
-            if len(self.split) != self.pp:
+            if len(self.split) != self.num_stages:
                 raise ValueError(
-                    f"Plan: expected {self.pp} lists in split for pp = {self.pp}, got {len(self.split)}; write one "
+                    f"Plan: expected {self.num_stages} lists in split for {stages}, got {len(self.split)}; write one "
                     "list of modules per stage"
                 )
             object.__setattr__(self, "split", tuple(map(tuple, self.split)))
@@ -158,13 +173,23 @@ class Plan:
         return self.dp * self.tp * self.pp
 
     @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages: pp times the stages of each rank."""
+        per_rank = 2 if self.schedule in TWO_STAGES else 1
+        return self.pp * (self.stages_per_rank or per_rank)
+
+    @property
     def mesh_shape(self) -> tuple[int, ...]:
         """Degrees in the order of ``axis_order``."""
         return tuple(getattr(self, axis) for axis in self.axis_order)
 
     @property
     def layout(self) -> Layout:
-        """The part of the plan that determines memory."""
+        """The part of the plan that determines memory.
+
+        Raises:
+            ValueError: the schedule is another than ``"1f1b"`` and ``"gpipe"``, for which there is no memory model.
+        """
         return Layout(
             dp=self.dp,
             tp=self.tp,
@@ -194,13 +219,15 @@ class Plan:
         split = " | ".join(part if isinstance(part, str) else " ".join(part) for part in parts) or self.split
         sp = "sequence parallel" if self.sequence_parallel else "full activations"
         degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axis_order)
-        cut = f"{self.schedule}, {self.num_microbatches} micro-batches, split {split}"
+        stages = f", {self.num_stages // self.pp} stages per rank" if self.num_stages > self.pp else ""
+        bubble = f", bubble {format_percent(self.layout.bubble)}" if self.schedule in SCHEDULES else ""
+        cut = f"{self.schedule}{stages}, {self.num_microbatches} micro-batches, split {split}{bubble}"
         processes = "process" if self.world_size == 1 else "processes"
         lines = [
             f"Plan: {self.world_size} {processes} on {self.device} = {degrees}",
             f"  dp {self.dp:<4} ZeRO-{self.zero}, buckets of {format_bytes(self.bucket_bytes)}",
             f"  tp {self.tp:<4} module plan {self.module_plan or 'auto'}, {self.mode} mode, {sp}",
-            f"  pp {self.pp:<4} {cut}, bubble {format_percent(self.layout.bubble)}",
+            f"  pp {self.pp:<4} {cut}",
         ]
         if self.memory:
             lines.append("  estimated bytes per rank")

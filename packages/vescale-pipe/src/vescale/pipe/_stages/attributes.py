@@ -50,11 +50,16 @@ def _value(value: Any, depth: int) -> Iterator[Any]:
     elif isinstance(value, dict) and depth < _DEPTH:
         yield type(value)
         yield from _items({str(key): item for key, item in value.items()}, depth + 1)
-    elif isinstance(value, nn.Module | torch.Tensor) or depth >= _DEPTH:
+    elif isinstance(value, nn.Module | torch.Tensor) or depth >= _DEPTH or _is_ours(value):
         yield id(value)
     else:
         yield id(value)
         yield from _items(getattr(value, "__dict__", {}), depth + 1)
+
+
+def _is_ours(value: Any) -> bool:
+    """Return whether an object is one that veScale has put on a module; its state says nothing of the program."""
+    return type(value).__module__.startswith("vescale.")
 
 
 def _of_function(function: Callable[..., Any]) -> Iterator[Any]:
