@@ -9,6 +9,8 @@ from torch import nn
 
 import vescale
 from vescale.dtensor import Replicate, Shard
+from vescale.pipe import PipelinePlan
+from vescale.pipe.plan import SCHEDULES
 from vescale_testing import ranks
 
 MODULE_PLAN = {
@@ -116,6 +118,12 @@ def test_layout_trains_as_one_process(layout):
     plain_losses, plain_norms = train_plain()
     assert losses == pytest.approx(plain_losses, rel=1e-10)
     assert norms == pytest.approx(plain_norms, rel=1e-10)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_plan_knows_the_stages_of_every_schedule(schedule):
+    actions = PipelinePlan(schedule=schedule, num_microbatches=4).actions(2)
+    assert vescale.Plan(pp=2, schedule=schedule, num_microbatches=4).num_stages == actions.num_stages
 
 
 @ranks(2)

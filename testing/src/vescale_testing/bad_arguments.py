@@ -29,7 +29,7 @@ import torch
 __all__ = ["VALUES", "Call", "check_calls", "check_table"]
 
 #: Seconds that a call may take before it counts as one that does not end.
-PATIENCE = 5.0
+PATIENCE = 20.0
 
 #: What an error must say, besides the name of the argument, and the words that say it.
 WORDS: Mapping[str, str] = {
