@@ -79,7 +79,10 @@ def train(plan, *, take=None):
     )
     losses, norms = [], []
     for batch in batches():
-        loss = model(**(take or model.local_batch)(batch)).loss
+        output = model(**(take or model.local_batch)(batch))
+        loss = output.loss
+        torch.testing.assert_close(output.losses.mean(), loss.detach())
+        assert output.losses.shape == (plan.num_microbatches,)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

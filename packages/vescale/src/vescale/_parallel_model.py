@@ -33,9 +33,12 @@ class StepOutput:
     Attributes:
         loss: mean over this rank's part of the batch, a 0-dim tensor equal on every stage; ``loss.backward()``
             accumulates the gradients.
+        losses: loss of each micro-batch as the model or ``loss_fn`` gave it, detached, ``[num_microbatches]``, equal on
+            every stage.
     """
 
     loss: Tensor
+    losses: Tensor
 
 
 class ParallelModel(nn.Module):
@@ -84,15 +87,17 @@ class ParallelModel(nn.Module):
         Raises:
             RuntimeError: with ``num_microbatches > 1``, a random operator ran on one stage, or rows are mixed.
         """
-        if self.engine is not None and self.plan.pp > 1:
-            return StepOutput(loss=self.engine(*args, **kwargs))
         if self.engine is not None:
-            with contextlib.nullcontext() if self._draws else refuse_random_operators(self.plan):
-                return StepOutput(loss=self.engine(*args, **kwargs))
+            is_guarded = self.plan.pp == 1 and not self._draws
+            with refuse_random_operators(self.plan) if is_guarded else contextlib.nullcontext():
+                loss = self.engine(*args, **kwargs)
+            assert self.engine.losses is not None
+            return StepOutput(loss, self.engine.losses)
         if self.loss_fn is None:
             return self.ddp(*args, **kwargs)
         target = [kwargs.pop("target")] if "target" in kwargs else []
-        return StepOutput(loss=self.loss_fn(self.ddp(*args, **kwargs), *target))
+        loss = self.loss_fn(self.ddp(*args, **kwargs), *target)
+        return StepOutput(loss, loss.detach()[None])
 
     def local_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this data-parallel rank's slice of the global batch, on the plan's device.

@@ -81,6 +81,8 @@ class PipelineEngine:
         schedule: the actions of every rank.
         split: the units of every stage; None with one stage.
         rows: checks of what mixes rows.
+        losses: what ``loss_fn`` gave for each micro-batch of the last step, detached, ``[num_microbatches]``, equal on
+            every stage; None before the first step.
 
     Raises:
         SplitError: the model cannot be split by the plan.
@@ -132,6 +134,7 @@ class PipelineEngine:
         self._programs: dict[int, Program] = {}
         self._current = Program()
         self._failure: BaseException | None = None
+        self.losses: torch.Tensor | None = None
         self._modules: StageModules | None = None
         names = _matching_names(model, row_wise)
         if self.num_stages > 1:
@@ -211,6 +214,7 @@ class PipelineEngine:
                 self._transport.report(error, "the first micro-batch" if step is None else step.where)
             raise
         step.check_targets()
+        self.losses = step.losses
         if not program.loss_meta.requires_grad:
             return step.loss
         return connect(step.loss, step.total, self._gate)

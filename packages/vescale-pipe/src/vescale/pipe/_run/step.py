@@ -109,6 +109,7 @@ class Step:
         self._begun: set[int] = set()  # stages whose tapes have been looked at
         self.where = "the first micro-batch"
         self.loss: torch.Tensor
+        self.losses: torch.Tensor
 
     def run(self) -> None:
         """Run the schedule. Afterwards ``loss`` is the step's loss and ``total`` holds its gradients."""
@@ -262,9 +263,9 @@ class Step:
 
     def _part(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
         """Return what a micro-batch adds to the loss, divided before its backward as by ``(loss / n).backward()``."""
-        part = self._rule.part(_plain_loss(loss))
-        self._losses[microbatch] = part.detach()
-        return part
+        plain = _plain_loss(loss)
+        self._losses[microbatch] = plain.detach()
+        return self._rule.part(plain)
 
     # --- the first micro-batch ---
 
@@ -400,21 +401,20 @@ class Step:
     def _shared_loss(self) -> torch.Tensor:
         """Return the sum of the micro-batches' losses, in order, broadcast from the last stage.
 
-        Whether their numbers of targets differ comes with it.
+        The losses, and whether their numbers of targets differ, come with it.
         """
         if self._placement.is_here(self._last_stage):
-            first, *others = (self._losses[microbatch] for microbatch in sorted(self._losses))
-            total = sum(others, first)
-            self._differs = self._counts is not None and self._pipeline.rows.differ(self._counts)
+            losses = [self._losses[microbatch] for microbatch in sorted(self._losses)]
+            first, *others = map(self._rule.part, losses)
+            differs = self._counts is not None and self._pipeline.rows.differ(self._counts)
+            numbers = torch.stack([sum(others, first), first.new_tensor(differs), *losses])
         else:
-            meta = self._program.loss_meta
-            total = torch.zeros((), dtype=meta.dtype, device=self._transport.device_of(meta.device_type))
-        source = self._placement.last_rank
-        if not self._rule.counts_targets:
-            return self._transport.broadcast(total, source)
-        both = self._transport.broadcast(torch.stack([total, total.new_tensor(self._differs)]), source)
-        self._differs = bool(both[1])
-        return both[0]
+            meta, device = self._program.loss_meta, self._transport.device_of(self._program.loss_meta.device_type)
+            numbers = torch.zeros(2 + len(self._microbatches), dtype=meta.dtype, device=device)
+        numbers = self._transport.broadcast(numbers, self._placement.last_rank)
+        self._differs = self._rule.counts_targets and bool(numbers[1])
+        self.losses = numbers[2:]
+        return numbers[0]
 
 
 def _without_first(schedule: Schedule) -> Schedule:
