@@ -199,3 +199,20 @@ def test_a_group_of_the_same_name_after_the_first_has_ended():
         rank = dist.get_rank()
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
+
+
+def test_an_answer_right_before_the_last_words_is_heard(monkeypatch):
+    """Rank 1 answers and raises its error between two looks of rank 0 into the store."""
+    store = dist.HashStore()
+    first, second = (Failures((0, 1), rank, store) for rank in range(2))
+    words_of, raised = first._words_of, []
+
+    def words_after_an_error(rank):
+        if not raised:
+            raised.append(second.describe("the gather", "of rank 1"))
+        return words_of(rank)
+
+    monkeypatch.setattr(first, "_words_of", words_after_an_error)
+    message = first.describe("the gather", "of rank 0")
+    assert "every rank of the axis is there" in message, message
+    assert "rank 1: the gather: of rank 1" in message, message

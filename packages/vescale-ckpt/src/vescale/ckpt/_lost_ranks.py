@@ -247,10 +247,11 @@ class Failures:
         answers: dict[int, str] = {}
         end = time.monotonic() + self.PATIENCE
         while True:
+            # Before the answers: a rank leaves its last words after its answer, if it has one here.
+            gone = self._silent.union(rank for rank in self.ranks if rank not in answers and self._words_of(rank))
             for rank in self.ranks:
                 if rank not in answers and self._store.check([f"rank {rank}"]):
                     answers[rank] = self._store.get(f"rank {rank}").decode()
-            gone = self._silent.union(rank for rank in self.ranks if rank not in answers and self._words_of(rank))
             if len(answers.keys() | gone) == len(self.ranks) or time.monotonic() > end:
                 return answers
             time.sleep(0.02)
