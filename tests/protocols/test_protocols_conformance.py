@@ -1,5 +1,6 @@
 """Our own packages keep the protocols of docs/protocols.md, and each check finds what breaks it."""
 
+import contextlib
 import importlib.metadata
 
 import pytest
@@ -8,13 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.dmodule import parallelize_module
-from vescale.dtensor import InterleavedShard, Shard, distribute_tensor, init_device_mesh
+from vescale.dtensor import InterleavedShard, Shard, distribute_tensor, init_device_mesh, random
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.pipe import PipelineEngine, PipelinePlan
 from vescale_testing import ranks
 from vescale_testing.protocols import (
     check_absent_fqns,
     check_boxes,
+    check_draws,
     check_execution,
     check_hook,
     check_memory,
@@ -82,6 +84,20 @@ class Boxes:
 
     def __boxes__(self):
         return self.boxes
+
+
+@pytest.mark.parametrize("stream", ["torch", "philox"])
+def test_parts_of_a_batch_draw_what_the_batch_draws(stream):
+    (entry,) = importlib.metadata.entry_points(group="vescale.pipe", name="draws")
+    with random.stream(stream, seed=3):
+        check_draws(entry.load())
+
+
+def test_parts_that_draw_alike_are_found():
+    (entry,) = importlib.metadata.entry_points(group="vescale.pipe", name="draws")
+    kind = type("Alike", (entry.load(),), {"part": staticmethod(lambda *_: contextlib.nullcontext())})
+    with pytest.raises(AssertionError, match="part: expected"):
+        check_draws(kind)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Activation checkpointing draws the same masks again, in both streams, on shards and in local batches."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vescale.dtensor import Replicate, Shard, init_device_mesh, random
+from vescale.dtensor._torch.dispatch import dispatch_modes
 from vescale_testing import ranks
 
 VARIANTS = pytest.mark.parametrize("use_reentrant", [True, False])
@@ -215,3 +217,45 @@ def test_backward_outside_of_the_stream_is_an_error_on_shards(shard):
     ):
         y.backward()
     dist.barrier()
+
+
+@STREAMS
+def test_windows_are_in_force_on_threads_of_autograd(name):
+    """A thread of autograd gets the dispatch modes of the thread that waits for it, but not its context variables."""
+    with in_stream(name):
+        whole = torch.rand(4)
+    with in_stream(name), random.micro_batches(2) as micro_batch, micro_batch(1):
+        drawn = run_in_thread(lambda: torch.rand(2), dispatch_modes())
+    assert torch.equal(drawn, whole[2:])
+    assert not torch.equal(drawn, whole[:2])
+
+
+def run_in_thread(draw, modes):
+    found = []
+
+    def work():
+        with contextlib.ExitStack() as entered:
+            for mode in modes:
+                entered.enter_context(mode)
+            found.append(draw())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@VARIANTS
+@STREAMS
+def test_micro_batches_are_repeated_on_an_accelerator(name, use_reentrant):
+    """Autograd runs such a backward on a thread of its own."""
+    whole, parts = (input_of().detach().cuda().requires_grad_() for _ in range(2))
+    with in_stream(name):
+        block(whole).sum().backward()
+    with in_stream(name), random.micro_batches(2) as micro_batch:
+        for index, rows in enumerate(parts.chunk(2)):
+            with micro_batch(index):
+                checkpoint(block, rows, use_reentrant=use_reentrant).sum().backward()
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-12)

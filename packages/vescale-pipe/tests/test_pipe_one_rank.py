@@ -19,7 +19,7 @@ def test_equal_to_a_loop_with_dropout(pipeline_mesh, differences, train_one_proc
     reference, model = build(), build()
     torch.manual_seed(5)
     expected = train_one_process(reference, lambda model, x: model(x).mean(), {"x": x}, 4)
-    engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", 4), loss_fn=torch.mean)
+    engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", 4), loss_fn=torch.mean, per_microbatch=True)
     torch.manual_seed(5)
     loss = engine(x)
     loss.backward()

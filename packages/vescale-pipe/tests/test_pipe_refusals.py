@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.pipe import PipelineEngine, PipelineError, PipelinePlan, RandomOperatorError
+from vescale.pipe._run import draws
 from vescale_testing import ranks
 
 
@@ -233,47 +234,58 @@ class WithDropout(Body):
         self.second = nn.Sequential(nn.Linear(4, 4), nn.Dropout(p))
 
 
+class WithNoise(Body):
+    def between(self, h, x):
+        return h + torch.randn_like(x)
+
+
 @ranks(2)
-def test_dropout(pipeline_mesh):
+def test_draws_of_parts_of_a_batch(pipeline_mesh, monkeypatch):
+    """Without a package that knows which rows of the batch's draws are a micro-batch's."""
+    monkeypatch.setattr(draws, "_package", lambda: None)
     match = (
-        "expected no random operators in a pipeline of several stages, got aten.* in `second`; set dropout to 0, or "
-        "use pp=1"
+        "expected no random operators in micro-batches that are parts of one batch, got one in `second`: they would "
+        "not draw what the batch draws; install vescale-dtensor, .* pass per_microbatch=True"
     )
     check_refused(WithDropout(0.5), pipeline_mesh, RandomOperatorError, match)
     assert issubclass(RandomOperatorError, NotImplementedError)
 
 
 @ranks(2)
-def test_dropout_that_is_off_is_accepted(pipeline_mesh):
+def test_noise_outside_of_modules(pipeline_mesh, monkeypatch):
+    monkeypatch.setattr(draws, "_package", lambda: None)
+    check_refused(WithNoise(), pipeline_mesh, RandomOperatorError, "got one in .*: they would not draw")
+
+
+@ranks(2)
+def test_dropout_that_is_off_is_accepted(pipeline_mesh, monkeypatch):
+    monkeypatch.setattr(draws, "_package", lambda: None)
     x = torch.randn(4, 4)
     for model in (WithDropout(0.0), WithDropout(0.5).eval()):
         assert make_engine(model, pipeline_mesh)(x).requires_grad
 
 
 @ranks(2)
-def test_attention_dropout_counts_by_its_probability(pipeline_mesh):
+def test_a_generator_of_the_program(pipeline_mesh):
     class Model(Body):
-        p = 0.0
-
         def between(self, h, x):
-            del x
-            q = h.view(1, 1, *h.shape)
-            return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=self.p)[0, 0]
+            return h + torch.rand(x.shape, generator=torch.Generator())
 
-    x = torch.randn(4, 4)
-    make_engine(Model(), pipeline_mesh, per_microbatch=True)(x)
-    model = Model()
-    model.p = 0.5
-    check_refused(model, pipeline_mesh, RandomOperatorError, "got aten.* in code outside of stage modules")
+    match = "got aten.rand.* in code outside of stage modules with a generator of its own"
+    check_refused(Model(), pipeline_mesh, RandomOperatorError, match)
 
 
 @ranks(2)
-def test_noise_outside_of_modules(pipeline_mesh):
-    class Model(Body):
-        def between(self, h, x):
-            return h + torch.randn_like(x)
+def test_a_seed_in_a_module(pipeline_mesh):
+    class Seeds(nn.Linear):
+        def forward(self, x):
+            torch.manual_seed(3)
+            return super().forward(x)
 
-    check_refused(Model(), pipeline_mesh, RandomOperatorError, "got aten.randn_like")
+    model = Body()
+    model.second = Seeds(4, 4)
+    match = "expected random operators that always draw equally many numbers, got others in `second`: a seed"
+    check_refused(model, pipeline_mesh, RandomOperatorError, match)
 
 
 # --- inputs ---

@@ -4,6 +4,8 @@ import array
 import contextlib
 import contextvars
 import re
+import sys
+import threading
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelineError, PipelinePlan
 from vescale.pipe._run import step
+from vescale.pipe._run.sources import Sources
 from vescale.pipe._run.tape import Tape
 from vescale_testing import ranks
 
@@ -376,6 +379,28 @@ def test_the_code_outside_of_modules_runs_twice_or_every_time(kind, pipeline_mes
     engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", NUM_MICROBATCHES), per_microbatch=True)
     train(pipelined(engine), model)
     assert model.forwards.count == (2 if kind in ON_TAPE else 3 * NUM_MICROBATCHES)
+
+
+def start_of_thread():
+    thread = threading.Thread(target=CURRENT.get)
+    thread.start()
+    thread.join()
+
+
+def change_of_scale():
+    global SCALE
+    SCALE += 1.0
+
+
+@pytest.mark.parametrize("code, is_read", [(start_of_thread, False), (change_of_scale, True)])
+def test_variables_of_the_library_of_python_are_not_read(monkeypatch, code, is_read):
+    """They change as threads come and go, such as those that wait for messages."""
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 1.0)
+    sources = Sources()
+    with sources.watching():
+        code()
+    assert sources.look() is not is_read
+    assert (sources.changed == "SCALE") is is_read
 
 
 @ranks(2)

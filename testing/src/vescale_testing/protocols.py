@@ -9,6 +9,7 @@ AssertionError that says what was expected and what was found. It needs no proce
     check_hook(hook)              _vescale_in_graph
     check_memory(parameter)       _vescale_memory
     check_rehearsal(kind)         the entry point by which a pipeline finds what mixes rows
+    check_draws(kind)             the entry point by which micro-batches draw their part of the batch
 """
 
 import copy
@@ -19,7 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["check_absent_fqns", "check_boxes", "check_execution", "check_hook", "check_memory", "check_rehearsal"]
+__all__ = [
+    "check_absent_fqns",
+    "check_boxes",
+    "check_draws",
+    "check_execution",
+    "check_hook",
+    "check_memory",
+    "check_rehearsal",
+]
 
 MODES = ("eager", "static", "compile")
 IN_GRAPH = ("absent", "outside")
@@ -136,6 +145,35 @@ def check_rehearsal(kind: type) -> None:
     assert nn.functional.cross_entropy in _attribute(rehearsal, "counted_means"), (
         "counted_means: expected cross_entropy"
     )
+
+
+def check_draws(kind: Any) -> None:
+    """Check what knows streams of random numbers and parts of a batch: parts together are what the batch draws.
+
+    The generators are at the same state afterwards.
+
+    Raises:
+        AssertionError: A name is missing, or a part is not that of the batch.
+    """
+    before = torch.get_rng_state()
+    stream = _attribute(kind, "stream")()
+    assert isinstance(stream, str), f"stream: expected the name of the stream in force, got {stream!r}"
+    whole, after = torch.rand(4, 3), torch.get_rng_state()
+    parts = []
+    for index in range(2):
+        with _attribute(kind, "moving")("cpu"):
+            torch.set_rng_state(before)
+        with _attribute(kind, "part")(index, 2):
+            parts.append(torch.rand(2, 3))
+    assert torch.equal(torch.cat(parts), whole), f"part: expected {whole}, got {parts}"
+    assert torch.equal(torch.get_rng_state(), after), "part: expected the generator where the batch leaves it"
+    if stream != "torch":
+        torch.set_rng_state(before)
+        place = _attribute(kind, "position")()
+        drawn = torch.rand(3)
+        _attribute(kind, "move")(*place)
+        assert torch.equal(torch.rand(3), drawn), "move: expected the same numbers from the same position"
+    torch.set_rng_state(before)
 
 
 def _attribute(value: Any, name: str) -> Any:

@@ -6,7 +6,6 @@
 ``state_dict``, ``named_parameters`` and attributes are those of the user's module.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +58,6 @@ class ParallelModel(nn.Module):
         mesh: DeviceMesh,
         engine: PipelineEngine | None,
         loss_fn: LossFn | None = None,
-        draws: bool = False,
     ) -> None:
         super().__init__()
         self.ddp = ddp
@@ -67,7 +65,6 @@ class ParallelModel(nn.Module):
         self.mesh = mesh
         self.engine = engine
         self.loss_fn = loss_fn
-        self._draws = draws
 
     @property
     def module(self) -> nn.Module:
@@ -85,12 +82,10 @@ class ParallelModel(nn.Module):
             The module's output. With a pipeline, micro-batches or a ``loss_fn``: a `StepOutput` with the loss.
 
         Raises:
-            RuntimeError: with ``num_microbatches > 1``, a random operator ran on one stage, or rows are mixed.
+            RuntimeError: with micro-batches, rows are mixed, or random numbers are not drawn as in the first of them.
         """
         if self.engine is not None:
-            is_guarded = self.plan.pp == 1 and not self._draws
-            with refuse_random_operators(self.plan) if is_guarded else contextlib.nullcontext():
-                loss = self.engine(*args, **kwargs)
+            loss = self.engine(*args, **kwargs)
             assert self.engine.losses is not None
             return StepOutput(loss, self.engine.losses)
         if self.loss_fn is None:
@@ -177,23 +172,3 @@ class ParallelModel(nn.Module):
             "expected device and dtype to be final, got a conversion of a parallel model, whose parameters lie in flat "
             "buffers; convert the model before parallelize"
         )
-
-
-@contextlib.contextmanager
-def refuse_random_operators(plan: Plan) -> Iterator[None]:
-    """Raise `RuntimeError` at the end if the device's generator has advanced.
-
-    One process draws a dropout mask for the full batch, layer by layer. Micro-batches would draw in another order and
-    get other masks. A pipeline of several stages refuses random operators itself.
-    """
-    before = _generator_state(plan.device)
-    yield
-    if not torch.equal(before, _generator_state(plan.device)):
-        raise RuntimeError(
-            f"expected no random operators with num_microbatches = {plan.num_microbatches}, got a random operator "
-            "(dropout?): its values would differ from those of one process; set dropout to 0, or use num_microbatches=1"
-        )
-
-
-def _generator_state(device: str) -> Tensor:
-    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()

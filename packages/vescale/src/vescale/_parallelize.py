@@ -124,8 +124,7 @@ def parallelize(
         norm_axes=(mesh["pp"],),
         **hyperparameters,
     )
-    draws = per_rank or plan.num_microbatches == 1
-    return ParallelModel(ddp, plan=plan, mesh=mesh, engine=engine, loss_fn=loss_fn, draws=draws), optimizer
+    return ParallelModel(ddp, plan=plan, mesh=mesh, engine=engine, loss_fn=loss_fn), optimizer
 
 
 def _read_arguments(

@@ -38,7 +38,8 @@ group.
 **Random operators in a call.** `random_position` returns the positions of the random streams: two positions are equal
 if nothing was drawn between them. Contexts such as ``random.local_batch`` intercept every operator on plain tensors.
 `is_watched` and `is_watched_alone` return whether they do; `unwatched` and `watched` switch the interception off and
-on.
+on. `PipelineDraws` is what ``vescale-pipe`` finds by its entry point: a stage of a pipeline moves the generators past
+what other stages draw.
 
 **Implicit redistributions.** `on_implicit_redistribution` tells an observer of each one that communicates.
 `sequence_number` returns the number that the next autograd node of this thread gets.
@@ -73,6 +74,7 @@ from ._lost_ranks import Failures, first_line
 from ._operators.strict import on_implicit_redistribution
 from ._placements.types import BlockShard
 from ._random.global_position import in_batch_window
+from ._random.pipeline import PipelineDraws
 from ._random.state import Position, random_position
 from ._random.streams import is_watched, is_watched_alone, unwatched, watched
 from ._rank_checks import (
@@ -103,6 +105,7 @@ __all__ = [
     "GradientReceiver",
     "NonNegative",
     "Piece",
+    "PipelineDraws",
     "Position",
     "Size",
     "Turns",

@@ -10,6 +10,7 @@
 - ``graph_task_id``: identity of the backward pass in progress.
 - ``has_forward_hooks``: whether a module has hooks of its own.
 - ``switches``: what the process has set for operators; ``modes``: the modes through which functions and operators go.
+- ``has_own_generator``: whether an operator gets a generator other than the default ones.
 - ``has_saved_tensor_hooks``: whether operators save tensors through hooks now, as in a checkpoint.
 - ``is_transformed``: whether a tensor stands for others in a transform of ``torch.func``.
 - ``new_group``: a process group created by its members alone, under a name that does not depend on other groups.
@@ -49,6 +50,7 @@ __all__ = [
     "function_mode_on_top",
     "graph_task_id",
     "has_forward_hooks",
+    "has_own_generator",
     "has_saved_tensor_hooks",
     "is_random",
     "is_transformed",
@@ -148,6 +150,20 @@ def is_random(operator: Any, args: tuple, kwargs: dict) -> bool:
             given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
             return bool(given != 0)
     return True
+
+
+def has_own_generator(args: tuple, kwargs: dict) -> bool:
+    """Return whether an operator gets a generator other than the default ones."""
+    given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
+    return any(not _is_default(generator) for generator in given)
+
+
+def _is_default(generator: torch.Generator) -> bool:
+    kind = generator.device.type
+    defaults = getattr(torch if kind == "cpu" else torch.get_device_module(kind), "default_generators", ())
+    every: tuple[Any, ...] = (torch.default_generator, *defaults)
+    given: Any = generator
+    return any(given._cdata == default._cdata for default in every)  # the dispatcher wraps it anew
 
 
 def version_of(tensor: torch.Tensor) -> int:

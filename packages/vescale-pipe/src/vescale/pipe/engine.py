@@ -11,7 +11,8 @@ records the values that cross stages (``_run/recorder.py``). Later micro-batches
 stage of the rank, and exchange the recorded values (``_run/frame.py``, ``_run/mail.py``).
 
 Guarantee: the gradients are the sums, in the order of micro-batches, of a gradient-accumulation loop in one process,
-bit for bit, if the uses of each value that crosses stages are in the order of the stages.
+bit for bit, if the uses of each value that crosses stages are in the order of the stages. Random operators draw what
+one process draws for the whole batch, or in that loop with ``per_microbatch=True`` (``_run/draws.py``).
 
 A failure in the first micro-batch is raised on every rank, and the engine can be called again. A later failure is
 raised on its own rank, and soon on the others, which wait for its messages: their errors have the action and traceback
@@ -35,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from ._checked import checked
 from ._lost_ranks import first_line
 from ._run.backward import GradientSum, HookGate, connect
+from ._run.draws import DrawRules, unequal_generators
 from ._run.microbatch import checksum, describe_inputs, digest, split_inputs
 from ._run.mode import RunState
 from ._run.program import Program, Transfer
@@ -149,6 +151,7 @@ class PipelineEngine:
             row_wise=names,
             is_on=not per_microbatch,
         )
+        self._draws = DrawRules(self._transport.device, self.num_stages, are_parts=not per_microbatch)
         outside = [] if self.split is None else outside_modules(model, self.split.stages)
         self._pipeline = Pipeline(
             self.schedule,
@@ -157,6 +160,7 @@ class PipelineEngine:
             self._modules,
             self._transport,
             self.rows,
+            self._draws,
             self._state,
             loss_of=self.loss_of,
             find_mesh=self.find_mesh,
@@ -184,7 +188,7 @@ class PipelineEngine:
             ValueError: an input cannot be split.
             PipelineError: the program cannot run as a pipeline, its micro-batches are not parts of one batch, or
                 another stage failed.
-            RandomOperatorError: a random operator ran in a pipeline of several stages.
+            RandomOperatorError: a random operator would not draw what one process draws.
         """
         if self._failure is not None:
             raise PipelineError(
@@ -235,14 +239,17 @@ class PipelineEngine:
         if self.num_stages == 1:
             self._programs[key] = program = program or Program(stage_form=stage_form, recorded=True)
             return program
-        arrivals = self._transport.gather_integers([key, int(program is None)])
-        if any(other != key for other, _ in arrivals):
+        place = self._draws.generators.read().checksum
+        arrivals = self._transport.gather_integers([key, int(program is None), place])
+        if any(other != key for other, _, _ in arrivals):
             forms = self._transport.gather_objects(form)
             lines = "\n".join(f"  {self._placement.name_of(rank)}: {text}" for rank, text in enumerate(forms))
             raise PipelineError(
                 f"expected the same inputs on every stage, got different ones; pass the same batch:\n{lines}"
             )
-        if program is None or any(stale for _, stale in arrivals):
+        if program is not None and program.draws and any(other != place for _, _, other in arrivals):
+            raise unequal_generators()
+        if program is None or any(stale for _, stale, _ in arrivals):
             self._check_same_elements(args, kwargs)
             program = self._programs[key] = Program(stage_form=stage_form)
         self._current = program
@@ -263,7 +270,8 @@ class PipelineEngine:
     def _mode_text(self) -> str:
         device = self._transport.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return f"grad={torch.is_grad_enabled()}, training={self.model.training}, autocast={autocast}"
+        stream = self._draws.generators.stream
+        return f"grad={torch.is_grad_enabled()}, training={self.model.training}, autocast={autocast}, numbers={stream}"
 
     def _parameters(self) -> dict[int, list[torch.Tensor]]:
         """Return the parameters of each stage of this rank."""

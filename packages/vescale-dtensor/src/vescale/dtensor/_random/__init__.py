@@ -6,6 +6,7 @@
 ``streams``         switching streams; dispatch modes for plain tensors
 ``state``           the generators of the process: the stream in force, seeds, saved states
 ``batch``           `random.local_batch` and `random.micro_batches`
+``pipeline``        what `vescale-pipe` asks for: parts of a batch, moves of the generators
 ``stock``           stream "torch": the values of the stock generator
 ``cuda_replay``     the same on CUDA, by replaying windows of the stock kernel
 ``philox``          stream "philox": counter-based values

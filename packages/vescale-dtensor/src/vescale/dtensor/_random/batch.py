@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
@@ -24,17 +25,26 @@ __all__ = ["MicroBatches", "window"]
 Windows = tuple[BatchWindow, ...]
 
 
+# The mode of the windows in force, if there are any.
+_MODE: ContextVar[RandomMode] = ContextVar("vescale_mode_of_windows")
+
+
 @contextlib.contextmanager
 def window(declared: BatchWindow) -> Iterator[None]:
     """Put one more window in force, as the innermost of its kind."""
     outer = WINDOWS.get()
-    token = WINDOWS.set(_nested(declared, outer))
+    windows = _nested(declared, outer)
+    # a second mode would slice each random operator twice
+    mode = _MODE.get() if outer else RandomMode(handle)
+    tokens = WINDOWS.set(windows), _MODE.set(mode)
+    before, mode.windows = mode.windows, windows
     try:
-        # a second mode would slice each random operator twice
-        with contextlib.nullcontext() if outer else RandomMode(handle), _in_state(declared):
+        with contextlib.nullcontext() if outer else mode, _in_state(declared):
             yield
     finally:
-        WINDOWS.reset(token)
+        mode.windows = before
+        WINDOWS.reset(tokens[0])
+        _MODE.reset(tokens[1])
 
 
 def _nested(declared: BatchWindow, outer: Windows) -> Windows:

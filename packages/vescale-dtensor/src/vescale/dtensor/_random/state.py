@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ __all__ = [
     "fork",
     "get_state",
     "manual_seed",
+    "moving",
     "random_position",
     "set_state",
 ]
@@ -53,6 +55,7 @@ __all__ = [
 TORCH, PHILOX = "torch", "philox"
 
 VERSION = 1
+MOST_MOVES = 2048  # that are kept: more than a forward has calls of other stages that draw
 CPU, SEED, COUNTER = "torch.cpu", "philox.seed", "philox.counter"
 REQUIRED = {"version": int, CPU: Tensor, SEED: int, COUNTER: int}
 
@@ -260,7 +263,7 @@ class Position:
     (``torch.equal`` of two states takes several).
     """
 
-    __slots__ = ("_state",)
+    __slots__ = ("_num_moves", "_state")
 
     def __init__(self, device_type: str):
         state = torch.get_rng_state()  # also where the stream "philox" of all devices is
@@ -269,11 +272,60 @@ class Position:
             if not getattr(device, "is_current_stream_capturing", bool)():  # a generator cannot be read during capture
                 state = torch.cat([state, device.get_rng_state()])
         self._state = state
+        self._num_moves = _moves.count
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Position) or self._state.nbytes != other._state.nbytes:
             return NotImplemented
-        return not _compare_memory(self._state.data_ptr(), other._state.data_ptr(), self._state.nbytes)
+        if self._num_moves == other._num_moves:
+            return _is_same(self._state, other._state)
+        first, last = (self, other) if self._num_moves < other._num_moves else (other, self)
+        state = first._state
+        for before, after in _moves.between(first._num_moves, last._num_moves):
+            if before.nbytes != state.nbytes or not _is_same(state, before):
+                return False
+            state = after
+        return _is_same(state, last._state)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return not _compare_memory(one.data_ptr(), other.data_ptr(), one.nbytes)
+
+
+class _Moves:
+    """The latest moves of generators that are no draws: states before and after each."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._kept: deque[tuple[Tensor, Tensor]] = deque(maxlen=MOST_MOVES)
+
+    def add(self, before: Position, after: Position) -> None:
+        self.count += 1
+        self._kept.append((before._state, after._state))
+
+    def between(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        first = self.count - len(self._kept)
+        if start < first:
+            raise RuntimeError(
+                f"expected at most {MOST_MOVES} moves of the random generators in one call of a module, got "
+                f"{end - start}; run fewer stages of a pipeline in one call"
+            )
+        return list(self._kept)[start - first : end - first]
+
+
+# Process-wide, as the generators are.
+_moves = _Moves()
+
+
+@contextlib.contextmanager
+def moving(device_type: str) -> Iterator[None]:
+    """Move generators in this context, which is no draw: positions before and after it are equal.
+
+    A stage of a pipeline skips the draws of other stages in this way.
+    """
+    before = Position(device_type)
+    yield
+    _moves.add(before, Position(device_type))
 
 
 def random_position(device_type: str = "cpu") -> Position:

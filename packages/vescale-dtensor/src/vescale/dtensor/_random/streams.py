@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from .._containers import tensors_in
 from .._operators.attention import is_fused_without_dropout
 from .._torch import dispatch
-from .global_position import WINDOWS
+from .global_position import WINDOWS, BatchWindow
 from .philox import state as philox_state
 from .rules import handle, is_enabled, philox_handle, runs_stock
 from .state import PHILOX, STREAMS, TORCH, Snapshot, current
@@ -137,14 +137,28 @@ class PhiloxMode(dispatch.TorchDispatchMode):
 
 
 class RandomMode(dispatch.TorchDispatchMode):
-    """Pass random operators on plain tensors to a handler; all other operators run unchanged."""
+    """Pass random operators on plain tensors to a handler; all other operators run unchanged.
+
+    Attributes:
+        windows: the batch windows in force. Autograd takes the mode along to its own threads, which run the backward on
+            an accelerator, but not the context of Python, which holds the windows elsewhere.
+    """
 
     def __init__(self, handler: dispatch.Handler):
         super().__init__()
         self.handler = handler
+        self.windows: tuple[BatchWindow, ...] = ()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        if not self.windows or WINDOWS.get():
+            return self._run(func, args, kwargs or {})
+        token = WINDOWS.set(self.windows)
+        try:
+            return self._run(func, args, kwargs or {})
+        finally:
+            WINDOWS.reset(token)
+
+    def _run(self, func, args, kwargs):
         if dispatch.is_composite(func) and (torch.is_inference_mode_enabled() or dispatch.is_random(func)):
             with self:  # below autograd, dropout and others are one operator: decompose it
                 return func.decompose(*args, **kwargs)

@@ -31,6 +31,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import version_of
 from .crossings import Crossings
+from .draws import Course, unequal_generators
+from .generators import NOWHERE
 from .program import CallKey, Outcome, Program, Record, Transfer
 from .recorder import Recorder
 from .tape import State, Tape, versions_of
@@ -79,6 +81,7 @@ class Frame:
         stages: the stages to run; the events of others return placeholders.
         recorder: the synchronization of the first micro-batch; None for later ones.
         tape: takes down what the stage runs outside of units; None if nothing is taken down.
+        course: the position of the generators, call by call; None if nothing draws.
     """
 
     def __init__(
@@ -90,10 +93,12 @@ class Frame:
         stages: Collection[int],
         recorder: Recorder | None,
         tape: Tape | None,
+        course: Course | None,
     ) -> None:
         self.stages = frozenset(stages)
         self.recorder = recorder
         self.tape = tape
+        self._course = course
         self._transport = transport
         self._crossings = crossings
         self._program = program
@@ -150,6 +155,8 @@ class Frame:
                 self.recorder.synchronize("before", call.key)
         for leaf, value in needed.values():
             self._cross(call.key, leaf, value)
+        if self._course is not None:
+            self._course.begin(call.key.index)
         if home in self.stages:
             call.real = [self._real(leaf, home) for leaf in arguments]
             call.versions = versions_of(call.real)
@@ -161,6 +168,7 @@ class Frame:
         if self.tape is not None and call.real is not None and call.state is not None:
             where = call.real, call.structure, call.versions, call.state
             self.tape.add(function, *where, output, stage=call.key.home)
+        moved = NOWHERE if self._course is None else self._course.finish(call.key.index, call.key.name)
         leaves, structure = flatten(output)
         position = {id(leaf): i for i, leaf in enumerate(call.real or ()) if isinstance(leaf, torch.Tensor)}
         if self.recorder is None:
@@ -168,6 +176,7 @@ class Frame:
             _check_repeated(record, leaves, position)
         else:
             outcome = _outcome(call, leaves, structure, position, is_operator=is_operator)
+            outcome = dataclasses.replace(outcome, moved=moved)
             self.recorder.announce(call.key, outcome)
             record = self._keep(call.key, outcome)
         results: list[Any] = []
@@ -182,10 +191,14 @@ class Frame:
 
     def absent(self, call: Call) -> Any:
         """Finish an event on another stage than its home: return placeholders for its outputs."""
+        moved = NOWHERE
         if self.recorder is None:
             record = self._program.records[call.key.index]
         else:
-            record = self._keep(call.key, self.recorder.announce(call.key, None))
+            outcome = self.recorder.announce(call.key, None)
+            record, moved = self._keep(call.key, outcome), outcome.moved
+        if self._course is not None:
+            self._course.skip(call.key.index, moved)
         results: list[Any] = []
         for i, described in enumerate(record.outputs):
             if isinstance(described, TensorMeta):
@@ -216,12 +229,19 @@ class Frame:
             )
         if self.recorder is not None:
             self.recorder.check_end()
-            self.recorder.synchronize("end", None)
+            self._check_generators(self.recorder)
             self._program.loss = value.meta
         found = self._real(loss, last_stage) if last_stage in self.stages else None
         if self.tape is not None:
             self.tape.end(found)
         return found
+
+    def _check_generators(self, recorder: Recorder) -> None:
+        """Check that the generators of all stages were at the same position, if something has drawn."""
+        course = self._course
+        every = recorder.synchronize("end", None, course and (bool(course.chain), course.start.checksum))
+        if course is not None and any(draws for draws, _ in every) and len({number for _, number in every}) > 1:
+            raise unequal_generators()
 
     # --- steps of an event ---
 

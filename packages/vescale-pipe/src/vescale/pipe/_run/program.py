@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .draws import Chain
+from .generators import NOWHERE, Distance
 from .rows import LossRule
 from .tape import Tape
 from .tree import Structure, flatten
@@ -61,10 +63,12 @@ class Outcome:
     Args:
         outputs: leaves are ``TensorMeta``, ``SameAs`` or plain values.
         changed: (position among the arguments, metadata after the call).
+        moved: how far the call moves the generators.
     """
 
     outputs: Any
     changed: tuple[tuple[int, TensorMeta], ...]
+    moved: Distance = NOWHERE
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class Program:
     the index of each transfer. ``dead`` are the transfers without a gradient, which the first backward finds. ``whole``
     are the stages whose gradients of weights are computed with those of inputs. ``rule`` is that of the loss, once it
     is known. ``tapes`` are those of this rank's stages, made with these
-    ``attributes`` of modules outside of units.
+    ``attributes`` of modules outside of units. ``draws`` is what a micro-batch draws, once it is known.
 
     The gradient of a value visits the stages that use it from the last one back, and each adds its own, so all are
     added in the order of one process.
@@ -108,6 +112,7 @@ class Program:
     rule: LossRule | None = None
     tapes: dict[int, Tape] = field(default_factory=dict)
     attributes: tuple = ()
+    draws: Chain | None = None
     _of_value: dict[ValueId, list[int]] = field(default_factory=dict)
     _same_value: list[list[int]] = field(default_factory=list)
     _lists: dict[tuple[str, int], list[int]] = field(default_factory=dict)

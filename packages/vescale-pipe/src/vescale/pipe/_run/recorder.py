@@ -7,7 +7,6 @@ diverged, which is an error on both.
 
 Recording also detects programs that a pipeline does not support:
 
-- random operators (the random stream does not continue from stage to stage yet);
 - tensors that leave a unit other than by its output (hooks, attributes), because they exist on one stage only;
 - tensors written in place after the send, and stale views of a tensor written on a later stage.
 """
@@ -23,16 +22,12 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._stages.placement import Placement
-from .._torch import OperatorMode, has_saved_tensor_hooks, is_random, is_transformed, version_of
+from .._torch import has_saved_tensor_hooks, is_transformed, version_of
+from .draws import RandomOperatorError
 from .program import CallKey, Outcome
 from .transport import Transport
 from .tree import flatten
 from .values import PipelineError, Placeholder, Value, ValueId, local_part
-
-
-class RandomOperatorError(PipelineError, NotImplementedError):
-    """Raised for a random operator in a pipeline of several stages."""
-
 
 _HOOKING = frozenset((torch.Tensor.register_hook, torch.Tensor.retain_grad))
 _KNOWN_ERRORS = {error.__name__: error for error in (PipelineError, RandomOperatorError)}
@@ -48,7 +43,6 @@ class Recorder:
         self._made_inside: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._moved: dict[int, tuple[ValueId, str, Any]] = {}
         self._sent: list[tuple[torch.Tensor, int, str]] = []
-        self._generators = _generator_states(transport)
 
     # --- synchronization points ---
 
@@ -134,42 +128,13 @@ class Recorder:
         self._sent.append((tensor, version_of(tensor), origin))
 
     def check_end(self) -> None:
-        """Check sent tensors and generator states after the forward."""
+        """Check sent tensors after the forward."""
         for tensor, version, origin in self._sent:
             if version_of(tensor) != version:
                 raise PipelineError(
                     f"{origin}: expected no write after the send to a later stage, got an in-place write; use an "
                     "out-of-place operator"
                 )
-        for (device, before), (_, after) in zip(self._generators, _generator_states(self._transport), strict=True):
-            if not torch.equal(before, after):
-                raise RandomOperatorError(_random_text(f"an advanced {device} generator after the forward"))
-
-
-class RandomGuard(OperatorMode):
-    """Refuse random operators while active. ``where()`` returns the current module for the message."""
-
-    def __init__(self, where: Any) -> None:
-        super().__init__()
-        self._where = where
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        if is_random(func, args, kwargs or {}):
-            raise RandomOperatorError(_random_text(f"{func} in {self._where()}"))
-        return func(*args, **(kwargs or {}))
-
-
-def _random_text(found: str) -> str:
-    return f"expected no random operators in a pipeline of several stages, got {found}; set dropout to 0, or use pp=1"
-
-
-def _generator_states(transport: Transport) -> list[tuple[str, torch.Tensor]]:
-    states = [("cpu", torch.get_rng_state())]
-    device = transport.device
-    if device.type != "cpu":
-        states.append((str(device), torch.get_device_module(device.type).get_rng_state(device)))
-    return states
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

@@ -19,6 +19,7 @@ import functools
 import gc
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
@@ -30,7 +31,8 @@ from torch import nn
 from .._stages.attributes import PLAIN
 
 _DEPTH = 3  # of objects within objects
-_OTHERS = ("torch", "vescale")  # packages whose code is no one's program
+_OTHERS = ("torch", "vescale")  # packages whose code is no one's program, and Python's own library:
+_PYTHON, *_INSTALLED = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 _MISSING = object()
 
 
@@ -110,7 +112,7 @@ class Sources:
         if key in self._seen:
             return
         self._seen.add(key)
-        if _is_of_others(variables.get("__name__")):
+        if _is_of_others(variables.get("__name__")) or _is_of_python(code):
             return
         names = frozenset(code.co_names)
         for name in names & variables.keys():
@@ -160,6 +162,12 @@ class Sources:
 
 def _is_of_others(name: Any) -> bool:
     return str(name).partition(".")[0] in _OTHERS
+
+
+def _is_of_python(code: CodeType) -> bool:
+    """Return whether it is code of Python's library, whose variables change as threads come and go."""
+    path = code.co_filename
+    return path.startswith(_PYTHON) and not path.startswith(tuple(_INSTALLED))
 
 
 def _attribute(value: Any, name: str, default: Any) -> Any:

@@ -26,11 +26,12 @@ from .._stages.stub import StageModules
 from .._torch import has_forward_hooks, tensor_hooks
 from .backward import Boundary, GradientSum, StageBackward
 from .crossings import Crossings
+from .draws import Course, DrawRules, StepDraws
 from .frame import Frame
 from .mail import Letter, Mail
 from .mode import RunState, TraceMode
 from .program import Program
-from .recorder import RandomGuard, Recorder
+from .recorder import Recorder
 from .rows import LossRule, RowChecks, unequal_counts
 from .tape import Births, Tape
 from .transport import Transport
@@ -53,6 +54,7 @@ class Pipeline:
         modules: the units of this rank and its stubs; None with one stage.
         transport: this rank's communication.
         rows: checks of what mixes rows.
+        draws: how steps draw random numbers.
         state: what hooks and stubs share.
         loss_of: runs the model on a micro-batch.
         find_mesh: returns this rank's mesh with the given axis names.
@@ -67,6 +69,7 @@ class Pipeline:
     modules: StageModules | None
     transport: Transport
     rows: RowChecks
+    draws: DrawRules
     state: RunState
     loss_of: Callable[[tuple, dict], torch.Tensor]
     find_mesh: Callable[[tuple[str, ...]], DeviceMesh]
@@ -102,6 +105,7 @@ class Step:
         is_last = self._placement.is_here(self._last_stage)
         self._counts = pipeline.rows.target_counts() if is_last and self._rule.counts_targets else None
         self._differs = False
+        self._draws = StepDraws(pipeline.draws, program.draws, len(microbatches))
         self._mail = Mail(self._transport, self._placement, program)
         self._attributes = pipeline.attributes()
         self._hooks = contextlib.ExitStack()
@@ -133,6 +137,8 @@ class Step:
                     self._backward(action)
         self.where = "the end"
         self._transport.wait_sends()
+        self._draws.finish()
+        self._program.draws = self._draws.chain
         self.loss = self._shared_loss()
 
     def close(self) -> None:
@@ -153,9 +159,10 @@ class Step:
     def _forward(self, stage: int, microbatch: int) -> None:
         boundary, loss = Boundary(), None
         args, kwargs = self._microbatches[microbatch]
-        with self._counted(stage):
+        with self._counted(stage), self._draws.forward(microbatch) as course:
             if self._placement.num_stages == 1:
-                loss = self._pipeline.loss_of(args, kwargs)
+                with self._draws.guard(lambda: "the model"):
+                    loss = self._pipeline.loss_of(args, kwargs)
                 self._program.loss = meta_of(loss)
             else:
                 crossings = self._crossings([stage], microbatch)
@@ -165,7 +172,7 @@ class Step:
                 if tape is not None and slots is not None:
                     loss = tape.run(slots, crossings.send, crossings.receive)
                 else:
-                    loss = self._taken_down(stage, microbatch, crossings, is_due=is_due)
+                    loss = self._taken_down(stage, microbatch, crossings, course, is_due=is_due)
         if stage == self._placement.mine[-1]:
             self._microbatches[microbatch] = None
         part = None if loss is None else self._part(microbatch, loss)
@@ -175,6 +182,8 @@ class Step:
     def _tape_of(self, stage: int) -> tuple[Tape | None, bool]:
         """Return the tape of a stage, if it can be run, and whether a new one is due."""
         program, state = self._program, self._pipeline.state
+        if self._draws.draws:
+            return None, False
         tape = program.tapes.get(stage)
         is_first, is_other = stage not in self._begun, state.latest.get(stage) is not program
         self._begun.add(stage)
@@ -189,7 +198,9 @@ class Step:
         # code of another program has run since, and may have left variables that modules read
         return (None, False) if is_other else (tape, tape.uses >= TAPE_USES)
 
-    def _taken_down(self, stage: int, microbatch: int, crossings: Crossings, *, is_due: bool) -> torch.Tensor | None:
+    def _taken_down(
+        self, stage: int, microbatch: int, crossings: Crossings, course: Course | None, *, is_due: bool
+    ) -> torch.Tensor | None:
         """Run the user's code for a stage, and make a tape of it if one is due."""
         pipeline = self._pipeline
         assert pipeline.modules is not None
@@ -198,7 +209,7 @@ class Step:
         inside = functools.partial(attributes_of, [m for unit in own for m in unit.modules()], None)
         tape = Tape(self._transport.device.type, inside) if is_due else None
         with pipeline.modules.only([stage]):
-            loss = self._follow([stage], microbatch, crossings, recorder=None, tape=tape)
+            loss = self._follow([stage], microbatch, crossings, course, recorder=None, tape=tape)
         if tape is not None:
             self._keep(stage, tape)
         return loss
@@ -225,6 +236,7 @@ class Step:
         stages: Sequence[int],
         microbatch: int,
         crossings: Crossings,
+        course: Course | None,
         *,
         recorder: Recorder | None,
         tape: Tape | None,
@@ -233,14 +245,15 @@ class Step:
         pipeline = self._pipeline
         self._hook_units()
         args, kwargs = self._microbatches[microbatch]
-        frame = Frame(self._transport, crossings, self._program, stages=stages, recorder=recorder, tape=tape)
+        frame = Frame(
+            self._transport, crossings, self._program, stages=stages, recorder=recorder, tape=tape, course=course
+        )
         mode = pipeline.state.mode = TraceMode(frame)
         if tape is not None:
             tape.begin(args, kwargs)
         try:
             with mode.active(), contextlib.ExitStack() as watches:
-                if recorder is not None:
-                    watches.enter_context(RandomGuard(lambda: mode.current_module))
+                watches.enter_context(self._draws.guard(lambda: mode.current_module))
                 if tape is not None:
                     watches.enter_context(tape.taking_down())
                     watches.enter_context(Births(tape, mode.outside))
@@ -302,8 +315,8 @@ class Step:
     def record_forward(self, recorder: Recorder) -> tuple[dict[int, Boundary], torch.Tensor | None]:
         """Run and record the forward of the first micro-batch, of all stages of this rank."""
         crossings = self._crossings(self._placement.mine, 0)
-        with self._counted():
-            loss = self._follow(self._placement.mine, 0, crossings, recorder=recorder, tape=None)
+        with self._counted(), self._draws.forward(0) as course:
+            loss = self._follow(self._placement.mine, 0, crossings, course, recorder=recorder, tape=None)
         for stage, own in self.total.of_stage.items():
             split = self._pipeline.split
             if any(tensor_hooks(p) for p in own) or (split and recorder.hooked & {*split.stages[stage]}):
@@ -319,7 +332,8 @@ class Step:
             if here(stage):
                 boundary = boundaries.pop(stage)
                 backward = self._stage_backward(stage, boundary, part, arrived.pop)
-                received, weights = backward.run()
+                with self._draws.backward(0):
+                    received, weights = backward.run()
                 self.total.add(stage, 0, weights)
                 found = dict(zip((index for index, _ in boundary.received), received, strict=True))
                 dead = [index for index, gradient in found.items() if gradient is None]
@@ -335,6 +349,10 @@ class Step:
     # --- backward ---
 
     def _backward(self, action: Action) -> None:
+        with self._draws.backward(action.microbatch):
+            self._backward_of(action)
+
+    def _backward_of(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         if action.kind == WEIGHT_GRAD:
             self.total.add(stage, microbatch, self._split.pop((stage, microbatch)).run_weights())

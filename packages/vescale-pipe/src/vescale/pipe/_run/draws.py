@@ -1,0 +1,316 @@
+"""What random operators draw in a pipeline: what one process draws.
+
+Micro-batches are parts of a batch. One process draws for the whole batch, layer by layer, so every micro-batch starts
+at the same position of the generators, and draws its rows of what the whole batch would draw there:
+
+    one process         | unit 0: rows 0-3     | unit 1: rows 0-3     |     the generators afterwards: here
+    micro-batch 0       | unit 0: rows 0-1     | unit 1: rows 0-1     |     and here
+    micro-batch 1       | unit 0:     rows 2-3 | unit 1:     rows 2-3 |     and here
+
+The package that knows how to draw rows of a batch is found by its entry point (``docs/protocols.md``). With
+``per_microbatch=True`` every micro-batch is a batch of its own and starts where the one before ended, as in a loop of
+gradient accumulation; no other package is needed.
+
+A stage runs its own units. The first micro-batch records how far each call moves the generators (`Chain`). Later ones
+skip what other stages draw, in whatever order the schedule has them, and each call is compared with its record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .._torch import OperatorMode, has_own_generator, is_random
+from .generators import NOWHERE, Distance, Generators, Position, UnknownDistanceError
+from .values import PipelineError
+
+GROUP, NAME = "vescale.pipe", "draws"  # of the entry point
+OUTSIDE = "code outside of stage modules"
+
+
+class RandomOperatorError(PipelineError, NotImplementedError):
+    """Raised for a random operator that would not draw what one process draws."""
+
+
+@dataclass
+class Chain:
+    """What the forward of one micro-batch draws, in the order of one process.
+
+    Attributes:
+        calls: for each event that draws, or after code that does, how far that code and the event move the generators.
+        rest: how far the code after the last of them does.
+    """
+
+    calls: dict[int, tuple[Distance, Distance]] = field(default_factory=dict)
+    rest: Distance = NOWHERE
+
+    def __bool__(self) -> bool:
+        return bool(self.calls or self.rest)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The positions of one micro-batch: before and after each call that draws, and at the end."""
+
+    calls: dict[int, tuple[Position, Position]]
+    end: Position
+
+
+class DrawRules:
+    """How the steps of an engine draw.
+
+    Args:
+        device: of the pipeline.
+        num_stages: of the pipeline.
+        are_parts: whether micro-batches are parts of one batch.
+    """
+
+    def __init__(self, device: torch.device, num_stages: int, *, are_parts: bool) -> None:
+        self.package = _package()
+        self.generators = Generators(device, self.package)
+        self.num_stages, self.are_parts = num_stages, are_parts
+
+    def cuts(self, num_microbatches: int) -> bool:
+        """Return whether micro-batches draw rows of what the batch draws."""
+        return self.are_parts and num_microbatches > 1 and self.package is not None
+
+    def refuses(self, num_microbatches: int) -> bool:
+        """Return whether micro-batches are parts of a batch whose rows no package knows to draw."""
+        return self.are_parts and num_microbatches > 1 and self.package is None
+
+
+class Course:
+    """What the forward of one micro-batch draws, call by call.
+
+    Args:
+        generators: those of this process.
+        start: where they are at the beginning.
+        walk: the recorded positions; None while they are recorded.
+        refuses: whether random operators are refused.
+    """
+
+    def __init__(self, generators: Generators, start: Position, walk: Walk | None, *, refuses: bool) -> None:
+        self.start = start
+        self.chain = Chain()
+        self._generators, self._walk, self._refuses = generators, walk, refuses
+        self._here, self._gap = start, NOWHERE
+
+    def begin(self, index: int) -> None:
+        """Begin a call, on all stages: code outside of stage modules has run until now."""
+        if self._walk is None:
+            now = self._generators.read()
+            self._gap, self._here = self._distance(self._here, now, OUTSIDE), now
+        elif (known := self._walk.calls.get(index)) is not None and self._generators.read() != known[0]:
+            raise otherwise(OUTSIDE)
+
+    def finish(self, index: int, name: str) -> Distance:
+        """Finish a call on its own stage, and return how far it has moved the generators; that is recorded."""
+        now = self._generators.read()
+        if self._walk is not None:
+            if (known := self._walk.calls.get(index)) is not None and now != known[1]:
+                raise otherwise(f"`{name}`")
+            return NOWHERE
+        moved = self._distance(self._here, now, f"`{name}`")
+        self._keep(index, moved, now)
+        return moved
+
+    def skip(self, index: int, moved: Distance) -> None:
+        """Finish a call of another stage: move the generators by what it draws."""
+        if self._walk is None:
+            there = self._generators.moved(self._here, moved)
+            if moved:
+                self._generators.write(there)
+            self._keep(index, moved, there)
+        elif (known := self._walk.calls.get(index)) is not None:
+            self._generators.write(known[1])
+
+    def end(self) -> None:
+        """Finish the forward."""
+        now = self._generators.read()
+        if self._walk is None:
+            self.chain.rest = self._distance(self._here, now, OUTSIDE)
+        elif now != self._walk.end:
+            raise otherwise("its forward")
+
+    def _keep(self, index: int, moved: Distance, there: Position) -> None:
+        if self._gap or moved:
+            self.chain.calls[index] = self._gap, moved
+        self._here = there
+
+    def _distance(self, before: Position, after: Position, where: str) -> Distance:
+        try:
+            moved = self._generators.distance(before, after)
+        except UnknownDistanceError:
+            raise RandomOperatorError(
+                f"expected random operators that always draw equally many numbers, got others in {where}: a seed that "
+                "is set in forward, or an odd number of normal values below 16; seed between steps, or draw 16 values "
+                "or more"
+            ) from None
+        if moved and self._refuses:
+            raise RandomOperatorError(
+                f"expected no random operators in micro-batches that are parts of one batch, got one in {where}: they "
+                "would not draw what the batch draws; install vescale-dtensor, which knows their part, or, if every "
+                "micro-batch may be a batch of its own, pass per_microbatch=True to PipelineEngine"
+            )
+        return moved
+
+
+class StepDraws:
+    """Where the generators are in the micro-batches of one step.
+
+    Args:
+        rules: those of the engine.
+        chain: what a micro-batch draws; None if that is to be recorded.
+        count: number of micro-batches.
+    """
+
+    def __init__(self, rules: DrawRules, chain: Chain | None, count: int) -> None:
+        self.chain = chain
+        self._rules, self._generators, self._count = rules, rules.generators, count
+        self._cuts = rules.cuts(count)
+        # a loop over micro-batches in one process draws by itself as it should
+        self._is_on = rules.num_stages > 1 or self._cuts
+        self._start = self._generators.read() if self._is_on else None
+        self._walks: dict[int, Walk] = {}
+        self._end: Position | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether something draws, as far as is known."""
+        return self._is_on and (self.chain is None or bool(self.chain))
+
+    @contextlib.contextmanager
+    def forward(self, microbatch: int) -> Iterator[Course | None]:
+        """Run the forward of a micro-batch, or that of one of its stages, in this context."""
+        if not self.draws:
+            yield None
+            return
+        with self._part(microbatch):
+            if self._rules.num_stages == 1:
+                yield from self._alone()
+                return
+            walk = None if self.chain is None else self._walk(microbatch)
+            start = self._start_of(microbatch)
+            self._generators.write(start)
+            course = Course(self._generators, start, walk, refuses=self._rules.refuses(self._count))
+            yield course
+            course.end()
+        if self.chain is None:
+            self.chain = course.chain
+
+    def _alone(self) -> Iterator[None]:
+        """Run a micro-batch of a pipeline of one stage: no record is needed to skip what others draw."""
+        assert self._start is not None
+        self._generators.write(self._start)
+        yield None
+        end = self._generators.read()
+        if self._end is not None and end != self._end:
+            raise otherwise("its forward")
+        self._end = end
+        if self.chain is None:
+            self.chain = Chain() if end == self._start else Chain(rest=Distance(numbers=1))
+
+    @contextlib.contextmanager
+    def backward(self, microbatch: int) -> Iterator[None]:
+        """Run the backward of a micro-batch: parts of the forward may be repeated, and draw the same."""
+        if not self.draws:
+            yield
+            return
+        with self._part(microbatch):
+            before = self._generators.read()
+            yield
+            if self._generators.read() != before:
+                raise RandomOperatorError(
+                    "expected no random operators in the backward, got an advanced generator: one process draws them "
+                    "after the forward of the whole batch; draw in the forward"
+                )
+
+    def guard(self, where: Callable[[], str]) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for the user's code that refuses generators of its own in the first micro-batch."""
+        return RandomGuard(where) if self._is_on and self.chain is None else contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Leave the generators where one process leaves them."""
+        if not self._is_on:
+            return
+        if not self.draws:
+            if self._generators.read() != self._start:
+                raise otherwise("the step")
+        elif self._rules.num_stages == 1:
+            assert self._end is not None
+            self._generators.write(self._end)
+        else:
+            self._generators.write(self._walk(self._count - 1).end)
+
+    def _part(self, microbatch: int) -> contextlib.AbstractContextManager[Any]:
+        if not self._cuts:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = self._rules.package.part(microbatch, self._count)
+        return context
+
+    def _start_of(self, microbatch: int) -> Position:
+        assert self._start is not None
+        if microbatch == 0 or self._rules.are_parts:
+            return self._start
+        return self._walk(microbatch - 1).end
+
+    def _walk(self, microbatch: int) -> Walk:
+        assert self.chain is not None
+        number = 0 if self._rules.are_parts else microbatch
+        for each in range(len(self._walks), number + 1):  # each starts where the one before ends
+            here, moved, calls = self._start_of(each), self._generators.moved, {}
+            for index, (gap, own) in self.chain.calls.items():
+                before = moved(here, gap)
+                here = moved(before, own)
+                calls[index] = before, here
+            self._walks[each] = Walk(calls, moved(here, self.chain.rest))
+        return self._walks[number]
+
+
+def otherwise(where: str) -> PipelineError:
+    """Return the error about draws that differ from the recorded ones."""
+    return PipelineError(
+        f"expected the random numbers to be drawn as in the first micro-batch with such inputs, got more, fewer or "
+        f"others in {where}; keep what decides about draws, such as rates of dropout, or make a new engine after a "
+        "change"
+    )
+
+
+def unequal_generators() -> PipelineError:
+    """Return the error about stages whose generators are not at the same position."""
+    return PipelineError(
+        "expected the same state of the random generators on every stage, got different ones where random operators "
+        "run; call torch.manual_seed with the same seed on all ranks of the pipeline, and draw alike on them"
+    )
+
+
+class RandomGuard(OperatorMode):
+    """Refuse random operators with generators of their own. ``where()`` returns the current module for the message."""
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        super().__init__()
+        self._where = where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if is_random(func, args, kwargs) and has_own_generator(args, kwargs):
+            raise RandomOperatorError(
+                f"expected random operators of torch's default generators, got {func} in {self._where()} with a "
+                "generator of its own, which micro-batches and stages would move in another order than one process; "
+                "leave out generator="
+            )
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _package() -> Any:
+    """Return what knows streams of random numbers and parts of a batch; None if no installed package does."""
+    found = importlib.metadata.entry_points(group=GROUP, name=NAME)
+    return next(iter(found)).load() if found else None
