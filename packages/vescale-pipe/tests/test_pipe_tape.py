@@ -3,6 +3,7 @@
 import array
 import contextlib
 import contextvars
+import gc
 import re
 import sys
 import threading
@@ -392,9 +393,24 @@ def change_of_scale():
     SCALE += 1.0
 
 
-@pytest.mark.parametrize("code, is_read", [(start_of_thread, False), (change_of_scale, True)])
-def test_variables_of_the_library_of_python_are_not_read(monkeypatch, code, is_read):
-    """They change as threads come and go, such as those that wait for messages."""
+@pytest.fixture
+def change_at_collections():
+    def change(_phase, _info):
+        change_of_scale()
+
+    gc.callbacks.append(change)
+    yield
+    gc.callbacks.remove(change)
+
+
+def garbage():
+    return [[] for _ in range(10 * gc.get_threshold()[0])]
+
+
+@pytest.mark.usefixtures("change_at_collections")
+@pytest.mark.parametrize("code, is_read", [(start_of_thread, False), (garbage, False), (change_of_scale, True)])
+def test_only_variables_that_the_code_reads_count(monkeypatch, code, is_read):
+    """Others change as threads come and go, such as those that wait for messages, or when garbage is collected."""
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 1.0)
     sources = Sources()
     with sources.watching():

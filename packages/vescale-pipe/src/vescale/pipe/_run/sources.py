@@ -69,7 +69,7 @@ class Sources:
 
     def __init__(self) -> None:
         self.changed: str | None = None
-        self._is_on = False
+        self._is_on = self._collects_garbage = False
         self._seen: set[tuple[CodeType, int]] = set()
         self._inner: set[CodeType] = set()  # of functions that are made in each forward
         self._bindings: dict[tuple[int, Any], _Binding] = {}
@@ -90,11 +90,15 @@ class Sources:
         """Collect nothing until ``resume``, and look for changes."""
         if self._is_on:
             sys.setprofile(None)
+            if self._collects_garbage:
+                gc.enable()
             self.look()
 
     def resume(self) -> None:
-        """Go on after ``pause``."""
+        """Go on after ``pause``. No garbage is collected until the next: the code does not call what that calls."""
         if self._is_on:
+            self._collects_garbage = gc.isenabled()
+            gc.disable()
             sys.setprofile(self._on_event)
 
     def look(self) -> bool:
