@@ -39,6 +39,22 @@ def test_dropout_continues_where_it_stopped(tmp_path):
         assert_same_training(record, _last_steps(expected, 2), rtol=1e-10)
 
 
+@pytest.mark.parametrize("first, second", [("pp2", "one_process"), ("one_process", "pp2"), ("pp2", "tp2_pp2_v")])
+def test_a_weight_of_two_stages_continues(first, second, tmp_path):
+    """GPT-2's head is its embedding: a checkpoint has both names, and the optimizer's state once."""
+    layouts = {
+        "one_process": Plan(),
+        "pp2": Plan(dp=2, pp=2, zero=2, num_microbatches=2),
+        "tp2_pp2_v": Plan(tp=2, pp=2, num_microbatches=2, schedule="zb_v"),
+    }
+    training, folder = Training("gpt2", layers=4, steps=4), str(tmp_path / "checkpoint")
+    expected = train_on_one(training)
+    run_ranks(train_in_parallel, layouts[first].world_size, training, layouts[first], save=folder, stop=2, timeout=120)
+    plan = layouts[second]
+    for record in run_ranks(train_in_parallel, plan.world_size, training, plan, load=folder, seed=99, timeout=120):
+        assert_same_training(record, _last_steps(expected, 2), rtol=1e-10)
+
+
 def test_without_the_checkpoint_it_is_another_training():
     training = Training(steps=4)
     expected = train_on_one(training)

@@ -27,10 +27,10 @@ def test_mixtral_equals_one_process(layout):
         assert_same_training(record, expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_dense_models_equal_one_process(family):
-    untied = (("tie_word_embeddings", False),)  # a weight cannot live on two stages yet
-    training = Training(family, layers=3, overrides=untied)
+def test_dense_models_equal_one_process(family, tied):
+    training = Training(family, layers=3, overrides=(("tie_word_embeddings", tied),))
     expected = train_on_one(training)
     plan = Plan(dp=1, tp=2, pp=2, num_microbatches=4)
     for record in run_ranks(train_in_parallel, plan.world_size, training, plan, timeout=120):

@@ -15,6 +15,7 @@ from vescale.pipe import PipelineEngine, PipelinePlan
 from vescale_testing import ranks
 from vescale_testing.protocols import (
     check_absent_fqns,
+    check_accumulation_hook,
     check_boxes,
     check_draws,
     check_execution,
@@ -75,6 +76,8 @@ def test_hooks_and_memory_of_zero_3():
         check_hook(hook)
     for parameter in model.module.parameters():
         check_memory(parameter)
+        for hook in parameter._backward_hooks.values():
+            check_accumulation_hook(hook)
     assert dist.get_world_size() == 2
 
 
@@ -136,6 +139,11 @@ def test_other_objects_that_are_wrong_are_found():
         check_execution(module)
     with pytest.raises(AssertionError, match="has no _vescale_in_graph"):
         check_hook(print)
+    with pytest.raises(AssertionError, match="has no _vescale_accumulates"):
+        check_accumulation_hook(print)
+    twice = type("Twice", (), {"_vescale_accumulates": True, "__call__": lambda _, gradient: 2 * gradient})
+    with pytest.raises(AssertionError, match="expected None for another gradient"):
+        check_accumulation_hook(twice())
     module.weight._vescale_memory = type("Memory", (), {"frees": True, "share": print})()
     with pytest.raises(AssertionError, match="expected None in a copy"):
         check_memory(module.weight)

@@ -161,18 +161,6 @@ def test_a_parameter_held_by_a_container():
     check_refused(model, 2, "uniform", "got `scales.0` held directly by container `Blocks`")
 
 
-def test_a_tied_parameter_on_two_stages():
-    model = Blocks(2)
-    model.head.weight = model.model.embed.weight
-    check_refused(
-        model,
-        2,
-        "uniform",
-        r"expected tied parameters on one stage, got `model.embed.weight` \(stage 0\) and `head.weight` \(stage 1\).*"
-        "tie_word_embeddings=False",
-    )
-
-
 def test_a_tied_parameter_on_one_stage_is_accepted():
     model = Blocks(2)
     model.head.weight = model.model.embed.weight

@@ -54,8 +54,8 @@ class TrainingRecord:
 
         Works for a plain module and optimizer, for DTensor parameters, for pipeline stages (each rank adds its names),
         and for an optimizer whose `state_dict()["state"]` is keyed by name and holds boxed values. A tied parameter
-        appears under each of its names, because pipeline stages use different ones. Parameters without a
-        gradient are left out of `grads`.
+        appears under each of its names in the model's `state_dict()`. Parameters without a gradient are left out of
+        `grads`.
 
         Args:
             model: The module itself, not a wrapper that prefixes its names.
@@ -63,7 +63,8 @@ class TrainingRecord:
             losses: Loss of each step; numbers, tensors or DTensors.
             grad_norms: Gradient norm of each step; numbers, tensors or DTensors.
         """
-        params = dict(model.named_parameters(remove_duplicate=False))
+        values = model.state_dict(keep_vars=True)
+        params = {name: value for name, value in values.items() if isinstance(value, torch.nn.Parameter)}
         return cls(
             losses=[_number(loss) for loss in losses],
             grad_norms=[_number(norm) for norm in grad_norms],

@@ -7,6 +7,7 @@ AssertionError that says what was expected and what was found. It needs no proce
     check_absent_fqns(module)     absent_fqns
     check_execution(module)       _vescale_execution
     check_hook(hook)              _vescale_in_graph
+    check_accumulation_hook(hook) _vescale_accumulates
     check_memory(parameter)       _vescale_memory
     check_rehearsal(kind)         the entry point by which a pipeline finds what mixes rows
     check_draws(kind)             the entry point by which micro-batches draw their part of the batch
@@ -22,6 +23,7 @@ from torch import nn
 
 __all__ = [
     "check_absent_fqns",
+    "check_accumulation_hook",
     "check_boxes",
     "check_draws",
     "check_execution",
@@ -102,6 +104,18 @@ def check_hook(hook: Callable) -> None:
     """
     kind = _attribute(hook, "_vescale_in_graph")
     assert kind in IN_GRAPH, f"_vescale_in_graph: expected one of {IN_GRAPH}, got {kind!r}"
+
+
+def check_accumulation_hook(hook: Callable) -> None:
+    """Check a hook on a parameter that prepares the accumulation into its ``grad``.
+
+    Raises:
+        AssertionError: The attribute is missing or false, or the hook changes a gradient that is not accumulated.
+    """
+    assert _attribute(hook, "_vescale_accumulates") is True, "_vescale_accumulates: expected True"
+    gradient = torch.ones(2)
+    assert hook(gradient) is None, "a hook of the accumulation: expected None for another gradient, got a gradient"
+    assert bool((gradient == 1).all()), "a hook of the accumulation: expected no write to another gradient"
 
 
 def check_memory(parameter: torch.Tensor) -> None:

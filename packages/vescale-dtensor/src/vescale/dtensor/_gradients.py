@@ -309,6 +309,7 @@ class _Hook:
     """
 
     __torch_unserializable__ = True  # copies of a parameter have no hooks; torch need not warn
+    _vescale_accumulates = True  # docs/protocols.md
 
     def __init__(self, method: Callable[[Tensor | None], Tensor | None]):
         self._method = weakref.WeakMethod(method)

@@ -11,8 +11,9 @@ records the values that cross stages (``_run/recorder.py``). Later micro-batches
 stage of the rank, and exchange the recorded values (``_run/frame.py``, ``_run/mail.py``).
 
 Guarantee: the gradients are the sums, in the order of micro-batches, of a gradient-accumulation loop in one process,
-bit for bit, if the uses of each value that crosses stages are in the order of the stages. Random operators draw what
-one process draws for the whole batch, or in that loop with ``per_microbatch=True`` (``_run/draws.py``).
+bit for bit, if the uses of each value that crosses stages are in the order of the stages; those of a weight that
+several stages use are equal up to the order of additions (``_run/ties.py``). Random operators draw what one process
+draws for the whole batch, or in that loop with ``per_microbatch=True`` (``_run/draws.py``).
 
 A failure in the first micro-batch is raised on every rank, and the engine can be called again. A later failure is
 raised on its own rank, and soon on the others, which wait for its messages: their errors have the action and traceback
@@ -42,6 +43,7 @@ from ._run.mode import RunState
 from ._run.program import Program, Transfer
 from ._run.rows import RowChecks
 from ._run.step import Pipeline, Step
+from ._run.ties import TiedWeights
 from ._run.transport import Transport
 from ._run.values import PipelineError
 from ._schedule.actions import Schedule
@@ -57,7 +59,8 @@ class PipelineEngine:
 
     The engine replaces the modules of other stages in ``model`` by stubs, in place. The names of the remaining modules
     do not change, and ``model.parameters()`` yields this rank's parameters. No tensor is read, so a deferred model
-    can be materialized after the engine is constructed.
+    can be materialized after the engine is constructed. A weight that several stages use belongs to the rank of its
+    first name; on the others it requires no gradient outside of a step.
 
     Args:
         model: the full model, the same on every rank of the axis.
@@ -151,6 +154,7 @@ class PipelineEngine:
             row_wise=names,
             is_on=not per_microbatch,
         )
+        self._ties = TiedWeights(model, self.split.ties if self.split else (), self._placement, self._transport)
         self._draws = DrawRules(self._transport.device, self.num_stages, are_parts=not per_microbatch)
         outside = [] if self.split is None else outside_modules(model, self.split.stages)
         self._pipeline = Pipeline(
@@ -161,6 +165,7 @@ class PipelineEngine:
             self._transport,
             self.rows,
             self._draws,
+            self._ties,
             self._state,
             loss_of=self.loss_of,
             find_mesh=self.find_mesh,
@@ -200,15 +205,16 @@ class PipelineEngine:
         self._transport.step += 1
         parameters = self._parameters()
         program = self._program_for(*microbatches[0], _form_of(parameters))
-        total = GradientSum(parameters if torch.is_grad_enabled() else dict.fromkeys(parameters, ()))
-        self._gate.guard(total.parameters)
         step = None
         try:
             if program.rule is None:
                 program.rule = self.rows.rule_of(self._rehearsed, *microbatches[0])
-            step = Step(self._pipeline, microbatches, program, total)
-            with self.rows.rehearsed(), contextlib.closing(step):
-                step.run()
+            with self._ties.active(program.ties), self.rows.rehearsed():
+                total = GradientSum(parameters if torch.is_grad_enabled() else dict.fromkeys(parameters, ()))
+                self._gate.guard(total.parameters)
+                step = Step(self._pipeline, microbatches, program, total)
+                with contextlib.closing(step):
+                    step.run()
         except BaseException as error:
             self._transport.drop_sends()
             # a recording fails on all ranks with nothing in flight; later failures may leave unreceived messages
@@ -251,7 +257,7 @@ class PipelineEngine:
             raise unequal_generators()
         if program is None or any(stale for _, stale, _ in arrivals):
             self._check_same_elements(args, kwargs)
-            program = self._programs[key] = Program(stage_form=stage_form)
+            program = self._programs[key] = Program(stage_form=stage_form, ties=self._ties.agree())
         self._current = program
         return program
 

@@ -153,9 +153,8 @@ def _refuse(found: ModelProfile, layout: Layout, constraints: Constraints) -> st
     """Return the reason to refuse these degrees for every ZeRO stage and number of micro-batches, or ""."""
     if layout.pp > max(found.num_blocks, 1):
         return f"{found.num_blocks} blocks cannot fill {layout.pp} stages"
-    tied = _tied_across_stages(found, layout.pp)
-    if tied:
-        return f"{tied} is tied to a parameter of another stage, which stages cannot share"
+    if constraints.zero == 3 and (tied := _tied_across_stages(found, layout.pp)):
+        return f"{tied} is tied to a parameter of another stage, which stages cannot share with zero = 3"
     if layout.tp > 1 and found.tp_refusal:
         return found.tp_refusal
     if layout.tp > 1 and not found.heads:

@@ -278,6 +278,19 @@ class GradientSum:
         """Add one micro-batch's gradients of a stage; they are summed in the order of micro-batches."""
         self._sums[stage].add(microbatch, gradients)
 
+    def of(self, parameter: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Return the sums of a parameter, by the stages that have computed one."""
+        places = self._places(parameter)
+        return {stage: total for stage, i in places if (total := self._sums[stage].totals[i]) is not None}
+
+    def replace(self, parameter: torch.Tensor, total: torch.Tensor | None) -> None:
+        """Let the sum of a parameter be this one, whatever its stages have computed."""
+        for stage, i in self._places(parameter):
+            self._sums[stage].totals[i], total = total, None
+
+    def _places(self, parameter: torch.Tensor) -> list[tuple[int, int]]:
+        return [(stage, i) for stage, own in self.of_stage.items() for i, each in enumerate(own) if each is parameter]
+
 
 class _StageSum:
     def __init__(self, count: int) -> None:
@@ -343,7 +356,8 @@ class HookGate:
     """Keep tensor hooks of parameters (``Parameter.register_hook``) from running again in the user's backward.
 
     The hooks run in every micro-batch's backward, as in a gradient-accumulation loop. The user's ``loss.backward()``
-    passes the finished sum through the same hooks, which must skip it.
+    passes the finished sum through the same hooks, which must skip it; hooks of the accumulation itself must not
+    (``docs/protocols.md``).
     """
 
     def __init__(self) -> None:
@@ -354,8 +368,17 @@ class HookGate:
         for parameter in parameters:
             hooks = tensor_hooks(parameter) or {}
             for key, hook in hooks.items():
-                if not isinstance(hook, _GuardedHook):
+                if not (isinstance(hook, _GuardedHook) or _accumulates(hook)):
                     hooks[key] = _GuardedHook(hook, self)
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Return whether hooks see the gradients of a parameter, other than those of the accumulation into it."""
+    return not all(map(_accumulates, (tensor_hooks(parameter) or {}).values()))
+
+
+def _accumulates(hook: Any) -> bool:
+    return getattr(hook, "_vescale_accumulates", False)
 
 
 class _GuardedHook:

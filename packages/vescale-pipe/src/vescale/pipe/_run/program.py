@@ -14,6 +14,7 @@ from .draws import Chain
 from .generators import NOWHERE, Distance
 from .rows import LossRule
 from .tape import Tape
+from .ties import TieState
 from .tree import Structure, flatten
 from .values import PipelineError, TensorMeta, Value, ValueId
 
@@ -94,8 +95,8 @@ class Program:
     ``stage_form`` is the part of the signature that only this rank has (frozen parameters, dtypes). ``crossings`` has
     the index of each transfer. ``dead`` are the transfers without a gradient, which the first backward finds. ``whole``
     are the stages whose gradients of weights are computed with those of inputs. ``rule`` is that of the loss, once it
-    is known. ``tapes`` are those of this rank's stages, made with these
-    ``attributes`` of modules outside of units. ``draws`` is what a micro-batch draws, once it is known.
+    is known. ``tapes`` are those of this rank's stages, made with these ``attributes`` of modules outside of units.
+    ``draws`` is what a micro-batch draws, once it is known. ``ties`` are the states of tied weights.
 
     The gradient of a value visits the stages that use it from the last one back, and each adds its own, so all are
     added in the order of one process.
@@ -113,6 +114,7 @@ class Program:
     tapes: dict[int, Tape] = field(default_factory=dict)
     attributes: tuple = ()
     draws: Chain | None = None
+    ties: tuple[TieState, ...] = ()
     _of_value: dict[ValueId, list[int]] = field(default_factory=dict)
     _same_value: list[list[int]] = field(default_factory=list)
     _lists: dict[tuple[str, int], list[int]] = field(default_factory=dict)

@@ -23,8 +23,8 @@ from .._stages.hooks import hooked_units
 from .._stages.placement import Placement
 from .._stages.split import StageSplit
 from .._stages.stub import StageModules
-from .._torch import has_forward_hooks, tensor_hooks
-from .backward import Boundary, GradientSum, StageBackward
+from .._torch import has_forward_hooks
+from .backward import Boundary, GradientSum, StageBackward, is_hooked
 from .crossings import Crossings
 from .draws import Course, DrawRules, StepDraws
 from .frame import Frame
@@ -34,6 +34,7 @@ from .program import Program
 from .recorder import Recorder
 from .rows import LossRule, RowChecks, unequal_counts
 from .tape import Births, Tape
+from .ties import TiedWeights
 from .transport import Transport
 from .values import PipelineError, from_local_part, gradient_meta, local_gradient, meta_of
 
@@ -55,6 +56,7 @@ class Pipeline:
         transport: this rank's communication.
         rows: checks of what mixes rows.
         draws: how steps draw random numbers.
+        ties: the weights that several stages use.
         state: what hooks and stubs share.
         loss_of: runs the model on a micro-batch.
         find_mesh: returns this rank's mesh with the given axis names.
@@ -70,6 +72,7 @@ class Pipeline:
     transport: Transport
     rows: RowChecks
     draws: DrawRules
+    ties: TiedWeights
     state: RunState
     loss_of: Callable[[tuple, dict], torch.Tensor]
     find_mesh: Callable[[tuple[str, ...]], DeviceMesh]
@@ -117,7 +120,8 @@ class Step:
 
     def run(self) -> None:
         """Run the schedule. Afterwards ``loss`` is the step's loss and ``total`` holds its gradients."""
-        schedule = self._pipeline.schedule
+        schedule, ties = self._pipeline.schedule, self._pipeline.ties
+        ties.lend(self._program.ties)
         if not self._program.recorded:
             self._record()
             schedule = _without_first(schedule)
@@ -136,6 +140,7 @@ class Step:
                 elif self._program.loss_meta.requires_grad:
                     self._backward(action)
         self.where = "the end"
+        ties.collect(self._program.ties, self.total)
         self._transport.wait_sends()
         self._draws.finish()
         self._program.draws = self._draws.chain
@@ -297,6 +302,7 @@ class Step:
             part = None if loss is None else self._part(0, loss)
             if self._program.loss_meta.requires_grad:
                 self._record_backward(recorder, boundaries, part)
+                self._program.ties = self._pipeline.ties.uses(self._program.ties, self.total)
         self._program.recorded = True
         for transfer in self._program.transfers if self._placement.is_here(0) else ():
             logger.info("%s", transfer)
@@ -319,7 +325,7 @@ class Step:
             loss = self._follow(self._placement.mine, 0, crossings, course, recorder=recorder, tape=None)
         for stage, own in self.total.of_stage.items():
             split = self._pipeline.split
-            if any(tensor_hooks(p) for p in own) or (split and recorder.hooked & {*split.stages[stage]}):
+            if any(map(is_hooked, own)) or (split and recorder.hooked & {*split.stages[stage]}):
                 self._program.whole.add(stage)
         return crossings.boundaries, loss
 

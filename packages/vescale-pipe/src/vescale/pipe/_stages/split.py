@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -34,15 +34,39 @@ class SplitError(ValueError):
     """Raised for a model that cannot be split into stages by the plan."""
 
 
+_Stages = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several stages use under names of their own.
+
+    Args:
+        names: its names on each stage, in model order; the first stage is its home, which owns it.
+    """
+
+    names: Mapping[int, tuple[str, ...]]
+
+    @property
+    def home(self) -> int:
+        """The stage with the parameter's first name in the model."""
+        return next(iter(self.names))
+
+    def __str__(self) -> str:
+        return " = ".join(f"{own[0]} (stage {stage})" for stage, own in self.names.items())
+
+
 @dataclass(frozen=True)
 class StageSplit:
     """The units (fully qualified module names) of each stage, in model order.
 
     Args:
         stages: one tuple of names per stage.
+        ties: the parameters that several stages use.
     """
 
-    stages: tuple[tuple[str, ...], ...]
+    stages: _Stages
+    ties: tuple[Tie, ...] = ()
 
     def stage_of(self, fqn: str) -> int:
         """Return the stage of a unit.
@@ -56,7 +80,8 @@ class StageSplit:
         raise KeyError(fqn)
 
     def __str__(self) -> str:
-        return "\n".join(f"stage {stage}: {' '.join(units)}" for stage, units in enumerate(self.stages))
+        lines = [f"stage {stage}: {' '.join(units)}" for stage, units in enumerate(self.stages)]
+        return "\n".join([*lines, *(f"tied: {tie}" for tie in self.ties)])
 
 
 @checked
@@ -70,7 +95,7 @@ def split_units(model: nn.Module, plan: PipelinePlan, num_stages: Count) -> Stag
 
     Raises:
         SplitError: there are fewer blocks than stages, a module name is unknown, a module with parameters is in no
-            stage's list, a container holds a parameter directly, or two stages share a tied parameter.
+            stage's list, or a container holds a parameter directly.
 
     Example:
         >>> from torch import nn
@@ -85,14 +110,13 @@ def split_units(model: nn.Module, plan: PipelinePlan, num_stages: Count) -> Stag
         split = _by_starts(model, [str(name) for name in plan.split], num_stages)
     else:
         split = _by_lists(model, plan.split, num_stages)
-    _check_tied_parameters(model, split)
-    return split
+    return StageSplit(split, _ties(model, split))
 
 
 # --- the three ways to cut ---
 
 
-def _uniform(model: nn.Module, num_stages: int) -> StageSplit:
+def _uniform(model: nn.Module, num_stages: int) -> _Stages:
     blocks_fqn = _longest_list(model)
     if blocks_fqn is None:
         raise SplitError(
@@ -116,7 +140,7 @@ def _uniform(model: nn.Module, num_stages: int) -> StageSplit:
         begin += count
     stages[0] = (*units[:first], *stages[0])
     stages[-1] = (*stages[-1], *units[begin:])
-    return StageSplit(tuple(stages))
+    return tuple(stages)
 
 
 def uniform_counts(num_blocks: int, num_stages: int) -> list[int]:
@@ -133,7 +157,7 @@ def uniform_counts(num_blocks: int, num_stages: int) -> list[int]:
     return counts
 
 
-def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int) -> StageSplit:
+def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int) -> _Stages:
     if len(starts) != num_stages - 1:
         raise SplitError(
             f"expected {num_stages - 1} modules in PipelinePlan.split for {num_stages} stages, got "
@@ -150,10 +174,10 @@ def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int) -> Stag
             )
         cuts.append(cut)
     cuts.append(len(units))
-    return StageSplit(tuple(tuple(units[a:b]) for a, b in itertools.pairwise(cuts)))
+    return tuple(tuple(units[a:b]) for a, b in itertools.pairwise(cuts))
 
 
-def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int) -> StageSplit:
+def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int) -> _Stages:
     if len(lists) != num_stages:
         raise SplitError(
             f"expected {num_stages} lists in PipelinePlan.split, one per stage, got {len(lists)}; "
@@ -174,7 +198,7 @@ def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int)
             raise SplitError(
                 f"stage {stage}: expected modules with parameters in PipelinePlan.split, got {names}; list one"
             )
-    return StageSplit(tuple(map(tuple, stages)))
+    return tuple(map(tuple, stages))
 
 
 # --- units and containers ---
@@ -255,17 +279,14 @@ def _walk(container: nn.Module, fqn: str, open_fqns: set[str]) -> Iterator[str]:
             yield child_fqn
 
 
-def _check_tied_parameters(model: nn.Module, split: StageSplit) -> None:
-    stage_of_unit = {unit: stage for stage, units in enumerate(split.stages) for unit in units}
-    first: dict[int, tuple[str, int]] = {}
+def _ties(model: nn.Module, stages: Sequence[Sequence[str]]) -> tuple[Tie, ...]:
+    """Return the parameters that several stages use, in model order."""
+    stage_of_unit = {unit: stage for stage, units in enumerate(stages) for unit in units}
+    names: dict[int, dict[int, list[str]]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         stage = next((stage for unit, stage in stage_of_unit.items() if _is_within(fqn, unit)), None)
-        if stage is None:  # a second name of a module that is already a unit
-            continue
-        other_fqn, other_stage = first.setdefault(id(parameter), (fqn, stage))
-        if other_stage != stage:
-            raise SplitError(
-                f"expected tied parameters on one stage, got `{other_fqn}` (stage {other_stage}) and `{fqn}` (stage "
-                f"{stage}); untie them (Hugging Face: tie_word_embeddings=False in the configuration), or put both on "
-                "one stage with split=[[...], ...] in the plan"
-            )
+        if stage is not None:  # else a second name of a module that is already a unit
+            names.setdefault(id(parameter), {}).setdefault(stage, []).append(fqn)
+    return tuple(
+        Tie({stage: tuple(own) for stage, own in by_stage.items()}) for by_stage in names.values() if len(by_stage) > 1
+    )
