@@ -146,6 +146,33 @@ def test_three_ranks_share_a_weight(pipeline_mesh):
     assert difference(model, one) < 1e-10
 
 
+@ranks(1)
+def test_stages_of_one_rank_share_a_weight(pipeline_mesh):
+    one, model = build(Everywhere), build(Everywhere)
+    expected = train(in_one_process(one), optimizer_of(one))
+    engine = engine_for(model, pipeline_mesh(), "interleaved_1f1b", stages_per_rank=2)
+    assert engine.num_stages == 2
+    losses = train(in_a_pipeline(engine), optimizer_of(model))
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-12)
+    assert difference(model, one) < 1e-10
+
+
+@ranks(2)
+def test_gradients_may_have_another_dtype(pipeline_mesh):
+    """The owner asks for gradients of more bits than the weight has."""
+    model = build(Tied).bfloat16()
+    engine = engine_for(model, pipeline_mesh())
+    is_owner = dist.get_rank() == 0
+    if is_owner:
+        model.embed.weight.grad_dtype = torch.float32
+    engine(torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % WORDS).backward()
+    one = build(Tied).bfloat16()
+    in_one_process(one)(torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % WORDS)
+    if is_owner:
+        assert model.embed.weight.grad.dtype == torch.float32
+        torch.testing.assert_close(model.embed.weight.grad, one.embed.weight.grad.float(), rtol=0.1, atol=1e-3)
+
+
 @ranks(2)
 def test_a_copy_that_no_step_brings_up_to_date_is_another_model(pipeline_mesh, monkeypatch):
     monkeypatch.setattr(TiedWeights, "lend", lambda *_: None)

@@ -15,6 +15,7 @@ that order, and then those of micro-batches: a tied weight's gradient equals tha
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,10 +38,12 @@ class TieState:
     Attributes:
         meta: of the owner's weight.
         stages: those that compute a gradient of it, the last first; None until the first backward.
+        gradient: metadata of the gradient, which may have another dtype; None until then.
     """
 
     meta: TensorMeta
     stages: tuple[int, ...] | None = None
+    gradient: TensorMeta | None = None
 
 
 class TiedWeights:
@@ -108,13 +111,20 @@ class TiedWeights:
         """Return the states with the stages that have given a gradient in the first micro-batch. A collective."""
         if not self._ties:
             return ()
-        mine = [sum(1 << stage for stage in self._found(tie, total)) for tie in self._ties]
-        gathered = self._transport.gather_integers(mine)
-        stages = [sum(own) for own in zip(*gathered, strict=True)]
-        every = range(self._placement.num_stages - 1, -1, -1)
-        return tuple(
-            TieState(state.meta, tuple(stage for stage in every if bits >> stage & 1))
-            for state, bits in zip(states, stages, strict=True)
+        gathered = self._transport.gather_objects([self._dtypes(tie, total) for tie in self._ties])
+        return tuple(self._used(state, [own[i] for own in gathered]) for i, state in enumerate(states))
+
+    def _dtypes(self, tie: Tie, total: GradientSum) -> dict[int, torch.dtype]:
+        weight = self._weight(tie)
+        return {} if weight is None else {stage: each.dtype for stage, each in total.of(weight).items()}
+
+    def _used(self, state: TieState, found: Sequence[dict[int, torch.dtype]]) -> TieState:
+        dtypes = {stage: dtype for own in found for stage, dtype in own.items()}
+        if not dtypes:
+            return replace(state, stages=())
+        dtype = functools.reduce(torch.promote_types, dtypes.values())
+        return TieState(
+            state.meta, tuple(sorted(dtypes, reverse=True)), replace(gradient_meta(state.meta), dtype=dtype)
         )
 
     # --- a step ---
@@ -163,19 +173,19 @@ class TiedWeights:
                     f"them from stages {sorted(own)} of {self._placement.name_of(self._placement.rank)}; the use of a "
                     "weight for the loss may not depend on the data"
                 )
-            parts = {stage: local_gradient(gradient, state.meta) for stage, gradient in own.items()}
+            if (meta := state.gradient) is None:
+                continue
+            parts = {stage: local_gradient(each, state.meta).to(meta.dtype) for stage, each in own.items()}
             if not self._owns(tie):
                 for stage in filter(parts.__contains__, state.stages):
                     self._transport.send(parts[stage], self._placement.ranks[tie.home])
                 continue
-            meta, sums = gradient_meta(state.meta), []
-            for stage in state.stages:
+            for stage in filter(lambda stage: stage not in parts, state.stages):
                 what = f"the gradient of {tie} from stage {stage}"
-                is_own = stage in parts
-                sums.append(parts[stage] if is_own else self._receive(meta, self._placement.ranks[stage], weight, what))
-            if sums:
-                mesh = weight.device_mesh if isinstance(weight, DTensor) else None
-                total.replace(weight, from_local_part(sum(sums[1:], sums[0]), meta, mesh))
+                parts[stage] = self._receive(meta, self._placement.ranks[stage], weight, what)
+            first, *others = (parts[stage] for stage in state.stages)
+            mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+            total.replace(weight, from_local_part(sum(others, first), meta, mesh))
 
     def _receive(self, meta: TensorMeta, rank: int, weight: torch.Tensor, what: str) -> torch.Tensor:
         shape = meta.local_layout[0]
@@ -194,7 +204,3 @@ class TiedWeights:
 
     def _borrowers(self, tie: Tie) -> list[int]:
         return sorted({self._placement.ranks[stage] for stage in tie.names} - {self._placement.rank})
-
-    def _found(self, tie: Tie, total: GradientSum) -> list[int]:
-        weight = self._weight(tie)
-        return [] if weight is None else list(total.of(weight))
