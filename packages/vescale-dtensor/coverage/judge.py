@@ -94,7 +94,7 @@ class Rank:
     def _forward(self, plan: Plan, case: Case, mesh) -> tuple[dict, tuple]:
         sample = plan.samples[case.sample]
         inputs = self._inputs(plan, case, mesh)
-        before = [_torch.local_tensor(tensor).clone() for tensor in inputs]
+        before = [(_torch.local_tensor(tensor).clone(), tensor.shape) for tensor in inputs]
         if case.variant == "op":
             for tensor, grad in zip(inputs, sample.requires_grad, strict=True):
                 tensor.requires_grad_(grad)
@@ -110,8 +110,8 @@ class Rank:
             with torch.no_grad():
                 record["results"] = [encoded(leaf) for leaf in _torch.tree_leaves(result)]
                 record["inputs"] = [
-                    None if same(_torch.local_tensor(tensor), old) else encoded(tensor)
-                    for tensor, old in zip(inputs, before, strict=True)
+                    None if same(_torch.local_tensor(tensor), old) and tensor.shape == shape else encoded(tensor)
+                    for tensor, (old, shape) in zip(inputs, before, strict=True)
                 ]
         return record, (inputs, result)
 
@@ -130,7 +130,8 @@ class Rank:
                 return [result, [_used(leaf) for leaf in _torch.tree_leaves(result)]]
             (args, kwargs), out = arguments, given_out(result, _like)
             torch.default_generator.manual_seed(1234)
-            return [run_variant(plan.op, "out", args, kwargs, out), out]
+            result = run_variant(plan.op, "out", args, kwargs, out)
+            return [out if result is None else result, out]  # some that write to lists return nothing
 
     def _backward(self, case: Case, mesh, inputs: list, result: object) -> dict:
         record: dict = {"gathers": 0, "collectives": 0}

@@ -10,6 +10,7 @@ no list of arguments that are dims is needed.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -35,6 +36,7 @@ def related(sample: Sample, run: Run) -> dict[str, Sample]:
 def _with_dims_from_the_end(sample: Sample, run: Run) -> Sample | None:
     num_dims = max(tensor.ndim for tensor in sample.whole())
     wanted, changed = run(sample), sample
+    run = _on_marked_memory(run)
     for position, leaf in enumerate(sample.leaves):
         if type(leaf) is not int or not 0 <= leaf <= num_dims:
             continue
@@ -43,6 +45,22 @@ def _with_dims_from_the_end(sample: Sample, run: Run) -> Sample | None:
                 changed = candidate
                 break
     return None if changed is sample else changed
+
+
+def _on_marked_memory(run: Run) -> Run:
+    """Return ``run`` with memory that begins as nan: a number that makes an operator write nothing is no dim."""
+
+    def run_marked(sample: Sample) -> list | None:
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of operators without a deterministic form
+                return run(sample)
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+    return run_marked
 
 
 def _put(sample: Sample, position: int, value: object) -> Sample:

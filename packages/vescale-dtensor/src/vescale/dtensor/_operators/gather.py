@@ -58,9 +58,11 @@ def gather(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
         return whole[id(tensor)]
 
     read = map_leaves(bring, args, Tensor)
-    if kwargs and torch.Tag.pointwise not in op.tags:  # torch would change the shape of an `out` before it reads it
-        outs = {id(whole[at]) for at in written & {id(tensor) for tensor in leaves(args)}}
-        read = map_leaves(lambda tensor: tensor.clone() if id(tensor) in outs else tensor, read, Tensor)
+    if torch.Tag.pointwise not in op.tags:  # torch would change the shape of an `out` before it reads it
+        names = {name for _, name in dispatch.written_arguments(op)}
+        outs = leaves([value for name, value in kwargs.items() if name in names])
+        both = {id(whole[id(tensor)]) for tensor in outs if id(tensor) in whole}
+        read = map_leaves(lambda tensor: tensor.clone() if id(tensor) in both else tensor, read, Tensor)
     results = op(*read, **map_leaves(bring, kwargs, Tensor))
     returned: dict[int, DTensor] = {}
     for tensor in written_arguments(op, args, kwargs):

@@ -26,7 +26,8 @@ needs nodes that are entered once. What is entered several times (a weight witho
 a node written in Python (``autograd.Function``), which computes all of its gradients when it runs, is computed in I.
 
 A hook on a tensor would run in I and again in W, though without effect on gradients, and a checkpoint would compute its
-forward twice. Stages that had either when they were recorded compute all gradients in I, and W only adds.
+forward twice. Stages that had either when they were recorded compute all gradients in I, and W only adds; so do those
+with parameters whose memory is freed between uses, as with ZeRO 3 (``docs/protocols.md``).
 """
 
 from __future__ import annotations

@@ -325,7 +325,8 @@ class Step:
             loss = self._follow(self._placement.mine, 0, crossings, course, recorder=recorder, tape=None)
         for stage, own in self.total.of_stage.items():
             split = self._pipeline.split
-            if any(map(is_hooked, own)) or (split and recorder.hooked & {*split.stages[stage]}):
+            frees = any(getattr(getattr(p, "_vescale_memory", None), "frees", False) for p in own)
+            if frees or any(map(is_hooked, own)) or (split and recorder.hooked & {*split.stages[stage]}):
                 self._program.whole.add(stage)
         return crossings.boundaries, loss
 
