@@ -36,6 +36,14 @@ def test_micro_batches_are_parts_of_a_batch():
         assert zoo.run_family(family, ["parts"])["parts"][0] == kind, family
 
 
+def test_stages_of_a_pipeline():
+    """Heads tied to embeddings, an embedding of encoder and decoder, code that asks for the dtype of a weight."""
+    for family in ("mamba", "t5", "gpt2", "bert"):
+        found = zoo.run_family(family, ["pp 2", "pp 2 V"])
+        assert found == dict.fromkeys(found, ("right", "")), family
+    assert zoo.run_family("mixtral", ["pp 2"])["pp 2"][0] == "refused"
+
+
 def test_ranks_that_are_worlds_of_their_own(monkeypatch):
     """A router's loss is no mean over rows."""
     monkeypatch.setattr(zoo, "DDP", functools.partial(zoo.DDP, per_rank=True))

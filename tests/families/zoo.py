@@ -8,6 +8,7 @@
     dp x tp       both
     ddp 2         `vescale.optim.DDP`, without a plan
     parts         micro-batches of `vescale.pipe.PipelineEngine`, with padding and without dropout
+    pp 2, pp 2 V  the same on two ranks: one stage each in 1F1B, two each in ZB-V
 
 Dropout is on otherwise. After two steps losses, gradients and the random state are those of one process. A case is
 right, is refused (one of our errors), obscure (another error) or wrong; ranks may hang or die.
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 from vescale.dmodule import parallelize_module
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale.optim import DDP
-from vescale.pipe import PipelineEngine, PipelinePlan
+from vescale.pipe import PipelineEngine, PipelinePlan, split_units
 from vescale_testing import RankFailure, gather_full, keep_float64, run_ranks
 
 __all__ = ["CASES", "KINDS", "main", "run_family"]
@@ -50,9 +51,10 @@ SHAPES = {
     "dp x tp": {"dp": 2, "tp": 2},
 }
 CASES = {f"{name} {mode}": (axes, mode) for name, axes in SHAPES.items() for mode in ("eager", "static")}
-SHAPES["parts"] = {"pp": 1}
+SHAPES["parts"], SHAPES["pp 2"] = {"pp": 1}, {"pp": 2}
 CASES["ddp 2"] = {"dp": 2}, "ddp"
-CASES["parts"] = {"pp": 1}, "parts"
+CASES["parts"] = {"pp": 1}, "1f1b"
+CASES["pp 2"], CASES["pp 2 V"] = ({"pp": 2}, "1f1b"), ({"pp": 2}, "zb_v")
 KINDS = ("right", "refused", "obscure", "wrong", "hang", "died")
 BAD = ("wrong", "hang", "died")
 STEPS = 2
@@ -94,9 +96,12 @@ def train_on_ranks(family: str, case: str) -> dict[str, Tensor]:
     axes, mode = CASES[case]
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model, num_rows = build(family), num_rows_of(case)
-    if mode == "parts":
-        engine = PipelineEngine(model.eval(), mesh["pp"], PipelinePlan(num_microbatches=2))
-        return train(model, num_rows, make=even_batch, call=engine)
+    if "pp" in axes:
+        plan = PipelinePlan(mode, num_microbatches=2, split=starts_of(model, 4) if mode == "zb_v" else "uniform")
+        engine = PipelineEngine(model.eval(), mesh["pp"], plan)
+        of_stages: list[Any] = [None] * mesh.size()
+        dist.all_gather_object(of_stages, train(model, num_rows, make=even_batch, call=engine))
+        return {name: value for found in of_stages for name, value in found.items()}
     if mode != "ddp":
         parallel = parallelize_module(model, mesh, plan_of(model, axes), mode=mode, allow_implicit=True)
         return train(parallel, num_rows)
@@ -107,6 +112,12 @@ def train_on_ranks(family: str, case: str) -> dict[str, Tensor]:
         dist.all_reduce(found[f"loss {step}"])
         found[f"loss {step}"] /= mesh.size()
     return found
+
+
+def starts_of(model: nn.Module, num_stages: int) -> list[str]:
+    """Return the modules that begin stages 1, 2, ... of equally many modules each, be they blocks or not."""
+    units = [unit for stage in split_units(model, PipelinePlan(), 2).stages for unit in stage]
+    return [units[len(units) * stage // num_stages] for stage in range(1, num_stages)]
 
 
 def num_rows_of(case: str) -> int:
@@ -174,7 +185,7 @@ def _on_a_rank(family: str, cases: Sequence[str]) -> dict[str, tuple[str, str]]:
             return train(build(family).eval(), num_rows, make=even_batch)
         return train(build(family), num_rows)
 
-    modes = {case: "parts" if case == "parts" else "" for case in cases}
+    modes = {case: "parts" if "pp" in CASES[case][0] else "" for case in cases}
     return {case: _verdict(family, case, alone(num_rows_of(case), modes[case])) for case in cases}
 
 

@@ -85,9 +85,8 @@ def test_a_parameter_of_another_stage(pipeline_mesh):
         def after(self, h):
             return (h @ self.first.weight).mean()
 
-    # raised by the attribute on stage 1, and again on stage 0
-    error = (PipelineError, AttributeError)
-    check_refused(Model(), pipeline_mesh, error, "attribute `weight` of `first` is available on pipeline stage 0 only")
+    match = "`matmul`: expected values of this stage, got `first.weight`, which is on pipeline stage 0 only"
+    check_refused(Model(), pipeline_mesh, PipelineError, match)
 
 
 @ranks(2)

@@ -146,6 +146,7 @@ class PipelineEngine:
             self.split = split_units(model, plan, self.num_stages)
             self._modules = StageModules(model, self.split, self.stages, self._state)
         self._transport = Transport(axis, timeout=timeout)
+        self._state.device = self._transport.device
         self.rows = RowChecks(
             model,
             self._transport,

@@ -52,11 +52,13 @@ class RunState:
     Attributes:
         mode: that of the forward in progress, or None.
         latest: the program of the last forward of each stage.
+        device: this rank's device, once it is known.
     """
 
     def __init__(self) -> None:
         self.mode: TraceMode | None = None
         self.latest: dict[int, object] = {}
+        self.device: torch.device | None = None
 
 
 class TraceMode(TorchFunctionMode):

@@ -7,19 +7,19 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from .._run.mode import RunState
 from .._run.tree import flatten
 from .._run.values import PipelineError
+from .absent import AbsentModule
 from .split import StageSplit
 
 
 class Stub(nn.Module):
     """Replacement for a module of another stage. Its forward returns placeholder tensors.
 
-    Plain attributes of the module (numbers, strings, booleans) stay readable.
+    Plain attributes of the module (numbers, strings, booleans) stay readable, and what its tensors are like.
 
     Args:
         module: the replaced module.
@@ -36,7 +36,7 @@ class Stub(nn.Module):
         self.absent_fqns: tuple[str, ...] = _all_fqns(module)
         self.training = module.training
         self._state = state
-        self._plain = _plain_attributes(module)
+        self._absent = AbsentModule(module, fqn, stage, state)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return placeholders for the module's outputs."""
@@ -51,17 +51,17 @@ class Stub(nn.Module):
             return mode.frame.absent(call)
 
     def __getattr__(self, name: str) -> Any:
-        plain = self.__dict__.get("_plain", {})
-        if name in plain:
-            return plain[name]
         try:
             return super().__getattr__(name)
         except AttributeError:
-            raise AttributeError(
-                f"attribute `{name}` of `{self.__dict__.get('fqn')}` is available on pipeline stage "
-                f"{self.__dict__.get('stage')} only; code outside of stage modules may call the module and read plain "
-                "attributes"
-            ) from None
+            if "_absent" not in self.__dict__:  # a copy in the making
+                raise
+            return getattr(self._absent, name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Stub:
+        self._absent.apply(fn)
+        super()._apply(fn, recurse)
+        return self
 
     def extra_repr(self) -> str:
         """Return the replaced class and its stage."""
@@ -73,17 +73,6 @@ def _all_fqns(module: nn.Module) -> tuple[str, ...]:
     names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
     return tuple(names)
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    def is_plain(value: Any) -> bool:
-        if isinstance(value, tuple):
-            return all(map(is_plain, value))
-        return isinstance(value, bool | int | float | str | torch.dtype | torch.device)
-
-    own_classes = [cls for cls in type(module).__mro__ if cls not in nn.Module.__mro__]
-    layers = [*(vars(cls) for cls in reversed(own_classes)), vars(module)]
-    return {k: v for layer in layers for k, v in layer.items() if is_plain(v) and not k.startswith("_")}
 
 
 class StageModules:

@@ -1,0 +1,132 @@
+"""What stands for a module of another stage, other than its calls: plain attributes, and what its tensors are like.
+
+x.to(self.head.weight.dtype)           code outside of stage modules, as it runs on every stage
+len(self.embed.patches.projections)    is refused: no plain attribute, and no shape, dtype or device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._run.mode import RunState
+from .._run.values import PipelineError
+
+_MAY = "code outside of stage modules may call the module, and read plain attributes and what its tensors are like"
+
+
+class AbsentModule:
+    """The attributes of a module of another stage, and of the modules in it.
+
+    Args:
+        module: the module.
+        fqn: its fully qualified name in the model.
+        stage: its stage.
+        state: the engine's run state.
+    """
+
+    def __init__(self, module: nn.Module, fqn: str, stage: int, state: RunState) -> None:
+        self._fqn, self._stage = fqn, stage
+        self._items: dict[str, Any] = _plain_attributes(module)
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            self._items[name] = AbsentTensor(tensor, f"{fqn}.{name}", stage, state)
+        for name, child in module.named_children():
+            self._items[name] = AbsentModule(child, f"{fqn}.{name}", stage, state)
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Change dtypes as the function changes those of tensors."""
+        for item in self._items.values():
+            if isinstance(item, AbsentModule | AbsentTensor):
+                item.apply(function)
+
+    def __getattr__(self, name: str) -> Any:
+        items = self.__dict__.get("_items", {})
+        if name in items:
+            return items[name]
+        raise AttributeError(
+            f"attribute `{name}` of `{self.__dict__.get('_fqn')}` is available on pipeline stage "
+            f"{self.__dict__.get('_stage')} only; {_MAY}"
+        )
+
+
+class AbsentTensor:
+    """Shape, dtype and device of a parameter or buffer of another stage.
+
+    Args:
+        tensor: the tensor; nothing else of it is kept.
+        fqn: its fully qualified name in the model.
+        stage: its stage.
+        state: the engine's run state.
+
+    Attributes:
+        shape: global shape.
+        dtype: present dtype.
+    """
+
+    def __init__(self, tensor: torch.Tensor, fqn: str, stage: int, state: RunState) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self._device, self._fqn, self._stage, self._state = tensor.device, fqn, stage, state
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._state.device or self._device
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Return the number of dims."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or the size of one dim."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape.numel()
+
+    def is_floating_point(self) -> bool:
+        """Return whether the dtype is one of floating-point numbers."""
+        return self.dtype.is_floating_point
+
+    def is_complex(self) -> bool:
+        """Return whether the dtype is complex."""
+        return self.dtype.is_complex
+
+    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Change the dtype as the function changes that of tensors."""
+        self.dtype = function(torch.empty(0, dtype=self.dtype, device=self._device)).dtype
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse: there are no values here."""
+        del types
+        found = next(each for each in [*args, *(kwargs or {}).values()] if isinstance(each, AbsentTensor))
+        name = getattr(function, "__name__", str(function))
+        raise PipelineError(f"`{name}`: expected values of this stage, got {found._describe()}; {_MAY}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"expected shape, dtype or device, got `{name}` of {self._describe()}; {_MAY}")
+
+    def _describe(self) -> str:
+        return f"`{self.__dict__.get('_fqn')}`, which is on pipeline stage {self.__dict__.get('_stage')} only"
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    def is_plain(value: Any) -> bool:
+        if isinstance(value, tuple):
+            return all(map(is_plain, value))
+        return isinstance(value, bool | int | float | str | torch.dtype | torch.device)
+
+    own_classes = [cls for cls in type(module).__mro__ if cls not in nn.Module.__mro__]
+    layers = [*(vars(cls) for cls in reversed(own_classes)), vars(module)]
+    return {k: v for layer in layers for k, v in layer.items() if is_plain(v) and not k.startswith("_")}
