@@ -42,6 +42,13 @@ class AbsentModule:
             if isinstance(item, AbsentModule | AbsentTensor):
                 item.apply(function)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = self.__dict__.get("_items", {}).get(name)
+        if isinstance(known, AbsentTensor) and isinstance(value, torch.Tensor):
+            known.shape, known.dtype = value.shape, value.dtype
+        else:
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         items = self.__dict__.get("_items", {})
         if name in items:

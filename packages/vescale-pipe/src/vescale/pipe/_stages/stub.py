@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._run.mode import RunState
@@ -57,6 +58,13 @@ class Stub(nn.Module):
             if "_absent" not in self.__dict__:  # a copy in the making
                 raise
             return getattr(self._absent, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a new parameter or buffer is that of the other stage, and only looked at."""
+        if isinstance(value, torch.Tensor):
+            setattr(self._absent, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Stub:
         self._absent.apply(fn)
