@@ -1,6 +1,7 @@
 """The box of a DTensor's local shard: every placement that is one, and a clear refusal of those that are not."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -72,13 +73,13 @@ def test_placements_that_are_no_box_are_refused(tmp_path):
         r"tensor 'w': expected a reduced value, got Partial\(sum\) on mesh axis 'tp'": DTensor.from_local(
             torch.ones(4), mesh, [Partial()]
         ),
-        r"tensor 'w': expected consecutive indices of dim 0 on a rank, got others for placements": DTensor.from_local(
-            torch.ones(4), mesh, [_StridedShard(0, split_factor=2)], run_check=False
-        ),
         r"tensor 'w': expected local shape \(4,\) for placements .*, got \(3,\)": DTensor.from_local(
             torch.ones(3 + dist.get_rank()), mesh, [Shard(0)], shape=torch.Size([7]), stride=(1,), run_check=False
         ),
     }
+    if "vescale.dtensor" not in sys.modules:  # which gives such a DTensor boxes
+        text = r"tensor 'w': expected consecutive indices of dim 0 on a rank, got others for placements"
+        refused[text] = DTensor.from_local(torch.ones(4), mesh, [_StridedShard(0, split_factor=2)], run_check=False)
     for text, tensor in refused.items():
         with pytest.raises(CheckpointError, match=text):
             save(tmp_path / "c", {"w": tensor})

@@ -17,8 +17,8 @@ def held_bytes() -> int:
     storages = {}
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor):
-            storage = each.untyped_storage()
-            with contextlib.suppress(RuntimeError):  # a tensor subclass that has no memory itself
+            with contextlib.suppress(RuntimeError):  # sparse, or a subclass that has no memory itself
+                storage = each.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
