@@ -75,6 +75,21 @@ def test_training_is_that_of_one_process(dtype, pipeline_mesh):
 
 
 @ranks(2)
+def test_a_model_without_memory_is_converted_after_it_has_some(pipeline_mesh):
+    """Stubs keep no tensors, so a conversion has nothing to copy from the meta device."""
+    with torch.device("meta"):
+        model = Net()
+    engine = engine_for(model, pipeline_mesh())
+    model.to_empty(device="cpu")
+    model.to(device="cpu", dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    assert engine(torch.ones(4, 4)).dtype == torch.float64
+    assert model.head.weight.device == torch.device("cpu")
+
+
+@ranks(2)
 def test_what_is_known_and_what_is_not(pipeline_mesh):
     model = build()
     engine_for(model, pipeline_mesh())

@@ -1,7 +1,9 @@
 """What stands for a module of another stage, other than its calls: plain attributes, and what its tensors are like.
 
-x.to(self.head.weight.dtype)           code outside of stage modules, as it runs on every stage
-len(self.embed.patches.projections)    is refused: no plain attribute, and no shape, dtype or device
+Code outside of stage modules runs on every stage::
+
+    x.to(self.head.weight.dtype)    gets an answer everywhere
+    x @ self.head.weight            is refused where the head is not, with its stage
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ class AbsentTensor:
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Change the dtype as the function changes that of tensors."""
-        self.dtype = function(torch.empty(0, dtype=self.dtype, device=self._device)).dtype
+        self.dtype = function(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
