@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.dmodule import parallelize_module
-from vescale.dtensor import InterleavedShard, Shard, distribute_tensor, init_device_mesh, random
+from vescale.dtensor import InterleavedShard, Replicate, Shard, distribute_tensor, init_device_mesh, random
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.pipe import PipelineEngine, PipelinePlan
 from vescale_testing import ranks
@@ -22,6 +22,8 @@ from vescale_testing.protocols import (
     check_hook,
     check_memory,
     check_rehearsal,
+    check_stand_ins,
+    check_units,
 )
 
 
@@ -49,14 +51,20 @@ def test_a_stub_lists_the_names_of_what_it_replaces():
     assert len(stubs) == 1
     check_absent_fqns(stubs[0])
     assert "weight" in stubs[0].absent_fqns
+    check_units(model)
+    assert len(model._vescale_units) == 1
 
 
 @ranks(2)
 def test_a_parallelized_module_says_how_it_runs():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = nn.Sequential(nn.Linear(4, 4))
-    plan = {"parameter": {r"0\.weight": [Shard(1)]}, "forward": {}}
+    plan = {"parameter": {r"0\..*": [Shard(0)]}, "forward": {r"0\.output": [{"tp": Replicate()}]}}
     check_execution(parallelize_module(model, mesh, plan, mode="static"))
+    model(torch.ones(2, 4))
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    check_stand_ins(model[0].weight)
+    assert model[0].weight._vescale_gradients.leaves()
 
 
 @ranks(1)
@@ -115,6 +123,22 @@ def test_parts_that_draw_alike_are_found():
 def test_boxes_that_are_wrong_are_found(value, message):
     with pytest.raises(AssertionError, match=message):
         check_boxes(value)
+
+
+def test_stand_ins_and_units_that_are_wrong_are_found():
+    parameter, model = nn.Parameter(torch.ones(3)), nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    leaf = torch.ones(2, requires_grad=True)
+    parameter._vescale_gradients = type("Other", (), {"leaves": lambda _: [(leaf, lambda gradient: gradient)]})()
+    with pytest.raises(AssertionError, match=r"expected torch\.Size"):
+        check_stand_ins(parameter)
+    for units, message in (
+        (("0", "0.0"), "0.0 is inside 0"),
+        (("1",), "the model has no"),
+        (["0"], "expected a tuple"),
+    ):
+        model._vescale_units = units
+        with pytest.raises(AssertionError, match=message):
+            check_units(model)
 
 
 def test_boxes_that_are_copies_are_found():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale.dmodule import NotLocalFriendlyError, parallelize_module
+from vescale.dmodule import NotLocalFriendlyError, parallelize_module, set_mode
 from vescale.dtensor import Replicate, Shard, extension, init_device_mesh, random
 from vescale_testing import ranks
 
@@ -96,6 +96,25 @@ def test_masks_are_those_of_one_device(graphs, caplog, monkeypatch):
             without_the_part.setattr(extension, "watched", contextlib.nullcontext)
             assert not equal(in_parts(model, 2, stream), expected)
     assert "static mode" not in caplog.text
+
+
+@ranks(2, timeout=240)
+def test_a_block_that_is_the_whole_program(graphs):
+    """Blocks that are compiled alone inside of a model in eager mode, and a model that is one block."""
+    expected = in_parts(Model(), 1, "torch")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = set_mode(parallelize_module(Model(), mesh, PLAN), "compile", r"blocks\.\d+")
+    assert equal(in_parts(model, 2, "torch"), expected)
+    assert graphs.forward, "the second call of each block is compiled"
+
+    alone, graphs.forward[:] = parallelize_module(Block(torch.zeros_like), mesh, PLAN, mode="compile"), []
+    x, plain = torch.ones(4, 3, 4), Block(torch.zeros_like)
+    for _ in range(3):
+        torch.manual_seed(7)
+        here = alone(x)
+        torch.manual_seed(7)
+        assert torch.equal(here, plain(x))
+    assert graphs.forward
 
 
 @ranks(2, timeout=240)

@@ -35,11 +35,6 @@ from vescale.plan import Plan
         ),
         ({"device": "tpu"}, "Plan: expected one of 'cpu', 'cuda' for device, got 'tpu'"),
         ({"mode": "dynamic"}, "Plan: expected one of 'eager', 'static', 'compile' for mode, got 'dynamic'"),
-        (
-            {"mode": "static", "pp": 2, "num_microbatches": 4},
-            "Plan: expected mode 'eager' for pp = 2 and num_microbatches = 4, got 'static'; use mode='eager', or "
-            "pp=1 and num_microbatches=1",
-        ),
         ({"sequence_parallel": 1}, "Plan: expected True or False for sequence_parallel, got 1"),
         ({"sequence_parallel": True}, "expected tp > 1 for sequence_parallel, got tp = 1; set tp > 1"),
         ({"module_plan": ""}, "expected the name of a ready plan or None for module_plan, got ''"),

@@ -113,6 +113,10 @@ LAYOUTS = pytest.mark.parametrize(
         {"tp": 2, "pp": 2, "num_microbatches": 2, "schedule": "looped_bfs", "split": ["layers.1", "layers.2", "head"]},
         {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "interleaved_zero_bubble"},
         {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "auto", "stages_per_rank": 2},
+        {"dp": 2, "tp": 2, "num_microbatches": 4, "mode": "static"},
+        {"tp": 2, "pp": 2, "num_microbatches": 4, "mode": "static"},
+        {"tp": 2, "pp": 2, "num_microbatches": 4, "schedule": "zb_v", "mode": "static"},
+        {"tp": 2, "pp": 2, "num_microbatches": 2, "mode": "compile"},
     ],
     ids=lambda layout: " ".join(f"{key}={value}" for key, value in layout.items()),
 )

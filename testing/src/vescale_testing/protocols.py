@@ -5,6 +5,8 @@ AssertionError that says what was expected and what was found. It needs no proce
 
     check_boxes(value)            __global_shape__ and __boxes__()
     check_absent_fqns(module)     absent_fqns
+    check_units(model)            _vescale_units
+    check_stand_ins(parameter)    _vescale_gradients
     check_execution(module)       _vescale_execution
     check_hook(hook)              _vescale_in_graph
     check_accumulation_hook(hook) _vescale_accumulates
@@ -30,6 +32,8 @@ __all__ = [
     "check_hook",
     "check_memory",
     "check_rehearsal",
+    "check_stand_ins",
+    "check_units",
 ]
 
 MODES = ("eager", "static", "compile")
@@ -77,6 +81,35 @@ def check_absent_fqns(module: nn.Module) -> None:
     tables = (module.named_parameters(), module.named_buffers(), module.named_modules())
     present = {name for table in tables for name, _ in table} - {""}  # the name of the module itself
     assert not present & set(absent), f"absent_fqns: the module holds {sorted(present & set(absent))} itself"
+
+
+def check_units(model: nn.Module) -> None:
+    """Check the names of the modules that a rank of a pipeline runs: they are there, and none is inside another.
+
+    Raises:
+        AssertionError: A name is missing, or inside another.
+    """
+    units = _attribute(model, "_vescale_units")
+    assert isinstance(units, tuple), f"_vescale_units: expected a tuple, got {type(units).__name__}"
+    present = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    assert set(units) <= present, f"_vescale_units: the model has no {sorted(set(units) - present)}"
+    for one in units:
+        inside = [other for other in units if other.startswith(f"{one}.")]
+        assert not inside, f"_vescale_units: {inside[0]} is inside {one}"
+
+
+def check_stand_ins(parameter: torch.Tensor) -> None:
+    """Check the leaves that stand in for a parameter, and what makes their gradients those of the parameter.
+
+    Raises:
+        AssertionError: A name is missing, a tensor is no leaf, or a gradient has another shape than the parameter.
+    """
+    for leaf, of_parameter in _attribute(_attribute(parameter, "_vescale_gradients"), "leaves")():
+        assert leaf.is_leaf, "leaves: expected leaves of autograd graphs"
+        assert leaf.requires_grad, "leaves: expected leaves that require a gradient"
+        gradient = of_parameter(torch.zeros_like(leaf))
+        assert gradient.shape == parameter.shape, f"leaves: expected {parameter.shape}, got {gradient.shape}"
+        assert isinstance(gradient, type(parameter.detach())), f"leaves: got a gradient of {type(gradient).__name__}"
 
 
 def check_execution(module: nn.Module) -> None:

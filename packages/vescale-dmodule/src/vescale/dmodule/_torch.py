@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale.dtensor.extension import group_of_ranks, name_group, waits_of
@@ -61,6 +61,7 @@ __all__ = [
     "on_backward_end",
     "ordinary_call",
     "plain_operands_replicated",
+    "repeated",
     "replicate_plain_operands",
     "run_backward",
     "sum_later",
@@ -101,6 +102,30 @@ def plain_operands_replicated() -> Iterator[None]:
 def no_function_modes() -> contextlib.AbstractContextManager:
     """Return a context that disables every ``TorchFunctionMode`` and ``__torch_function__``."""
     return torch._C.DisableTorchFunction()
+
+
+@contextlib.contextmanager
+def repeated() -> Iterator[None]:
+    """Make calls that are no part of the user's program: modes that must see each of its calls once do not see these.
+
+    Such a mode says so in an attribute (``docs/protocols.md``).
+    """
+    modes = _get_current_function_mode_stack()
+    kept = [mode for mode in modes if not getattr(mode, "_vescale_sees_once", False)]
+    if len(kept) < len(modes):
+        _exchange_modes(kept)
+    try:
+        yield
+    finally:
+        if len(kept) < len(modes):
+            _exchange_modes(modes)
+
+
+def _exchange_modes(modes: Sequence[TorchFunctionMode]) -> None:
+    for _ in _get_current_function_mode_stack():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def unseen(function: Callable[P, R]) -> Callable[P, R]:

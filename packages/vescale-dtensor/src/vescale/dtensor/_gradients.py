@@ -251,6 +251,14 @@ class _Intake:
             handle.remove()
         self.handles, self.receiver = (), None
 
+    def leaves(self) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+        """Return what stands in for the parameter, each with what makes its gradients those of the parameter.
+
+        ``torch.autograd.grad`` runs no accumulation, so code that calls it asks here (``docs/protocols.md``).
+        """
+        stand_ins = [known for ref in self.stand_ins if (known := ref()) is not None]
+        return [(leaf, stand_in.of_parameter) for stand_in in stand_ins if (leaf := stand_in.leaf()) is not None]
+
     def before_accumulation(self, gradient: Tensor | None) -> Tensor | None:
         """Set ``parameter.grad`` aside; redistribute the gradient if the parameter has hooks of a user."""
         self.kept = NOTHING
@@ -338,6 +346,12 @@ class _StandIn:
         if self._node is None:
             self._node = autograd.accumulation_node(parameter)
         return self._node
+
+    def of_parameter(self, local: Tensor) -> DTensor:
+        """Return a gradient of the leaf as one of the parameter, in its placements."""
+        parameter = self.intake.parameter()
+        assert parameter is not None, "the parameter of a leaf was freed"
+        return as_gradient(parameter, aligned_gradient(parameter, local, self.placements), parameter.placements)
 
     def __call__(self, leaf: Tensor) -> None:
         local = leaf.grad

@@ -60,7 +60,7 @@ class Plan:
         module_plan: name of a ready plan of ``vescale.dmodule``, such as ``"mixtral"``; ``None`` or ``"auto"`` selects
             it by the model.
         mode: execution mode of the parallel modules: ``"eager"``, ``"static"`` or ``"compile"``, see
-            ``vescale.dmodule``. A pipeline and micro-batches run in eager mode.
+            ``vescale.dmodule``. In a pipeline every module that a stage runs is a program of its own.
         device: ``"cpu"`` or ``"cuda"``.
         bucket_bytes: size of a gradient bucket of data parallelism.
         axis_order: the mesh's axes, slowest first.
@@ -112,11 +112,6 @@ class Plan:
         check_choice("Plan", "device", self.device, DEVICES)
         check_choice("Plan", "mode", self.mode, MODES)
         check_bool("Plan", "sequence_parallel", self.sequence_parallel)
-        if self.mode != "eager" and (self.pp > 1 or self.num_microbatches > 1):
-            raise ValueError(
-                f"Plan: expected mode 'eager' for pp = {self.pp} and num_microbatches = {self.num_microbatches}, got "
-                f"{self.mode!r}; use mode='eager', or pp=1 and num_microbatches=1"
-            )
         if self.limit_bytes is not None:
             check_int("Plan", "limit_bytes", self.limit_bytes, at_least=1)
         for name, kind in (("memory", StageMemory), ("table", Candidate)):

@@ -95,7 +95,17 @@ def copied(value: object) -> object:
     fields = fields_of(value)
     if fields is not None:
         return rebuild_fields(value, {name: copied(item) for name, item in fields.items()})
-    return copy.deepcopy(value) if _attributes(value) and not isinstance(value, CLOSED) else value
+    if not _attributes(value) or isinstance(value, CLOSED):
+        return value
+    memo: dict[int, object] = {}
+
+    def note(tensor: Tensor, _where: str) -> Tensor:  # copy.deepcopy refuses tensors with a history
+        if tensor.grad_fn is not None:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_()
+        return tensor
+
+    map_leaves(note, value, "")
+    return copy.deepcopy(value, memo)
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: object) -> object:

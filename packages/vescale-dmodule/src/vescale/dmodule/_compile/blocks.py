@@ -112,6 +112,7 @@ class CompiledBlocks:
         self.refused: set[str] = set()
         self._made: tuple[Hashable, ModulePatch] | None = None
         self._tables: list[dict] = []  # hook tables of the modules inside blocks
+        self._is_late = False  # whether the call in progress is one of a block, and has looked up its `forward` before
 
     def patch(self) -> ModulePatch:
         """Return the rows of all blocks. The first call of a block compiles it.
@@ -119,7 +120,7 @@ class CompiledBlocks:
         The rows are made again after another recording, a change of hooks inside blocks, the refusal of a block, and at
         the beginning and end of a batch window.
         """
-        if self._made is None or self._made[0] != self._state():
+        if self._made is None or self._is_late or self._made[0] != self._state():
             patch = self._make()
             self._made = self._state(), patch
         return self._made[1]
@@ -132,7 +133,7 @@ class CompiledBlocks:
 
     def _make(self) -> ModulePatch:
         rows: list[Row] = []
-        self._tables = []
+        self._tables, self._is_late = [], False
         shared: dict[Hashable, Callable] = {}
         is_watched = extension.is_watched()
         for name, block in find_blocks(self.parts):
@@ -144,6 +145,10 @@ class CompiledBlocks:
             if reason is not None:
                 self.refuse(name, reason)
             if name in self.refused:
+                continue
+            if block is self.parts.module and not _Entry.is_in(block):
+                _Entry.of(block)
+                self._is_late = True  # this call runs as in static mode, the next one compiled
                 continue
             kind: list[Hashable] = [type(block), self._recorded()]
             for inner, part in block.named_modules():
@@ -233,10 +238,14 @@ class _Entry:
     @classmethod
     def of(cls, block: nn.Module) -> _Entry:
         """Return the entry of a block; install one if there is none."""
-        own = vars(block).get("forward")
-        if not isinstance(own, cls):
-            vars(block)["forward"] = own = cls(block)
-        return own
+        if not cls.is_in(block):
+            vars(block)["forward"] = cls(block)
+        return vars(block)["forward"]
+
+    @classmethod
+    def is_in(cls, block: nn.Module) -> bool:
+        """Return whether a block has an entry."""
+        return isinstance(vars(block).get("forward"), cls)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if self.run is not None:

@@ -45,6 +45,9 @@ class Execution:
         checks: compare what the ranks of the mesh call the module with.
         local_attributes: module name -> attribute -> its value on local tensors.
         modes: mode by module name; the nearest owner with an entry decides. The root always has one.
+        units: names of the modules that a pipeline runs as wholes, as they were when the hooks were installed; empty
+            without a pipeline of several stages. Each is a program of its own where the module is not in eager mode.
+        is_rehearsed: whether calls run in eager mode, whatever the modes are (see `_rows.rehearsal`).
         any_rank: a collective that returns whether a flag is set on any rank that must make the same calls. None means
             the ranks of the mesh, which get equal arguments. Data parallelism that communicates in forward sets it
             (ZeRO 3 of ``vescale.optim``), because a recording makes additional calls.
@@ -66,6 +69,8 @@ class Execution:
         self.modes: dict[str, str] = {"": mode} | dict.fromkeys(eager, "eager")
         self.any_rank: Callable[[bool], bool] | None = None
         self.rows: Rows | None = None
+        self.units: tuple[str, ...] = ()
+        self.is_rehearsed = False
         self.root: nn.Module | None = None
         self.program: StaticProgram | None = None
         self.parts: list[StaticProgram] = []
@@ -95,17 +100,17 @@ class Execution:
     def install(self, root: nn.Module) -> None:
         """Install the hooks of the current modes."""
         self._remove()
-        self.root = root
+        self.root, self.units = root, units_of(root)
         modules = dict(root.named_modules())
         eager = frozenset(name for name in self.modes if name and self.modes[name] == "eager" and name in modules)
-        if self.modes[""] != "eager" and _can_be_local(root):
+        if self.modes[""] != "eager" and not self.units and _can_be_local(root):
             compiled = self.modes[""] == "compile"
             self.program = StaticProgram(self, "", root, eager, is_root=True, compiled=compiled)
             self.program.install()
             return
         self.handles += hook_scope(root, "", self.scope)
         for name in self._static_parts(modules):
-            compiled = self.modes[name] == "compile"
+            compiled = self._mode_of(name) == "compile"
             part = StaticProgram(self, name, modules[name], eager, is_root=False, compiled=compiled)
             part.install()
             self.handles += hook_calls(modules[name], part.enter, part.leave)
@@ -113,11 +118,18 @@ class Execution:
 
     def _static_parts(self, modules: Mapping[str, nn.Module]) -> Iterator[str]:
         """Yield the names of the outermost static parts of an eager root."""
-        static = [name for name in self.modes if name and self.modes[name] != "eager" and name in modules]
+        candidates = dict.fromkeys([*self.units, *filter(None, self.modes)])
+        static = [name for name in candidates if name in modules and self._mode_of(name) != "eager"]
         static = [name for name in static if _can_be_local(modules[name])]
         for name in static:
             if not any(name.startswith(f"{other}.") for other in static):
                 yield name
+
+    def _mode_of(self, name: str) -> str:
+        """Return the mode of a module: its own, or that of the nearest module around it that has one."""
+        while name not in self.modes:
+            name = name.rpartition(".")[0]
+        return self.modes[name]
 
     def _remove(self) -> None:
         for handle in self.handles:
@@ -136,7 +148,7 @@ class Execution:
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Begin a call of the root."""
-        if self.root is not module:  # the first call of a copy
+        if self.root is not module or self.units is not units_of(module):  # the first call of a copy, or in a pipeline
             self.install(module)
             if self.program is None:
                 self.scope.enter(module, "")  # a hook that is registered during a call misses it
@@ -172,6 +184,12 @@ def _can_be_local(module: nn.Module) -> bool:
 
 
 ATTRIBUTE = "_vescale_execution"
+UNITS = "_vescale_units"
+
+
+def units_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules that a pipeline runs as wholes (``docs/protocols.md``)."""
+    return vars(module).get(UNITS, ())
 
 
 def execution_of(module: nn.Module) -> Execution | None:

@@ -71,6 +71,7 @@ class GradientSync:
         self._axes: dict[tuple[DeviceMesh, int], MeshAxis] = {}
         self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
+    @_torch.unseen
     def attach(self, module: nn.Module) -> None:
         """Receive the gradients of every DTensor parameter of ``module`` that requires one and has no receiver.
 

@@ -238,13 +238,14 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Record no call on the rows of all data-parallel ranks, and attach nothing to parameters."""
+        """Run calls in eager mode, on this rank's rows alone, and attach nothing to parameters."""
         calls, execution = calls_of(self._module), self._execution
         with contextlib.ExitStack() as stack:
             if calls is not None:
                 stack.enter_context(_set(calls.recorder, "is_running", True))
             if execution is not None:
                 stack.enter_context(_set(execution.scope, "attaches", False))
+                stack.enter_context(_set(execution, "is_rehearsed", True))
             yield
 
     def _kind(self, loss: Tensor, alone: Tensor) -> tuple[bool, str]:

@@ -49,5 +49,6 @@ class Model(Protocol):
     scope: EagerScope
     sync: GradientSync
     checks: RankChecks
+    is_rehearsed: bool
     any_rank: Callable[[bool], bool] | None
     local_attributes: dict[str, dict[str, object]]

@@ -258,6 +258,8 @@ class StaticProgram:
 
     def _prepare(self, args: tuple, kwargs: dict) -> bool:
         """Choose the layouts of a call; record a new signature. Return False if this call must run in eager mode."""
+        if self.model.is_rehearsed:
+            return False
         self._refresh()
         recordings, signature = self.recordings, self._signature(args, kwargs)
         layouts = self._find(signature)
@@ -401,7 +403,8 @@ class StaticProgram:
         call.state, call.observer, model.scope.attaches = state, run.observer, False
         meter, model.phase.meter = model.phase.meter, None  # a report does not count dry runs
         try:
-            yield
+            with _torch.repeated():
+                yield
         finally:
             if call.is_open:  # interrupted
                 self._close()

@@ -32,7 +32,7 @@ with parameters whose memory is freed between uses, as with ZeRO 3 (``docs/proto
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from .._torch import graph_task_id, tensor_hooks
 
 Gradients = Sequence[torch.Tensor | None]
+StandIns = Sequence[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]
 _PYTHON: Any = torch.autograd.function.BackwardCFunction  # the class of nodes of autograd.Function
 
 
@@ -101,16 +102,18 @@ class StageBackward:
         received: Sequence[GradientEdge],
         parameters: Sequence[torch.Tensor],
     ) -> None:
-        self._roots = list(roots)
-        self._received, self._parameters = tuple(received), tuple(parameters)
+        self._roots, self._received = list(roots), tuple(received)
+        self._leaves = _Leaves(parameters)
         self._found: dict[torch.Tensor, torch.Tensor | None] = {}  # gradients of parameters
         self._cut: _Cut | None = None
         self._entered: dict[Node, Gradients] = {}
 
     def run(self) -> tuple[Gradients, Gradients]:
         """Return the gradients of the received values and of the parameters."""
-        found = self._run((*self._received, *self._parameters), keep=False)
-        return found[: len(self._received)], found[len(self._received) :]
+        leaves = self._leaves.each
+        found = self._run((*self._received, *leaves), keep=False)
+        count = len(self._received)
+        return found[:count], self._leaves.gradients(dict(zip(leaves, found[count:], strict=True)))
 
     def run_inputs(self, *, whole: bool) -> Gradients:
         """Return the gradients of the received values.
@@ -118,8 +121,8 @@ class StageBackward:
         Args:
             whole: whether to compute those of the parameters now, too.
         """
-        cut = None if whole else _Cut([edge for edge, _ in self._roots], self._received, self._parameters)
-        now = self._parameters if cut is None else cut.now
+        cut = None if whole else _Cut([edge for edge, _ in self._roots], self._received, self._leaves.each)
+        now = self._leaves.each if cut is None else cut.now
         handles = [] if cut is None else [node.register_prehook(self._keeper(node)) for node in cut.exits]
         try:
             found = self._run((*self._received, *now), keep=cut is not None)
@@ -147,7 +150,7 @@ class StageBackward:
             later = self._cut.later
             self._found.update(zip(later, _gradients(roots, later), strict=True))
         self._roots, self._cut = [], None
-        return [self._found.get(parameter) for parameter in self._parameters]
+        return self._leaves.gradients(self._found)
 
     def _run(self, inputs: Sequence[Any], *, keep: bool) -> Gradients:
         return _gradients(self._roots, inputs, keep=keep)
@@ -166,6 +169,41 @@ def _gradients(
         return [None] * len(inputs)
     edges, gradients = zip(*roots, strict=True)
     return torch.autograd.grad(edges, inputs, gradients, allow_unused=True, retain_graph=keep)
+
+
+class _Leaves:
+    """The leaves of the graph whose gradients are those of parameters: each itself, and what stands in for it.
+
+    Modules in static mode of vescale-dmodule compute with other leaves (``docs/protocols.md``).
+
+    Attributes:
+        each: all leaves.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._of = [(parameter, stand_ins(parameter)) for parameter in parameters]
+        self.each = tuple(leaf for own, others in self._of for leaf in (own, *(other for other, _ in others)))
+
+    def gradients(self, found: Mapping[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the gradients of the parameters from those of the leaves."""
+        return [self._gradient(found, own, others) for own, others in self._of]
+
+    def _gradient(
+        self, found: Mapping[torch.Tensor, torch.Tensor | None], own: torch.Tensor, others: StandIns
+    ) -> torch.Tensor | None:
+        total = found.get(own)
+        for leaf, of_parameter in others:
+            local = found.get(leaf)
+            if local is not None:
+                gradient = of_parameter(local)
+                total = gradient if total is None else total + gradient
+        return total
+
+
+def stand_ins(parameter: torch.Tensor) -> StandIns:
+    """Return the leaves that stand in for a parameter, each with what makes its gradients those of the parameter."""
+    offered = getattr(parameter, "_vescale_gradients", None)
+    return offered.leaves() if offered else []
 
 
 class _Cut:

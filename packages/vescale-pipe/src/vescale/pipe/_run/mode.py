@@ -64,7 +64,9 @@ class RunState:
 class TraceMode(TorchFunctionMode):
     """Report operators on values to the frame. Not active inside units."""
 
+    # docs/protocols.md
     _vescale_traces = True  # values may stand for those of other stages
+    _vescale_sees_once = True
 
     def __init__(self, frame: Frame) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ class Recorder:
                     f"`{self._made_inside[leaf]}`, stored by a hook or an attribute (captured router logits, hidden "
                     "states), which exists on one stage only; return it from the module, or switch its capture off"
                 )
-            moved = self._moved.get(_storage_key(leaf))
+            moved = self._moved.get(_storage_key(leaf)) if self._moved else None
             if moved is not None and (value is None or value.id != moved[0]):
                 raise PipelineError(
                     f"`{name}`: expected current values, got a stale view of a tensor that `{moved[1]}` wrote in place "

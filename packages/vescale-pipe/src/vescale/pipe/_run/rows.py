@@ -189,6 +189,8 @@ class TargetCounts(TorchFunctionMode):
         functions: those that are such means.
     """
 
+    _vescale_sees_once = True  # docs/protocols.md
+
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         super().__init__()
         self._functions = functions

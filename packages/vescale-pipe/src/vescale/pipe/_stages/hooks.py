@@ -25,6 +25,7 @@ def hooked_units(units: Mapping[str, tuple[int, nn.Module]], state: RunState) ->
         hooks = _UnitHooks(fqn, state, stage)
         handles.append(unit.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True))
         handles.append(unit.register_forward_hook(hooks.after))
+        handles.append(unit.register_forward_hook(hooks.left, always_call=True))
     try:
         yield
     finally:
@@ -40,11 +41,13 @@ class _UnitHooks:
         self._state = state
         self._stage = stage
         self._call: Call | None = None
+        self._depth = 0  # of the calls of the unit inside its own, as those that record it as a static program
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         del module
         mode = self._state.mode
         if mode is None or mode.unit is not None:  # recomputation in the backward, or a call from inside a unit
+            self._depth += mode is not None and mode.unit == self._fqn
             return _unwrapped(args, kwargs, self._stage)
         with mode.paused():
             self._call = mode.frame.begin(self._fqn, *flatten((args, kwargs)), owner=self._stage)
@@ -55,13 +58,18 @@ class _UnitHooks:
     def after(self, module: nn.Module, args: tuple, output: Any) -> Any:
         del args
         mode, call = self._state.mode, self._call
-        if mode is None or call is None or mode.unit != self._fqn:
+        if mode is None or call is None or mode.unit != self._fqn or self._depth:
             return None
         self._call = None
         mode.leave_unit()
         with mode.paused():
             result = mode.frame.finish(call, module, output, is_operator=False)
         return None if result is output else result
+
+    def left(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Note the end of a call from inside, also of one that raises."""
+        del module, args, output
+        self._depth = max(0, self._depth - 1)
 
 
 def _unwrapped(args: tuple, kwargs: dict, stage: int) -> tuple[tuple, dict] | None:

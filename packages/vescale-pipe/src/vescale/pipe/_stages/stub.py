@@ -105,6 +105,7 @@ class StageModules:
                 stubs[unit] = Stub(unit, fqn=fqn, stage=stage, state=state)
                 if stage in mine:
                     self.units[fqn] = (stage, unit)
+        vars(model)["_vescale_units"] = tuple(self.units)  # docs/protocols.md
         self._places: dict[int, list[_Place]] = {stage: [] for stage in mine}
         for fqn, module in list(model.named_modules(remove_duplicate=False)):
             if module not in stubs:
