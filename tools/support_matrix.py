@@ -191,7 +191,9 @@ HEAD = """# What runs together
 Each cell lists the ZeRO stages with which a feature trains in a mode, without a pipeline or in one of two stages. A
 number in brackets is a refusal: an error before anything is computed differently. Without a pipeline the model is
 sharded over `dp` and `tp`, in one over `pp` and `dp`; a pipeline has two micro-batches. Eager and static mode run a
-step and an update. Compile mode is constructed; what static mode refuses, it refuses too.
+step and an update. Compile mode is constructed; what static mode refuses, it refuses too. Modes differ where `tp` is
+more than one: [test_training_is_that_of_one_process](../tests/dp_tp_pp/test_dp_tp_pp_modes.py) has pipelines over all
+three axes.
 
 `python tools/support_matrix.py docs/support.md` tries all of it and writes this page, and a test compares them.
 """
