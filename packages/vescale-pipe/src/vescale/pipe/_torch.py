@@ -114,6 +114,12 @@ def has_forward_hooks(module: torch.nn.Module) -> bool:
     return any(kinds)
 
 
+def clear_forward_hooks(module: torch.nn.Module) -> None:
+    """Remove the hooks that run in a module's forward or backward, without their handles."""
+    for table in (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks):
+        table.clear()
+
+
 def modes() -> list[Any]:
     """Return the modes through which functions and operators go at present."""
     return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]

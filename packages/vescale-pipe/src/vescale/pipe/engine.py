@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -75,6 +75,8 @@ class PipelineEngine:
             rows, and such a step is refused (this needs vescale-dmodule; without it a warning says so).
         row_wise: names of modules, or regular expressions for full names, that treat every row alone although their
             code sorts or selects rows, as a mixture's experts do: ``[r".*\\.experts"]``.
+        example_inputs: keyword or positional arguments of one call, for models that register modules in another order
+            than that in which they run, see ``split_units``; not needed for most.
         timeout: time limit of a transfer between stages; the backend's default if None.
 
     Attributes:
@@ -120,6 +122,7 @@ class PipelineEngine:
         meshes: Sequence[DeviceMesh] = (),
         per_microbatch: bool = False,
         row_wise: Sequence[str | re.Pattern] = (),
+        example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         if axis.ndim != 1:
@@ -143,7 +146,7 @@ class PipelineEngine:
         self._modules: StageModules | None = None
         names = _matching_names(model, row_wise)
         if self.num_stages > 1:
-            self.split = split_units(model, plan, self.num_stages)
+            self.split = split_units(model, plan, self.num_stages, example_inputs=example_inputs)
             self._modules = StageModules(model, self.split, self.stages, self._state)
         self._transport = Transport(axis, timeout=timeout)
         self._state.device = self._transport.device
@@ -171,7 +174,7 @@ class PipelineEngine:
             loss_of=self.loss_of,
             find_mesh=self.find_mesh,
             forget=self.forget,
-            attributes=functools.partial(attributes_of, outside, loss_fn),
+            attributes=functools.partial(self._attributes, outside),
             outside=outside,
         )
 
@@ -289,6 +292,11 @@ class PipelineEngine:
             for stage, unit in self._modules.units.values():
                 modules[stage].append(unit)
         return {stage: list({p: None for unit in own for p in unit.parameters()}) for stage, own in modules.items()}
+
+    def _attributes(self, outside: Sequence[nn.Module]) -> tuple:
+        """Return what code outside of units can depend on, other than its inputs."""
+        constants = {} if self._modules is None else self._modules.constants()
+        return *attributes_of(outside, self._loss_fn), *map(id, constants.values())
 
     def _rehearsed(self, args: tuple, kwargs: dict) -> torch.Tensor | None:
         """Run a call forward, for nothing but what it shows, and return its loss where that is."""

@@ -53,12 +53,14 @@ class RunState:
         mode: that of the forward in progress, or None.
         latest: the program of the last forward of each stage.
         device: this rank's device, once it is known.
+        constants_read: names of the buffers of other stages that code outside of units has read.
     """
 
     def __init__(self) -> None:
         self.mode: TraceMode | None = None
         self.latest: dict[int, object] = {}
         self.device: torch.device | None = None
+        self.constants_read: set[str] = set()
 
 
 class TraceMode(TorchFunctionMode):

@@ -97,6 +97,7 @@ class Program:
     are the stages whose gradients of weights are computed with those of inputs. ``rule`` is that of the loss, once it
     is known. ``tapes`` are those of this rank's stages, made with these ``attributes`` of modules outside of units.
     ``draws`` is what a micro-batch draws, once it is known. ``ties`` are the states of tied weights.
+    ``constants`` are the buffers that stages read of others.
 
     The gradient of a value visits the stages that use it from the last one back, and each adds its own, so all are
     added in the order of one process.
@@ -115,6 +116,7 @@ class Program:
     attributes: tuple = ()
     draws: Chain | None = None
     ties: tuple[TieState, ...] = ()
+    constants: frozenset[str] = frozenset()
     _of_value: dict[ValueId, list[int]] = field(default_factory=dict)
     _same_value: list[list[int]] = field(default_factory=list)
     _lists: dict[tuple[str, int], list[int]] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from .._stages.hooks import hooked_units
 from .._stages.placement import Placement
 from .._stages.split import StageSplit
 from .._stages.stub import StageModules
-from .._torch import has_forward_hooks
+from .._torch import has_forward_hooks, version_of
 from .backward import Boundary, GradientSum, StageBackward, is_hooked
 from .crossings import Crossings
 from .draws import Course, DrawRules, StepDraws
@@ -122,6 +122,7 @@ class Step:
         """Run the schedule. Afterwards ``loss`` is the step's loss and ``total`` holds its gradients."""
         schedule, ties = self._pipeline.schedule, self._pipeline.ties
         ties.lend(self._program.ties)
+        constants = self._constants()
         if not self._program.recorded:
             self._record()
             schedule = _without_first(schedule)
@@ -140,6 +141,7 @@ class Step:
                 elif self._program.loss_meta.requires_grad:
                     self._backward(action)
         self.where = "the end"
+        self._check_constants(constants)
         ties.collect(self._program.ties, self.total)
         self._transport.wait_sends()
         self._draws.finish()
@@ -292,6 +294,8 @@ class Step:
         self._pipeline.state.latest.update(dict.fromkeys(self._placement.mine, self._program))
         with self.recording() as recorder:
             boundaries, loss = self.record_forward(recorder)
+            read = recorder.synchronize("constants", None, self._pipeline.state.constants_read)
+            self._program.constants = frozenset().union(*read)
             if len(self._placement.mine) > 1 and self._pipeline.attributes() != self._attributes:
                 raise PipelineError(
                     "expected code outside of stage modules that leaves the attributes of its modules alone, since it "
@@ -414,6 +418,29 @@ class Step:
         else:
             local = local_gradient(gradient, transfer.meta)
         self._mail.send(local, (index, microbatch, True))
+
+    # --- constants of modules, which others read ---
+
+    def _constants(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Return the constants of this rank's units that others read, or may read, with their versions."""
+        modules, program = self._pipeline.modules, self._program
+        if modules is None or (program.recorded and not program.constants):
+            return {}
+        return {name: (own, version_of(own)) for name, own in modules.constants(of_this_rank=True).items()}
+
+    def _check_constants(self, before: dict[str, tuple[torch.Tensor, int]]) -> None:
+        """Check that the constants that others read are what they were at the begin of the step."""
+        if not self._program.constants or self._pipeline.modules is None:
+            return
+        after = self._pipeline.modules.constants(of_this_rank=True)
+        for name in sorted(self._program.constants & before.keys()):
+            tensor, version = before[name]
+            if after.get(name) is not tensor or version_of(tensor) != version:
+                raise PipelineError(
+                    f"expected buffer `{name}` to stay as it is, since code outside of stage modules reads it on other "
+                    "stages, which have copies, got a write in its module; return it from the module, or make it a "
+                    "part of the state dict, which other stages do not read"
+                )
 
     # --- the schedule and its result ---
 

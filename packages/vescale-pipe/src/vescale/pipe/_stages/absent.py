@@ -4,6 +4,10 @@ Code outside of stage modules runs on every stage::
 
     x.to(self.head.weight.dtype)    gets an answer everywhere
     x @ self.head.weight            is refused where the head is not, with its stage
+    self.embed.position_ids[:, :n]  is read everywhere, if the buffer is small and no part of the state dict
+
+Buffers that are no part of the state dict follow from the configuration. So stubs keep them, up to a size. A stage that
+writes one that is read elsewhere raises (``Step.run``).
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from torch import nn
 from .._run.mode import RunState
 from .._run.values import PipelineError
 
+KEPT_BYTES = 1 << 20  # the largest constant that stubs keep
+
 _MAY = "code outside of stage modules may call the module, and read plain attributes and what its tensors are like"
 
 
@@ -28,15 +34,23 @@ class AbsentModule:
         fqn: its fully qualified name in the model.
         stage: its stage.
         state: the engine's run state.
+        constant: returns a constant by its fully qualified name, or None.
     """
 
-    def __init__(self, module: nn.Module, fqn: str, stage: int, state: RunState) -> None:
-        self._fqn, self._stage = fqn, stage
+    def __init__(
+        self,
+        module: nn.Module,
+        fqn: str,
+        stage: int,
+        state: RunState,
+        constant: Callable[[str], torch.Tensor | None],
+    ) -> None:
+        self._fqn, self._stage, self._constant = fqn, stage, constant
         self._items: dict[str, Any] = _plain_attributes(module)
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             self._items[name] = AbsentTensor(tensor, f"{fqn}.{name}", stage, state)
         for name, child in module.named_children():
-            self._items[name] = AbsentModule(child, f"{fqn}.{name}", stage, state)
+            self._items[name] = AbsentModule(child, f"{fqn}.{name}", stage, state, constant)
 
     def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Change dtypes as the function changes those of tensors."""
@@ -54,7 +68,9 @@ class AbsentModule:
     def __getattr__(self, name: str) -> Any:
         items = self.__dict__.get("_items", {})
         if name in items:
-            return items[name]
+            is_tensor = isinstance(items[name], AbsentTensor)
+            constant = self._constant(f"{self._fqn}.{name}") if is_tensor else None
+            return items[name] if constant is None else constant
         raise AttributeError(
             f"attribute `{name}` of `{self.__dict__.get('_fqn')}` is available on pipeline stage "
             f"{self.__dict__.get('_stage')} only; {_MAY}"
@@ -113,6 +129,10 @@ class AbsentTensor:
         """Change the dtype as the function changes that of tensors."""
         self.dtype = function(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
 
+    def __getitem__(self, index: Any) -> Any:
+        """Refuse: there are no values here."""
+        raise PipelineError(f"`[...]`: expected values of this stage, got {self._describe()}; {_MAY}")
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse: there are no values here."""
@@ -128,6 +148,16 @@ class AbsentTensor:
 
     def _describe(self) -> str:
         return f"`{self.__dict__.get('_fqn')}`, which is on pipeline stage {self.__dict__.get('_stage')} only"
+
+
+def constants_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the small buffers of a module that are no part of its state dict, by name."""
+    state = module.state_dict(keep_vars=True)
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers()
+        if name not in state and buffer.numel() * buffer.element_size() <= KEPT_BYTES
+    }
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:

@@ -13,6 +13,8 @@ by a stub on all others. Modules without parameters stay on every stage.
         rotary_emb                no parameters: runs on every stage
       lm_head                     unit, after the blocks   -> last stage
 
+Units are in the order in which they run, as far as that is known (``order.py``), else in that of registration.
+
 Uniform split of n blocks over p stages: each stage gets n // p blocks. The n % p remaining blocks go one each to stages
 1, 2, ..., p-2, then 0. The ends come last because the first stage also runs the embedding and the last one the head.
 """
@@ -23,11 +25,13 @@ import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from .._checked import Count, checked
 from ..plan import UNIFORM, PipelinePlan
+from .order import first_calls, in_order_of_calls
 
 
 class SplitError(ValueError):
@@ -58,7 +62,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """The units (fully qualified module names) of each stage, in model order.
+    """The units (fully qualified module names) of each stage, in the order in which they run.
 
     Args:
         stages: one tuple of names per stage.
@@ -85,13 +89,22 @@ class StageSplit:
 
 
 @checked
-def split_units(model: nn.Module, plan: PipelinePlan, num_stages: Count) -> StageSplit:
+def split_units(
+    model: nn.Module,
+    plan: PipelinePlan,
+    num_stages: Count,
+    *,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+) -> StageSplit:
     """Assign the units of a model to stages.
 
     Args:
         model: any module; it is not modified and its tensors are not read.
         plan: its ``split`` defines the stages.
         num_stages: number of stages.
+        example_inputs: keyword or positional arguments of one call, which may be on the meta device. A forward without
+            data shows the order in which modules run. By default the ``dummy_inputs`` of Hugging Face's models; the
+            order of other models is that of registration.
 
     Raises:
         SplitError: there are fewer blocks than stages, a module name is unknown, a module with parameters is in no
@@ -104,43 +117,39 @@ def split_units(model: nn.Module, plan: PipelinePlan, num_stages: Count) -> Stag
         stage 0: 0 1
         stage 1: 2 3
     """
+    calls = first_calls(model, example_inputs) if num_stages > 1 else {}
     if plan.split == UNIFORM:
-        split = _uniform(model, num_stages)
+        split = _uniform(model, num_stages, calls)
     elif all(isinstance(name, str) for name in plan.split):
-        split = _by_starts(model, [str(name) for name in plan.split], num_stages)
+        split = _by_starts(model, [str(name) for name in plan.split], num_stages, calls)
     else:
-        split = _by_lists(model, plan.split, num_stages)
+        split = _by_lists(model, plan.split, num_stages, calls)
     return StageSplit(split, _ties(model, split))
 
 
 # --- the three ways to cut ---
 
 
-def _uniform(model: nn.Module, num_stages: int) -> _Stages:
+def _uniform(model: nn.Module, num_stages: int, calls: Mapping[str, int]) -> _Stages:
     blocks_fqn = _longest_list(model)
     if blocks_fqn is None:
         raise SplitError(
             f"split='uniform': expected a ModuleList or Sequential of blocks, got none in {type(model).__name__}; name "
             "the modules that begin stages 1, 2, ... of the model with split=[...] in the plan"
         )
-    units = _units(model, open_fqns={blocks_fqn, *_ancestors(blocks_fqn)})
+    units = _units(model, calls, open_fqns={blocks_fqn, *_ancestors(blocks_fqn)})
     prefix = f"{blocks_fqn}." if blocks_fqn else ""
-    is_block = [unit.startswith(prefix) for unit in units]
-    first, num_blocks = is_block.index(True), sum(is_block)
+    blocks = [place for place, unit in enumerate(units) if unit.startswith(prefix)]
+    num_blocks = len(blocks)
     if num_blocks < num_stages:
         raise SplitError(
             f"expected at least {num_stages} blocks for {num_stages} pipeline stages, got {num_blocks} in "
             f"`{blocks_fqn or 'the model'}`; use a pipeline degree of at most {num_blocks}, or name other modules "
             "with split=[...] in the plan"
         )
-    stages: list[tuple[str, ...]] = []
-    begin = first
-    for count in uniform_counts(num_blocks, num_stages):
-        stages.append(tuple(units[begin : begin + count]))
-        begin += count
-    stages[0] = (*units[:first], *stages[0])
-    stages[-1] = (*stages[-1], *units[begin:])
-    return tuple(stages)
+    starts = itertools.accumulate(uniform_counts(num_blocks, num_stages)[:-1])
+    cuts = [0, *(blocks[start] for start in starts), len(units)]
+    return tuple(tuple(units[a:b]) for a, b in itertools.pairwise(cuts))
 
 
 def uniform_counts(num_blocks: int, num_stages: int) -> list[int]:
@@ -157,34 +166,34 @@ def uniform_counts(num_blocks: int, num_stages: int) -> list[int]:
     return counts
 
 
-def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int) -> _Stages:
+def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int, calls: Mapping[str, int]) -> _Stages:
     if len(starts) != num_stages - 1:
         raise SplitError(
             f"expected {num_stages - 1} modules in PipelinePlan.split for {num_stages} stages, got "
             f"{len(starts)}: {list(starts)}; name the modules that begin stages 1 .. {num_stages - 1}"
         )
-    units = _units(model, open_fqns={a for name in starts for a in _ancestors(name)}, listed=starts)
+    units = _units(model, calls, open_fqns={a for name in starts for a in _ancestors(name)}, listed=starts)
     cuts = [0]
     for name in starts:
         cut = next(i for i, unit in enumerate(units) if _is_within(unit, name))
         if cut <= cuts[-1]:
             raise SplitError(
                 f"split={list(starts)}: expected `{name}` after `{units[cuts[-1]]}` in the model, got an empty stage; "
-                f"list the modules in model order: {', '.join(units)}"
+                f"list the modules in the order in which they run: {', '.join(units)}"
             )
         cuts.append(cut)
     cuts.append(len(units))
     return tuple(tuple(units[a:b]) for a, b in itertools.pairwise(cuts))
 
 
-def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int) -> _Stages:
+def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int, calls: Mapping[str, int]) -> _Stages:
     if len(lists) != num_stages:
         raise SplitError(
             f"expected {num_stages} lists in PipelinePlan.split, one per stage, got {len(lists)}; "
             "write one list per stage"
         )
     names = [name for stage in lists for name in stage]
-    units = _units(model, open_fqns={a for name in names for a in _ancestors(name)}, listed=names)
+    units = _units(model, calls, open_fqns={a for name in names for a in _ancestors(name)}, listed=names)
     stages: list[list[str]] = [[] for _ in lists]
     for unit in units:
         homes = [stage for stage, listed in enumerate(lists) if any(_is_within(unit, name) for name in listed)]
@@ -238,8 +247,8 @@ def _num_units(blocks: nn.Module) -> int:
     return sum(_holds_parameters(block) for block in blocks.children())
 
 
-def _units(model: nn.Module, *, open_fqns: set[str], listed: Sequence[str] = ()) -> list[str]:
-    """Return the unit names in model order; modules in ``open_fqns`` are containers."""
+def _units(model: nn.Module, calls: Mapping[str, int], *, open_fqns: set[str], listed: Sequence[str] = ()) -> list[str]:
+    """Return the unit names in the order in which they run; modules in ``open_fqns`` are containers."""
     known = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
     for name in listed:
         if name not in known or not _holds_parameters(model.get_submodule(name)):
@@ -249,7 +258,7 @@ def _units(model: nn.Module, *, open_fqns: set[str], listed: Sequence[str] = ())
                 f"PipelinePlan.split: expected modules with parameters, got `{name}`, which {why}; nearest names: "
                 f"{', '.join(nearest)}"
             )
-    units = list(_walk(model, "", open_fqns))
+    units = in_order_of_calls(list(_walk(model, "", open_fqns)), calls)
     for name in listed:
         if not any(_is_within(unit, name) for unit in units):
             raise SplitError(

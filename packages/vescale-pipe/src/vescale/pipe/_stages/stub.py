@@ -13,7 +13,7 @@ from torch import nn
 from .._run.mode import RunState
 from .._run.tree import flatten
 from .._run.values import PipelineError
-from .absent import AbsentModule
+from .absent import AbsentModule, constants_of
 from .split import StageSplit
 
 
@@ -27,17 +27,45 @@ class Stub(nn.Module):
         fqn: its fully qualified name in the model.
         stage: the stage of the module.
         state: the engine's run state.
+        is_here: whether this rank has the module, too, and the stub takes its place while other stages run.
     """
 
-    def __init__(self, module: nn.Module, *, fqn: str, stage: int, state: RunState) -> None:
+    def __init__(self, module: nn.Module, *, fqn: str, stage: int, state: RunState, is_here: bool) -> None:
         super().__init__()
         self.fqn = fqn
         self.stage = stage
         self.replaced = type(module).__name__
-        self.absent_fqns: tuple[str, ...] = _all_fqns(module)
         self.training = module.training
         self._state = state
-        self._absent = AbsentModule(module, fqn, stage, state)
+        self._here: list[nn.Module] = [module] if is_here else []  # a list, as attributes that are modules are parts
+        self._constants: dict[str, tuple[nn.Module, str]] = {}  # by full name: where each is
+        for name, constant in constants_of(module).items():
+            parent, _, buffer = name.rpartition(".")
+            self._constants[f"{fqn}.{name}"] = module.get_submodule(parent), buffer
+            if not is_here:
+                self._constants[f"{fqn}.{name}"] = self, name.replace(".", "__")
+                self.register_buffer(name.replace(".", "__"), constant, persistent=False)
+        self.absent_fqns = tuple(name for name in _all_fqns(module) if name not in vars(self)["_buffers"])
+        self._elsewhere = None if is_here else AbsentModule(module, fqn, stage, state, self._read)
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """The constants of the module, by full name."""
+        return {name: vars(owner)["_buffers"][buffer] for name, (owner, buffer) in self._constants.items()}
+
+    @property
+    def _absent(self) -> AbsentModule:
+        """What is known of the module; of one on this rank, what it is like at present."""
+        if self._elsewhere is not None:
+            return self._elsewhere
+        return AbsentModule(self._here[0], self.fqn, self.stage, self._state, self._read)
+
+    def _read(self, name: str) -> torch.Tensor | None:
+        """Return a constant by its full name, and note that it is read."""
+        if name not in self._constants:
+            return None
+        self._state.constants_read.add(name)
+        return self.constants[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return placeholders for the module's outputs."""
@@ -52,22 +80,26 @@ class Stub(nn.Module):
             return mode.frame.absent(call)
 
     def __getattr__(self, name: str) -> Any:
+        if "_elsewhere" not in vars(self):  # a copy in the making
+            return super().__getattr__(name)
+        constant = self._read(f"{self.fqn}.{name}")
+        if constant is not None:
+            return constant
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_absent" not in self.__dict__:  # a copy in the making
-                raise
             return getattr(self._absent, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a new parameter or buffer is that of the other stage, and only looked at."""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and name not in vars(self)["_buffers"]:
             setattr(self._absent, name, value)
         else:
             super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Stub:
-        self._absent.apply(fn)
+        if self._elsewhere is not None:
+            self._elsewhere.apply(fn)
         super()._apply(fn, recurse)
         return self
 
@@ -98,11 +130,11 @@ class StageModules:
 
     def __init__(self, model: nn.Module, split: StageSplit, mine: Sequence[int], state: RunState) -> None:
         self.units: dict[str, tuple[int, nn.Module]] = {}
-        stubs: dict[nn.Module, Stub] = {}
+        self._stubs = stubs = dict[nn.Module, Stub]()
         for stage, fqns in enumerate(split.stages):
             for fqn in fqns:
                 unit = model.get_submodule(fqn)
-                stubs[unit] = Stub(unit, fqn=fqn, stage=stage, state=state)
+                stubs[unit] = Stub(unit, fqn=fqn, stage=stage, state=state, is_here=stage in mine)
                 if stage in mine:
                     self.units[fqn] = (stage, unit)
         vars(model)["_vescale_units"] = tuple(self.units)  # docs/protocols.md
@@ -116,6 +148,11 @@ class StageModules:
                 self._places[stage].append(place)
             else:
                 place.put(place.stub)
+
+    def constants(self, *, of_this_rank: bool = False) -> dict[str, torch.Tensor]:
+        """Return the constants of all modules, or of those of this rank's stages, by full name."""
+        stubs = [stub for stub in self._stubs.values() if not of_this_rank or stub.fqn in self.units]
+        return {name: constant for stub in stubs for name, constant in stub.constants.items()}
 
     @contextlib.contextmanager
     def only(self, stages: Collection[int]) -> Iterator[None]:
