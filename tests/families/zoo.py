@@ -98,7 +98,8 @@ def train_on_ranks(family: str, case: str) -> dict[str, Tensor]:
     model, num_rows = build(family), num_rows_of(case)
     if "pp" in axes:
         plan = PipelinePlan(mode, num_microbatches=2, split=starts_of(model, 4) if mode == "zb_v" else "uniform")
-        engine = PipelineEngine(model.eval(), mesh["pp"], plan)
+        example = batch(num_rows, 0) | arguments(model)  # without a mask, whose elements code reads
+        engine = PipelineEngine(model.eval(), mesh["pp"], plan, example_inputs=example)
         of_stages: list[Any] = [None] * mesh.size()
         dist.all_gather_object(of_stages, train(model, num_rows, make=even_batch, call=engine))
         return {name: value for found in of_stages for name, value in found.items()}

@@ -9,6 +9,7 @@
 - ``tensor_hooks``: the dictionary of hooks that ``Tensor.register_hook`` fills, or None.
 - ``graph_task_id``: identity of the backward pass in progress.
 - ``has_forward_hooks``: whether a module has hooks of its own.
+- ``clear_forward_hooks`` removes these; ``without_data``: a mode in which tensors have shapes and no data.
 - ``switches``: what the process has set for operators; ``modes``: the modes through which functions and operators go.
 - ``has_own_generator``: whether an operator gets a generator other than the default ones.
 - ``has_saved_tensor_hooks``: whether operators save tensors through hooks now, as in a checkpoint.
@@ -20,6 +21,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
@@ -30,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _disabled_torch_function_impl as no_torch_function
 from torch._C import _set_grad_enabled as set_grad_enabled
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.overrides import (
@@ -112,6 +115,11 @@ def has_forward_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module has hooks that run in its forward or backward."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return any(kinds)
+
+
+def without_data() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which all new tensors are fake ones, which have shapes and no data."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def clear_forward_hooks(module: torch.nn.Module) -> None:

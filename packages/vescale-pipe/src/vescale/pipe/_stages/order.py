@@ -1,7 +1,7 @@
 """The order in which modules run.
 
 Modules are registered in one order and may run in another: Hugging Face's OPT registers its last norm before its
-blocks. A forward of a copy of the model without data (on the meta device) shows the order of the first calls. Where it
+blocks. A forward of a copy of the model without data (of fake tensors) shows the order of the first calls. Where it
 cannot go on, as at a branch that reads elements, what has run until then counts, and the order of registration for what
 has not. The first step of the engine compares: it refuses a module of an early stage that needs a value of a later one.
 """
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._run.tree import map_leaves
-from .._torch import clear_forward_hooks
+from .._torch import clear_forward_hooks, without_data
 
 logger = logging.getLogger("vescale.pipe")
 
@@ -43,13 +43,15 @@ def first_calls(model: nn.Module, example_inputs: ExampleInputs | None) -> dict[
         return {}
     calls: dict[str, int] = {}
     try:
-        shadow = copy.deepcopy(model, {id(tensor): _without_data(tensor) for tensor in tensors})
+        mode = without_data()
+        with mode:
+            inputs, memo = map_leaves(_empty, example_inputs), {id(tensor): _empty(tensor) for tensor in tensors}
+        shadow = copy.deepcopy(model, memo)
         for name, module in shadow.named_modules():
             clear_forward_hooks(module)
             module.register_forward_pre_hook(functools.partial(_note, calls, name))
-        inputs = map_leaves(_without_data, example_inputs)
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), mode:
             shadow(*args, **kwargs)
     except Exception as error:  # any error of the user's code, which is not made to run without data
         logger.log(
@@ -88,8 +90,8 @@ def _dummy_inputs(model: nn.Module) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def _without_data(leaf: Any) -> Any:
+def _empty(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    empty = torch.empty_like(leaf, device="meta", requires_grad=False)
+    empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
     return nn.Parameter(empty, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else empty
