@@ -134,6 +134,29 @@ def test_a_tensor_captured_by_a_hook(pipeline_mesh):
 
 
 @ranks(2)
+def test_code_outside_that_fails_where_nothing_is_captured(pipeline_mesh):
+    """The user's own error, with a note on the first rank that raises it; others get it as text."""
+    captured = []
+
+    class Model(Body):
+        def __init__(self):
+            super().__init__()
+            self.first.register_forward_hook(lambda *call: captured.append(call[-1].shape))
+
+        def after(self, h):
+            return h.mean() * captured[0].numel()
+
+    engine = PipelineEngine(Model(), pipeline_mesh(), PipelinePlan("1f1b", 2, split=["second"]))
+    with pytest.raises((IndexError, PipelineError)) as caught:
+        engine(torch.ones(2, 4))
+    if torch.distributed.get_rank() == 1:
+        assert caught.type is IndexError
+        assert "what hooks or attributes capture inside of modules" in caught.value.__notes__[0]
+    else:
+        assert "IndexError" in str(caught.value)
+
+
+@ranks(2)
 def test_captured_router_logits_of_hugging_face(pipeline_mesh):
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(

@@ -40,6 +40,12 @@ from .values import PipelineError, from_local_part, gradient_meta, local_gradien
 
 logger = logging.getLogger("vescale.pipe")
 
+_OUTSIDE = (
+    "vescale.pipe: this code is outside of stage modules and runs on every stage; what hooks or attributes capture "
+    "inside of modules (router logits, hidden states) is on the stage of each alone, so return it from the module, or "
+    "switch its capture off"
+)
+
 #: Micro-batches that run from one tape; then the user's code runs again, and is compared with it.
 TAPE_USES = 256
 
@@ -265,6 +271,10 @@ class Step:
                     watches.enter_context(tape.taking_down())
                     watches.enter_context(Births(tape, mode.outside))
                 loss = pipeline.loss_of(args, kwargs)
+        except Exception as error:
+            if mode.unit is None and recorder is not None and not isinstance(error, PipelineError):
+                error.add_note(_OUTSIDE)
+            raise
         finally:
             pipeline.state.mode = None
         return frame.end(loss, last_stage=self._last_stage)
