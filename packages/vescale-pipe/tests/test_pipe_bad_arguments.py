@@ -28,6 +28,18 @@ from vescale_testing import ranks, run_ranks
 from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 MODEL, PLAN = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), PipelinePlan()
+EXAMPLE = {"input": torch.ones(2, 2)}
+ANY_EXAMPLE = {
+    "None",
+    "()",
+    "[]",
+    "[None]",
+    "[0]",
+    "[text]",
+    "{}",
+    "{text: 0}",
+    "another key",
+}  # arguments of any module
 
 ROWS = {
     "gpipe, too many": (lambda: gpipe(2, 10**9), "expected num_stages x num_microbatches of at most 8388608, got num_"),
@@ -171,7 +183,11 @@ def calls():
             lambda: {"costs": {"a": 1.0, "b": 2.0}, "num_stages": 2},
             {"costs": {"another key"}},
         ),
-        "split_units": Call(split_units, lambda: {"model": MODEL, "plan": PLAN, "num_stages": 2}),
+        "split_units": Call(
+            split_units,
+            lambda: {"model": MODEL, "plan": PLAN, "num_stages": 2, "example_inputs": EXAMPLE},
+            {"example_inputs": ANY_EXAMPLE},
+        ),
         "PipelineEngine": Call(
             PipelineEngine,
             lambda: {
@@ -182,6 +198,7 @@ def calls():
                 "meshes": (mesh,),
                 "per_microbatch": False,
                 "row_wise": (),
+                "example_inputs": EXAMPLE,
                 "timeout": timedelta(seconds=60),
             },
             {
@@ -189,6 +206,7 @@ def calls():
                 "loss_fn": {"None", "class", "function", "module"},
                 "meshes": {"()", "[]", "longer", "shorter"},
                 "row_wise": {"[]"},
+                "example_inputs": ANY_EXAMPLE,
                 "timeout": {"None"},
             },
         ),

@@ -37,11 +37,22 @@ def arguments():
         "mesh": init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pp", "dp", "tp")),
         "per_rank": False,
         "row_wise": (),
+        "example_inputs": {"input": torch.ones(2, 4)},
     }
 
 
 def parallelize(
-    plan, model, optimizer_fn, clip_grad_norm, loss_fn, param_groups, module_plan, mesh, per_rank, row_wise
+    plan,
+    model,
+    optimizer_fn,
+    clip_grad_norm,
+    loss_fn,
+    param_groups,
+    module_plan,
+    mesh,
+    per_rank,
+    row_wise,
+    example_inputs,
 ):
     """Call `parallelize`; what a callable for groups raises is the user's."""
     vescale.parallelize(
@@ -55,6 +66,7 @@ def parallelize(
         mesh=mesh,
         per_rank=per_rank,
         row_wise=row_wise,
+        example_inputs=example_inputs,
     )
 
 
@@ -72,6 +84,7 @@ def calls():
                 "module_plan": {"None", "{}"},
                 "mesh": {"None"},
                 "row_wise": {"[]"},
+                "example_inputs": {"None", "{}", "{text: 0}", "another key"},
             },
             called={"model": "module", "module_plan": "plan"},  # by parallelize_module
         ),

@@ -132,6 +132,29 @@ def test_layout_trains_as_one_process(layout, dropout):
     assert norms == pytest.approx(plain_norms, rel=1e-10)
 
 
+class HeadFirst(nn.Module):
+    """Registers its head before the blocks that it follows."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.layers = nn.Linear(8, 2), nn.ModuleList(Block(0.0) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@ranks(2)
+def test_a_head_that_is_registered_first():
+    torch.manual_seed(0)
+    module, batch = HeadFirst().double(), next(batches())
+    expected = nn.functional.mse_loss(module(batch["x"]), batch["target"])
+    options = {"loss_fn": nn.functional.mse_loss, "module_plan": MODULE_PLAN, "example_inputs": batch}
+    model, _ = vescale.parallelize(vescale.Plan(pp=2, num_microbatches=2), module, torch.optim.SGD, **options)
+    torch.testing.assert_close(model(**batch).loss, expected, rtol=1e-10, atol=0)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_plan_knows_the_stages_of_every_schedule(schedule):
     actions = PipelinePlan(schedule=schedule, num_microbatches=4).actions(2)

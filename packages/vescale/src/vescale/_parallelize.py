@@ -45,6 +45,7 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     per_rank: bool = False,
     row_wise: Sequence[str] = (),
+    example_inputs: Mapping[str, Any] | None = None,
 ) -> tuple[ParallelModel, DistributedOptimizer]:
     """Parallelize a model and its optimizer by a plan. Every process calls it with the same arguments.
 
@@ -65,6 +66,8 @@ def parallelize(
             are those of its rows alone. By default they are those of one device on the whole batch, or an error.
         row_wise: names of modules, or regular expressions for full names, that treat every row alone although their
             code sorts or selects rows, as a mixture's experts do; those of families with a ready plan are known.
+        example_inputs: a batch, for pipelines of models that register modules in another order than that in which they
+            run; see ``vescale.pipe.split_units``.
 
     Returns:
         The parallel model and its optimizer, for a training loop as in a single process.
@@ -111,6 +114,7 @@ def parallelize(
             meshes=[mesh["tp"]],
             per_microbatch=per_rank,
             row_wise=row_wise,
+            example_inputs=_without_target(example_inputs, loss_fn),
         )
     if not is_deferred(model):
         model.to(plan.device)
@@ -125,6 +129,13 @@ def parallelize(
         **hyperparameters,
     )
     return ParallelModel(ddp, plan=plan, mesh=mesh, engine=engine, loss_fn=loss_fn), optimizer
+
+
+def _without_target(batch: Mapping[str, Any] | None, loss_fn: object) -> Mapping[str, Any] | None:
+    """Return the arguments of the model in a batch: the target of a loss function is none."""
+    if batch is None or loss_fn is None:
+        return batch
+    return {name: value for name, value in batch.items() if name != "target"}
 
 
 def _read_arguments(

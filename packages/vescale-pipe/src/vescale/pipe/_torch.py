@@ -24,8 +24,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -117,8 +118,20 @@ def has_forward_hooks(module: torch.nn.Module) -> bool:
     return any(kinds)
 
 
-def without_data() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which all new tensors are fake ones, which have shapes and no data."""
+@contextlib.contextmanager
+def without_data(mode: FakeTensorMode) -> Iterator[None]:
+    """Make all new tensors fake ones, which have shapes and no data; torch logs no operator that fails on them."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    was_off, log.disabled = log.disabled, True
+    try:
+        with mode:
+            yield
+    finally:
+        log.disabled = was_off
+
+
+def fake_tensors() -> FakeTensorMode:
+    """Return a mode for `without_data`; tensors with data may take part as constants."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

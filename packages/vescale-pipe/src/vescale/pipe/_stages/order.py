@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._run.tree import map_leaves
-from .._torch import clear_forward_hooks, without_data
+from .._torch import clear_forward_hooks, fake_tensors, without_data
 
 logger = logging.getLogger("vescale.pipe")
 
@@ -43,15 +43,15 @@ def first_calls(model: nn.Module, example_inputs: ExampleInputs | None) -> dict[
         return {}
     calls: dict[str, int] = {}
     try:
-        mode = without_data()
-        with mode:
+        mode = fake_tensors()
+        with without_data(mode):
             inputs, memo = map_leaves(_empty, example_inputs), {id(tensor): _empty(tensor) for tensor in tensors}
         shadow = copy.deepcopy(model, memo)
         for name, module in shadow.named_modules():
             clear_forward_hooks(module)
             module.register_forward_pre_hook(functools.partial(_note, calls, name))
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), mode:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), without_data(mode):
             shadow(*args, **kwargs)
     except Exception as error:  # any error of the user's code, which is not made to run without data
         logger.log(
