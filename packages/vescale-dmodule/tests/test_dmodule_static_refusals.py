@@ -253,3 +253,32 @@ def test_a_gradient_that_was_not_recorded():
     set_mode(model, "static")
     model(X).sum().backward()
     assert model.other.weight.grad.full_tensor().any()
+
+
+class Sized(nn.Module):
+    """Code that checks its own sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.up(x)
+        assert y.shape[-1] == 8, "expected a width of 8"
+        return self.down(y)
+
+
+@pytest.mark.parametrize("allow_implicit", [False, True])
+@ranks(2)
+def test_code_that_checks_its_sizes(allow_implicit):
+    """The error of the user's code is named as one on local tensors, also where these are searched for islands."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {
+        "parameter": {r"up\..*": {"tp": Shard(0)}, r"down\.weight": {"tp": Shard(1)}},
+        "forward": {r"up\.input": [{"tp": Replicate()}], r"down\.output": [{"tp": Replicate()}]},
+    }
+    module = parallelize_module(Sized(), mesh, plan, mode="static", allow_implicit=allow_implicit)
+    with pytest.raises(
+        NotLocalFriendlyError, match=r"on local tensors .* fails.*AssertionError: expected a width of 8"
+    ):
+        module(torch.ones(2, 4)), module(torch.ones(2, 4, requires_grad=True))

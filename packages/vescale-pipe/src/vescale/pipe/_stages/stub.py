@@ -43,9 +43,9 @@ class Stub(nn.Module):
             parent, _, buffer = name.rpartition(".")
             self._constants[f"{fqn}.{name}"] = module.get_submodule(parent), buffer
             if not is_here:
-                self._constants[f"{fqn}.{name}"] = self, name.replace(".", "__")
-                self.register_buffer(name.replace(".", "__"), constant, persistent=False)
-        self.absent_fqns = tuple(name for name in _all_fqns(module) if name not in vars(self)["_buffers"])
+                self._constants[f"{fqn}.{name}"] = self, (kept := f"constant__{name.replace('.', '__')}")
+                self.register_buffer(kept, constant, persistent=False)
+        self.absent_fqns = _all_fqns(module)
         self._elsewhere = None if is_here else AbsentModule(module, fqn, stage, state, self._read)
 
     @property
@@ -92,10 +92,13 @@ class Stub(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a new parameter or buffer is that of the other stage, and only looked at."""
-        if isinstance(value, torch.Tensor) and name not in vars(self)["_buffers"]:
-            setattr(self._absent, name, value)
-        else:
+        if not isinstance(value, torch.Tensor):
             super().__setattr__(name, value)
+        elif f"{self.fqn}.{name}" in self._constants:
+            owner, buffer = self._constants[f"{self.fqn}.{name}"]
+            vars(owner)["_buffers"][buffer] = value
+        else:
+            setattr(self._absent, name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Stub:
         if self._elsewhere is not None:

@@ -42,7 +42,7 @@ from .layouts import Recording
 from .names import Names
 from .observe import BoundaryRecords, Observer, replicated
 
-__all__ = ["Run", "check", "keep_or_refuse", "new_run", "record", "without_side_effects"]
+__all__ = ["Run", "call_locally", "check", "keep_or_refuse", "new_run", "record", "without_side_effects"]
 
 BUILTIN = (list, set, dict)
 SET_DATA = Tensor.data.__set__
@@ -150,14 +150,19 @@ def check(run: Run, eager: Run, parts: Parts, args: tuple, kwargs: dict) -> None
     """
     mesh, buffers = run.observer.mesh, _dtensor_buffers(parts)
     with without_side_effects(parts.module), run.names.watching(parts.modules):
-        output = _call_locally(run, parts, copied(args), copied(kwargs))
+        output = call_locally(run, parts, copied(args), copied(kwargs))
         if torch.is_grad_enabled():
             _differentiate_locally(output, eager.seeds)
         _add_gradients(run, _gradients(parts))
         run.buffers.update(_buffers(parts, buffers, mesh))
 
 
-def _call_locally(run: Run, parts: Parts, args: tuple, kwargs: dict) -> object:
+def call_locally(run: Run, parts: Parts, args: tuple, kwargs: dict) -> object:
+    """Make a call of a module on local tensors.
+
+    Raises:
+        NotLocalFriendlyError: the module raises; names the innermost part.
+    """
     try:
         return parts.module(*args, **kwargs)
     except NotLocalFriendlyError:

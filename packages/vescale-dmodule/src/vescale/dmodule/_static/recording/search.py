@@ -37,7 +37,7 @@ from ..operators import Part
 from ..parts import Parts, describe
 from .calls import CallRecorder, Island, KeptCall, Place, is_metadata
 from .compare import is_close, raise_together
-from .dry_run import Run, without_side_effects
+from .dry_run import Run, call_locally, without_side_effects
 from .local_sizes import LocalSizes
 from .names import Names
 
@@ -61,13 +61,16 @@ def search(
         args: of the call.
         kwargs: of the call.
         local_means: whether local code may have a mean of its own values where the recording has one over ranks.
+
+    Raises:
+        NotLocalFriendlyError: the module raises on local tensors.
     """
     found, error = _Search(recorder, run.names, parts, recorder.mesh, local_means=local_means), None
     try:
         with without_side_effects(parts.module), run.names.watching(parts.modules):
             arguments, keywords = copied(args), copied(kwargs)
             with found.running():
-                parts.module(*arguments, **keywords)
+                call_locally(run, parts, arguments, keywords)
     except Exception as failed:  # the others go on to a collective
         error = failed
     raise_together(error, recorder.mesh)
