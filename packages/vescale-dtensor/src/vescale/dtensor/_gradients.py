@@ -256,8 +256,11 @@ class _Intake:
 
         ``torch.autograd.grad`` runs no accumulation, so code that calls it asks here (``docs/protocols.md``).
         """
-        stand_ins = [known for ref in self.stand_ins if (known := ref()) is not None]
-        return [(leaf, stand_in.of_parameter) for stand_in in stand_ins if (leaf := stand_in.leaf()) is not None]
+        found: dict[int, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
+        for stand_in in (ref() for ref in self.stand_ins):
+            if stand_in is not None and (leaf := stand_in.leaf()) is not None:
+                found[id(leaf)] = leaf, stand_in.of_parameter  # a replaced one may be alive: the newest counts
+        return [*found.values()]
 
     def before_accumulation(self, gradient: Tensor | None) -> Tensor | None:
         """Set ``parameter.grad`` aside; redistribute the gradient if the parameter has hooks of a user."""

@@ -54,6 +54,7 @@ class RunState:
         latest: the program of the last forward of each stage.
         device: this rank's device, once it is known.
         constants_read: names of the buffers of other stages that code outside of units has read.
+        constants_written: names of those that steps have written on this rank.
     """
 
     def __init__(self) -> None:
@@ -61,6 +62,7 @@ class RunState:
         self.latest: dict[int, object] = {}
         self.device: torch.device | None = None
         self.constants_read: set[str] = set()
+        self.constants_written: set[str] = set()
 
 
 class TraceMode(TorchFunctionMode):

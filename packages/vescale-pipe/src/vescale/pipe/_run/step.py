@@ -432,25 +432,23 @@ class Step:
     # --- constants of modules, which others read ---
 
     def _constants(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """Return the constants of this rank's units that others read, or may read, with their versions."""
-        modules, program = self._pipeline.modules, self._program
-        if modules is None or (program.recorded and not program.constants):
-            return {}
-        return {name: (own, version_of(own)) for name, own in modules.constants(of_this_rank=True).items()}
+        """Return the constants of this rank's units, which others may read, with their versions."""
+        modules = self._pipeline.modules
+        found = {} if modules is None else modules.constants(of_this_rank=True)
+        return {name: (own, version_of(own)) for name, own in found.items()}
 
     def _check_constants(self, before: dict[str, tuple[torch.Tensor, int]]) -> None:
-        """Check that the constants that others read are what they were at the begin of the step."""
-        if not self._program.constants or self._pipeline.modules is None:
-            return
-        after = self._pipeline.modules.constants(of_this_rank=True)
-        for name in sorted(self._program.constants & before.keys()):
-            tensor, version = before[name]
-            if after.get(name) is not tensor or version_of(tensor) != version:
-                raise PipelineError(
-                    f"expected buffer `{name}` to stay as it is, since code outside of stage modules reads it on other "
-                    "stages, which have copies, got a write in its module; return it from the module, or make it a "
-                    "part of the state dict, which other stages do not read"
-                )
+        """Check that no step has written a constant that others read, be it one with other inputs."""
+        written, after = self._pipeline.state.constants_written, self._constants()
+        for name, (tensor, version) in before.items():
+            if name not in after or after[name][0] is not tensor or after[name][1] != version:
+                written.add(name)
+        for name in sorted(self._program.constants & written):
+            raise PipelineError(
+                f"expected buffer `{name}` to stay as it is, since code outside of stage modules reads it on other "
+                "stages, which have copies, got a write in its module; return it from the module, or make it a "
+                "part of the state dict, which other stages do not read"
+            )
 
     # --- the schedule and its result ---
 
