@@ -18,11 +18,11 @@ __all__ = ["FAMILIES", "arguments", "batch", "build", "even_batch"]
 
 FAMILIES = """
     albert apertus arcee bart bert bert-generation big_bird biogpt bloom cohere cohere2 convbert deberta deberta-v2
-    distilbert doge electra ernie4_5 esm eurobert exaone4 falcon_mamba fnet gemma gemma2 gemma3_text glm glm4 gpt2
-    gpt_bigcode gpt_neox granite helium hunyuan_v1_dense ibert internlm3 jetmoe lfm2 llama llama4_text longformer
-    m2m_100 mamba marian mbart mistral mixtral modernbert mpnet mpt mt5 nemotron nomic_bert nystromformer olmo olmo2
-    olmoe openai-gpt opt pegasus persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe rembert roberta roformer rwkv
-    seed_oss smollm3 squeezebert stablelm starcoder2 t5 vaultgemma whisper xlm xlm-roberta-xl yoso
+    deepseek_v3 distilbert doge electra ernie4_5 esm eurobert exaone4 falcon_mamba fnet gemma gemma2 gemma3_text glm
+    glm4 gpt2 gpt_bigcode gpt_neox granite helium hunyuan_v1_dense ibert internlm3 jetmoe lfm2 llama llama4_text
+    longformer m2m_100 mamba marian mbart mistral mixtral modernbert mpnet mpt mt5 nemotron nomic_bert nystromformer
+    olmo olmo2 olmoe openai-gpt opt pegasus persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe rembert roberta roformer
+    rwkv seed_oss smollm3 squeezebert stablelm starcoder2 t5 vaultgemma whisper xlm xlm-roberta-xl yoso
 """.split()  # noqa: SIM905
 
 VOCABULARY, TOKENS = 64, 12
@@ -56,7 +56,16 @@ KINDS = (
     (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, AutoModelForSeq2SeqLM),
     (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, AutoModelForMaskedLM),
 )
-OTHERS = {"t5": {"decoder_start_token_id": 0}}
+OTHERS = {
+    "deepseek_v3": {
+        **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
+        **dict.fromkeys(("n_shared_experts", "topk_group", "first_k_dense_replace"), 1),
+        **dict.fromkeys(("n_routed_experts", "num_key_value_heads"), 4),
+        "n_group": 2,
+    },
+    "t5": {"decoder_start_token_id": 0},
+}
 DROPOUT = 0.1
 
 
@@ -65,7 +74,7 @@ def build(family: str) -> nn.Module:
     transformers.logging.set_verbosity_error()
     known = CONFIG_MAPPING[family]()
     sizes = {name: size for name, size in SIZES.items() if hasattr(known, name)}
-    config = CONFIG_MAPPING[family](**sizes, **OTHERS.get(family, {}))
+    config = CONFIG_MAPPING[family](**sizes | OTHERS.get(family, {}))
     config._experts_implementation = "eager"  # the others have no float64
     for name, value in vars(known).items():
         if ("drop" in name) and "layer" not in name and isinstance(value, int | float) and not isinstance(value, bool):

@@ -7,11 +7,14 @@
     tp 2          every linear layer holds a part of its outputs, every embedding a part of its columns
     dp x tp       both
     ddp 2         `vescale.optim.DDP`, without a plan
-    parts         micro-batches of `vescale.pipe.PipelineEngine`, with padding and without dropout
-    pp 2, pp 2 V  the same on two ranks: one stage each in 1F1B, two each in ZB-V
+    parts         micro-batches of `vescale.pipe.PipelineEngine`, with padding
+    pp 2, pp 4    the same on ranks of one stage each, in 1F1B
+    pp 2 loop     the same on two ranks of two stages each, in interleaved 1F1B; as a V: in ZB-V
+    pp 2 V
 
-Dropout is on otherwise. After two steps losses, gradients and the random state are those of one process. A case is
-right, is refused (one of our errors), obscure (another error) or wrong; ranks may hang or die.
+Stages have equally many modules each, or, with `--every-split`, begin once at each module. Dropout is on. After two
+steps losses, gradients and the random state are those of one process. A case is right, is refused (one of our errors),
+obscure (another error) or wrong; ranks may hang or die.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import collections
 import functools
 import json
+import math
 import re
 import sys
 import time
@@ -51,10 +55,11 @@ SHAPES = {
     "dp x tp": {"dp": 2, "tp": 2},
 }
 CASES = {f"{name} {mode}": (axes, mode) for name, axes in SHAPES.items() for mode in ("eager", "static")}
-SHAPES["parts"], SHAPES["pp 2"] = {"pp": 1}, {"pp": 2}
+SHAPES |= {"parts": {"pp": 1}, "pp 2": {"pp": 2}, "pp 4": {"pp": 4}}
 CASES["ddp 2"] = {"dp": 2}, "ddp"
-CASES["parts"] = {"pp": 1}, "1f1b"
-CASES["pp 2"], CASES["pp 2 V"] = ({"pp": 2}, "1f1b"), ({"pp": 2}, "zb_v")
+CASES |= {name: (SHAPES[name], "1f1b") for name in ("parts", "pp 2", "pp 4")}
+CASES |= {"pp 2 loop": ({"pp": 2}, "interleaved_1f1b"), "pp 2 V": ({"pp": 2}, "zb_v")}
+STAGES_PER_RANK = {"1f1b": 1, "interleaved_1f1b": 2, "zb_v": 2}
 KINDS = ("right", "refused", "obscure", "wrong", "hang", "died")
 BAD = ("wrong", "hang", "died")
 STEPS = 2
@@ -91,15 +96,15 @@ def train(
     return found
 
 
-def train_on_ranks(family: str, case: str) -> dict[str, Tensor]:
-    """Return the same of a model on this rank of a mesh."""
+def train_on_ranks(family: str, case: str, starts: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Return the same of a model on this rank of a mesh; ``starts`` are the modules that begin stages."""
     axes, mode = CASES[case]
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model, num_rows = build(family), num_rows_of(case)
     if "pp" in axes:
-        plan = PipelinePlan(mode, num_microbatches=2, split=starts_of(model, 4) if mode == "zb_v" else "uniform")
-        example = batch(num_rows, 0) | arguments(model)  # without a mask, whose elements code reads
-        engine = PipelineEngine(model.eval(), mesh["pp"], plan, example_inputs=example)
+        plan = PipelinePlan(mode, num_microbatches=2, split=starts or "uniform")
+        experts = [name for name, _ in model.named_modules() if name.endswith(".experts")]  # they sort rows
+        engine = PipelineEngine(model, mesh["pp"], plan, row_wise=experts, example_inputs=example_of(model))
         of_stages: list[Any] = [None] * mesh.size()
         dist.all_gather_object(of_stages, train(model, num_rows, make=even_batch, call=engine))
         return {name: value for found in of_stages for name, value in found.items()}
@@ -115,10 +120,23 @@ def train_on_ranks(family: str, case: str) -> dict[str, Tensor]:
     return found
 
 
-def starts_of(model: nn.Module, num_stages: int) -> list[str]:
-    """Return the modules that begin stages 1, 2, ... of equally many modules each, be they blocks or not."""
-    units = [unit for stage in split_units(model, PipelinePlan(), 2).stages for unit in stage]
-    return [units[len(units) * stage // num_stages] for stage in range(1, num_stages)]
+def splits_of(family: str, case: str, *, every: bool) -> list[list[str]]:
+    """Return the modules that begin stages 1, 2, ...: one split into equal parts, or splits that have every start."""
+    axes, mode = CASES[case]
+    count = axes.get("pp", 1) * STAGES_PER_RANK.get(mode, 1) - 1
+    if not count:
+        return [[]]
+    model = build(family)
+    stages = split_units(model, PipelinePlan(), 2, example_inputs=example_of(model)).stages
+    units = [unit for stage in stages for unit in stage]
+    if every:
+        return [units[first : first + count] for first in range(1, len(units) - count + 1)]
+    return [[units[len(units) * stage // (count + 1)] for stage in range(1, count + 1)]]
+
+
+def example_of(model: nn.Module) -> dict[str, Any]:
+    """Return arguments of a call without a mask, whose elements code reads."""
+    return batch(ROWS, 0) | arguments(model)
 
 
 def num_rows_of(case: str) -> int:
@@ -155,7 +173,7 @@ def plan_of(model: nn.Module, axes: Mapping[str, int]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- verdicts
 
 
-def run_family(family: str, cases: Sequence[str]) -> dict[str, tuple[str, str]]:
+def run_family(family: str, cases: Sequence[str], *, every_split: bool = False) -> dict[str, tuple[str, str]]:
     """Return, by case, its kind and what an error says; ranks of several cases on one mesh live through all of them."""
     found = {}
     for axes in SHAPES.values():
@@ -163,7 +181,7 @@ def run_family(family: str, cases: Sequence[str]) -> dict[str, tuple[str, str]]:
         if not names:
             continue
         try:
-            of_ranks = run_ranks(_on_a_rank, torch.Size(axes.values()).numel(), family, names, timeout=TIMEOUT)
+            of_ranks = run_ranks(_on_a_rank, math.prod(axes.values()), family, names, every_split, timeout=TIMEOUT)
         except RankFailure as failure:
             text = str(failure).partition("\n")[0]
             found |= dict.fromkeys(names, ("hang" if "did not end" in text else "died", text))
@@ -177,25 +195,34 @@ def _badness(verdict: tuple[str, str]) -> tuple[int, bool]:
     return KINDS.index(kind), "another rank" not in text  # which says nothing of the cause
 
 
-def _on_a_rank(family: str, cases: Sequence[str]) -> dict[str, tuple[str, str]]:
+def _on_a_rank(family: str, cases: Sequence[str], every_split: bool) -> dict[str, tuple[str, str]]:
     warnings.filterwarnings("ignore")
 
     @functools.cache
-    def alone(num_rows: int, mode: str) -> dict[str, Tensor]:
-        if mode == "parts":
-            return train(build(family).eval(), num_rows, make=even_batch)
-        return train(build(family), num_rows)
+    def alone(num_rows: int, make: Callable[[int, int], dict[str, Tensor]]) -> dict[str, Tensor]:
+        return train(build(family), num_rows, make=make)
 
-    modes = {case: "parts" if "pp" in CASES[case][0] else "" for case in cases}
-    return {case: _verdict(family, case, alone(num_rows_of(case), modes[case])) for case in cases}
+    def worst(case: str) -> tuple[str, str]:
+        expected = alone(num_rows_of(case), even_batch if "pp" in CASES[case][0] else batch)
+        try:
+            splits = splits_of(family, case, every=every_split)
+        except Exception as error:
+            return _of_error(error)
+        verdicts = [(*_verdict(family, case, starts, expected), starts) for starts in splits]
+        kind, text, starts = max(verdicts, key=lambda verdict: KINDS.index(verdict[0]))
+        if kind == "right" or not every_split:
+            return kind, text
+        count = sum(other == kind for other, *_ in verdicts)
+        return kind, f"{count} of {len(splits)} splits, as that at {', '.join(starts)}: {text}"
+
+    return {case: worst(case) for case in cases}
 
 
-def _verdict(family: str, case: str, expected: Mapping[str, Tensor]) -> tuple[str, str]:
+def _verdict(family: str, case: str, starts: Sequence[str], expected: Mapping[str, Tensor]) -> tuple[str, str]:
     try:
-        actual = train_on_ranks(family, case)
+        actual = train_on_ranks(family, case, starts)
     except Exception as error:  # whatever it is, it is the finding
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        return ("refused" if _is_ours(error) else "obscure"), f"{type(error).__name__}: {error}{notes}"
+        return _of_error(error)
     if missing := expected.keys() ^ actual.keys():
         return "wrong", f"only one of both has {sorted(missing)[:3]}"
     for name, value in expected.items():
@@ -203,6 +230,11 @@ def _verdict(family: str, case: str, expected: Mapping[str, Tensor]) -> tuple[st
         if not difference <= TOLERANCE:
             return "wrong", f"{name} differs by {difference:.3g}"
     return "right", ""
+
+
+def _of_error(error: Exception) -> tuple[str, str]:
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return ("refused" if _is_ours(error) else "obscure"), f"{type(error).__name__}: {error}{notes}"
 
 
 def _is_ours(error: Exception) -> bool:
@@ -220,13 +252,14 @@ def main(given: Sequence[str] | None = None, tell: Callable[[str], None] = print
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", default=FAMILIES, help="by default all of them")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="by default all of them")
+    parser.add_argument("--every-split", action="store_true", help="let stages begin at every module once")
     parser.add_argument("--json", help="a file for all results")
     chosen = parser.parse_args(given)
     counts: dict[str, collections.Counter[str]] = {case: collections.Counter() for case in chosen.cases}
     results = {}
     for family in chosen.families:
         began = time.monotonic()
-        results[family] = run_family(family, chosen.cases)
+        results[family] = run_family(family, chosen.cases, every_split=chosen.every_split)
         for case, (kind, text) in results[family].items():
             counts[case][kind] += 1
             if kind != "right":

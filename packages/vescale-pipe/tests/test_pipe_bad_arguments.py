@@ -70,7 +70,7 @@ def test_refused(row):
         call()
 
 
-RESULTS = ("Simulation", "StageSplit", "Stub", "Transfer")  # which users do not construct
+RESULTS = ("Simulation", "StageSplit", "Stub", "Timeline", "Timing", "Transfer")  # which users do not construct
 TEXTS = {"no text", "text", "misspelled"}
 PATHS = {"text", "misspelled"}
 NUMBERS = {"0", "0.5", "huge"}
@@ -176,7 +176,7 @@ def calls():
         "to_trace": Call(
             public.to_trace,
             lambda: {"schedule": schedule, "path": "step.json", "costs": Costs(), "microseconds": 2.0},
-            {"path": PATHS, "costs": {"None"}, "microseconds": {"0.5", "huge"}},
+            {"path": PATHS, "costs": {"None"}, "microseconds": {"None", "0.5", "huge"}},
         ),
         "balanced_split": Call(
             public.balanced_split,
@@ -219,7 +219,7 @@ def test_the_table_has_every_public_name():
 
 
 def test_drawing_refuses(tmp_path):
-    with pytest.raises(TypeError, match="draw: expected Schedule for schedule, got None"):
+    with pytest.raises(TypeError, match="draw: expected Schedule or Timeline for schedule, got None"):
         public.draw(None, tmp_path / "schedule.png")
     with pytest.raises(ValueError, match="draw: expected a path that is not empty for path, got ''"):
         public.draw(gpipe(2, 2), "")

@@ -65,6 +65,44 @@ def test_a_forward_that_reads_elements(caplog):
     assert text in caplog.text
 
 
+class Wrapped(nn.Module):
+    """Calls parts of a module that it never calls itself, as Hugging Face's BART does with its decoder alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed = nn.Linear(3, 6)
+        self.model.blocks = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x):
+        return self.head(self.model.blocks(self.model.embed(x))).square().mean()
+
+
+def test_a_module_of_which_only_parts_are_called_is_a_container():
+    assert stages(Wrapped(), None, split=["head"]) == ["model", "head"]
+    assert stages(Wrapped(), (torch.ones(2, 3),), split=["head"]) == ["model.embed model.blocks", "head"]
+
+
+@pytest.mark.parametrize("has_example", [False, True])
+@ranks(2)
+def test_calls_of_parts(has_example, pipeline_mesh, train_one_process, differences):
+    torch.manual_seed(0)
+    model, x = Wrapped().double(), torch.randn(8, 3, dtype=torch.float64)
+    expected = train_one_process(copy.deepcopy(model), lambda model, x: model(x), {"x": x}, 4)
+    plan = PipelinePlan("1f1b", 4, split=["head"])
+    engine = PipelineEngine(model, pipeline_mesh(), plan, example_inputs=(x,) if has_example else None)
+    if not has_example:
+        text = r"calls of whole units by code outside of stage modules, got one of `model\.embed`, a part of a unit of"
+        with pytest.raises(PipelineError, match=text):
+            engine(x)
+        return
+    loss = engine(x)
+    loss.backward()
+    assert torch.equal(loss.detach(), expected.losses[0])
+    assert not differences(model, expected)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 @ranks(2)
 def test_training_is_that_of_one_process(schedule, train_one_process, pipeline_mesh, differences):

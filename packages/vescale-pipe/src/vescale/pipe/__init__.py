@@ -6,6 +6,7 @@ returns its loss. ``loss.backward()`` and the rest of the training loop stay unc
 
 from ._run.program import Transfer
 from ._run.recorder import RandomOperatorError
+from ._run.timing import Timing
 from ._run.values import PipelineError
 from ._schedule.actions import Action, Overlap, Schedule
 from ._schedule.csv_files import from_csv, to_csv
@@ -13,6 +14,7 @@ from ._schedule.draw import draw, format_table, to_trace
 from ._schedule.errors import ScheduleError
 from ._schedule.lower import lower
 from ._schedule.simulate import Costs, Simulation, simulate
+from ._schedule.timeline import Timeline
 from ._schedule.validate import validate
 from ._stages.balance import balanced_split
 from ._stages.split import SplitError, StageSplit, split_units
@@ -49,6 +51,8 @@ __all__ = [
     "SplitError",
     "StageSplit",
     "Stub",
+    "Timeline",
+    "Timing",
     "Transfer",
     "balanced_split",
     "draw",

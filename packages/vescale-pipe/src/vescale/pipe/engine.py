@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -44,6 +44,7 @@ from ._run.program import Program, Transfer
 from ._run.rows import RowChecks
 from ._run.step import Pipeline, Step
 from ._run.ties import TiedWeights
+from ._run.timing import Stopwatch, Timing
 from ._run.transport import Transport
 from ._run.values import PipelineError
 from ._schedule.actions import Schedule
@@ -221,9 +222,10 @@ class PipelineEngine:
                     step.run()
         except BaseException as error:
             self._transport.drop_sends()
-            # a recording fails on all ranks with nothing in flight; later failures may leave unreceived messages
+            # a recording fails on all ranks with nothing in flight, unless one of them is interrupted or lost; later
+            # failures may leave unreceived messages
             is_under_way = self.num_stages > 1 and step is not None and program.recorded
-            if is_under_way or not isinstance(error, Exception):
+            if is_under_way or not isinstance(error, Exception) or self._transport.has_failed():
                 self._failure = error
                 self._transport.report(error, "the first micro-batch" if step is None else step.where)
             raise
@@ -232,6 +234,34 @@ class PipelineEngine:
         if not program.loss_meta.requires_grad:
             return step.loss
         return connect(step.loss, step.total, self._gate)
+
+    @contextlib.contextmanager
+    def timing(self) -> Iterator[Timing]:
+        """Measure the steps that run inside this context, which all ranks of the pipeline enter and leave together.
+
+        Waits for other ranks do not count as work. Clocks of ranks are set by a collective at the beginning of each
+        step, so they differ by about the latency of a message. A step that records its inputs is not measured. An
+        accelerator is synchronized before and after each action; measure a few steps of many.
+
+        Raises:
+            ValueError: steps are measured already.
+
+        Example:
+            >>> with engine.timing() as timing:                             # doctest: +SKIP
+            ...     for _ in range(5):
+            ...         engine(x, target=y).backward()
+            >>> draw(timing.steps[-1], "step.svg")                          # doctest: +SKIP
+            >>> plan = PipelinePlan("auto", 8, costs=timing.costs())        # doctest: +SKIP
+        """
+        if self._transport.watch is not None:
+            raise ValueError("expected one measurement at a time, got engine.timing() inside another; leave the first")
+        watch = self._transport.watch = Stopwatch(self._transport.device)
+        timing = Timing()
+        try:
+            yield timing
+        finally:
+            self._transport.watch = None
+        timing.end(self.schedule, self._transport.gather_objects(watch.steps))
 
     # --- programs ---
 

@@ -129,6 +129,7 @@ class Step:
         schedule, ties = self._pipeline.schedule, self._pipeline.ties
         ties.lend(self._program.ties)
         constants = self._constants()
+        watch = self._transport.watch if self._program.recorded else None
         if not self._program.recorded:
             self._record()
             schedule = _without_first(schedule)
@@ -136,12 +137,16 @@ class Step:
         if self._placement.num_stages > 1:
             backward = self._program.loss_meta.requires_grad
             self._mail = Mail(self._transport, self._placement, self._program, schedule, backward=backward)
+        if watch is not None:
+            self._transport.gather_integers([])  # so that all ranks begin at the same time
+            watch.begin()
         for action, following in itertools.zip_longest(actions, actions[1:]):
             self.where = str(action)
             for needed in (action, following):
                 if needed is not None:
                     self._mail.expect(needed)
-            with record_function(f"vescale.pipe/{action}"):
+            timed = contextlib.nullcontext() if watch is None else watch.action(action)
+            with record_function(f"vescale.pipe/{action}"), timed:
                 if action.kind == FORWARD:
                     self._forward(action.stage, action.microbatch)
                 elif self._program.loss_meta.requires_grad:

@@ -11,10 +11,11 @@ every dtype is supported and a transposed dense tensor arrives transposed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._lost_ranks import Failures
 from .._torch import bound_device, default_store, new_group
+from .timing import Stopwatch
 
 UP, DOWN = "to higher ranks", "to lower ranks"
 
@@ -59,7 +61,11 @@ def new_groups(ranks: Sequence[int], backend: str, count: int, *, everyone: bool
 
 
 class Transport:
-    """Send and receive for one rank of a pipeline. A rank's name is its index in the pipeline axis."""
+    """Send and receive for one rank of a pipeline. A rank's name is its index in the pipeline axis.
+
+    Attributes:
+        watch: takes the times of waits; None if no steps are measured.
+    """
 
     def __init__(self, axis: DeviceMesh, *, timeout: timedelta | None) -> None:
         self.num_ranks = axis.size()
@@ -69,6 +75,7 @@ class Transport:
         self._pending: list[tuple[Any, torch.Tensor]] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
         self.step = 0
+        self.watch: Stopwatch | None = None
         if self.num_ranks == 1:
             return
         backend = dist.get_backend(axis.get_group())
@@ -164,9 +171,13 @@ class Transport:
 
     def report(self, error: BaseException, what: str) -> None:
         """Tell the ranks that wait for this one that it has failed in ``what``, unless another one failed first."""
-        if self.num_ranks > 1 and not self._failures.seen():
+        if self.num_ranks > 1 and not self.has_failed():
             text = "".join(traceback.format_exception(error)).strip()
             self._failures.report(f"{type(error).__name__} in {what} in step {self.step}\n{text}")
+
+    def has_failed(self) -> bool:
+        """Return whether this rank or another one has reported a failure, after which messages do not fit any more."""
+        return self.num_ranks > 1 and self._failures.seen()
 
     def _gather(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
         gathered = [torch.empty_like(mine) for _ in range(self.num_ranks)]
@@ -176,17 +187,18 @@ class Transport:
 
     def _wait(self, work: Any, what: str, *, wire: torch.device) -> None:
         """Wait for a collective: on the CPU the process, on an accelerator its current stream."""
-        if wire.type == "cpu":
-            self._failures.wait(work, self._describe(what))
-        else:
-            work.wait()
+        self._wait_by(self._failures.wait, work, what, wire)
 
     def wait_message(self, work: Any, what: str, *, wire: torch.device) -> None:
         """Wait for a send or a receive, as `_wait`."""
-        if wire.type == "cpu":
-            self._failures.wait_message(work, self._describe(what))
-        else:
-            work.wait()
+        self._wait_by(self._failures.wait_message, work, what, wire)
+
+    def _wait_by(self, wait: Callable[[Any, str], None], work: Any, what: str, wire: torch.device) -> None:
+        with contextlib.nullcontext() if self.watch is None else self.watch.waiting():
+            if wire.type == "cpu":
+                wait(work, self._describe(what))
+            else:
+                work.wait()
 
     def _describe(self, what: str) -> str:
         return f"{what} over axis {self._axis_name!r} in step {self.step}"

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 from .._checked import Condition, FilePath, checked
-from .actions import KINDS, Action, Cell, Schedule, actions_of
-from .simulate import Costs, Simulation, simulate
+from .actions import FORWARD, KINDS, Action, Cell, Schedule, actions_of
+from .simulate import Costs, simulate
+from .timeline import Timeline
 
 Positive = Annotated[float, Condition("a finite number above 0", lambda value: 0 < value < math.inf)]
 
@@ -64,7 +66,7 @@ def _computations(row: Iterable[Cell]) -> list[Cell]:
     return [cell for cell in row if not isinstance(cell, Action) or cell.kind in KINDS]
 
 
-def _format_row(cells: list[Cell], result: Simulation, *, width: int, with_stage: bool) -> str:
+def _format_row(cells: list[Cell], result: Timeline, *, width: int, with_stage: bool) -> str:
     def idle(units: float) -> str:
         return " ".join([".".center(width)] * round(units)) + "|" if units > 0 else ""
 
@@ -80,18 +82,21 @@ def _format_row(cells: list[Cell], result: Simulation, *, width: int, with_stage
 
 
 @checked
-def draw(schedule: Schedule, path: FilePath, *, costs: Costs | None = None, title: str | None = None) -> None:
-    """Draw a schedule as a time line, one row per rank, and write it to ``path``.
+def draw(
+    schedule: Schedule | Timeline, path: FilePath, *, costs: Costs | None = None, title: str | None = None
+) -> None:
+    """Draw a schedule, or a measured step, as a time line, one row per rank, and write it to ``path``.
 
     Args:
-        schedule: the schedule.
+        schedule: the schedule, or a step of ``PipelineEngine.timing``.
         path: file to write, for example ``schedule.png``; the suffix selects the format.
-        costs: durations of the actions; F = I = W = 1 by default.
+        costs: durations of the actions of a schedule; F = I = W = 1 by default.
         title: text above the picture; the sizes and the bubble by default.
 
     Raises:
         ImportError: matplotlib is not installed.
         ScheduleError: the schedule is invalid.
+        ValueError: a timeline has its own times, and takes no costs.
     """
     try:
         from matplotlib.figure import Figure
@@ -99,9 +104,10 @@ def draw(schedule: Schedule, path: FilePath, *, costs: Costs | None = None, titl
     except ImportError as error:
         raise ImportError("expected matplotlib, got no such package; pip install 'vescale-pipe[draw]'") from error
 
-    result = simulate(schedule, costs)
+    result = _timeline_of("draw", schedule, costs)
+    schedule = result.schedule
     several = schedule.num_stages > schedule.num_ranks
-    inches = min(_MAX_INCHES, max(_MIN_INCHES, 0.28 * result.makespan))
+    inches = min(_MAX_INCHES, max(_MIN_INCHES, 0.28 * result.makespan / _unit(result)))
     figure = Figure(figsize=(inches, 1.3 + 0.42 * schedule.num_ranks), dpi=120)
     axes = figure.add_subplot()
     for rank, row in enumerate(schedule.ranks):
@@ -119,7 +125,7 @@ def draw(schedule: Schedule, path: FilePath, *, costs: Costs | None = None, titl
     axes.set_xlim(0, result.makespan)
     axes.set_ylim(schedule.num_ranks - 0.5, -0.5)
     axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
-    axes.set_xlabel("time", loc="left")
+    axes.set_xlabel("time, s" if result.is_measured else "time", loc="left")
     axes.set_facecolor("#f1f1f1")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(title or _default_title(schedule, result), fontsize=9, loc="left")
@@ -134,20 +140,25 @@ def draw(schedule: Schedule, path: FilePath, *, costs: Costs | None = None, titl
 
 @checked
 def to_trace(
-    schedule: Schedule, path: FilePath, *, costs: Costs | None = None, microseconds: Positive = 1000.0
+    schedule: Schedule | Timeline,
+    path: FilePath,
+    *,
+    costs: Costs | None = None,
+    microseconds: Positive | None = None,
 ) -> None:
-    """Write a simulated step as a trace in JSON, for https://ui.perfetto.dev or ``chrome://tracing``.
+    """Write a simulated or measured step as a trace in JSON, for https://ui.perfetto.dev or ``chrome://tracing``.
 
     Each rank is a process with two threads, one for computations and one for communication.
 
     Args:
-        schedule: the schedule, lowered or not.
+        schedule: the schedule, lowered or not, or a step of ``PipelineEngine.timing``.
         path: file to write, for example ``step.json``.
-        costs: durations of the actions; F = I = W = 1 by default.
-        microseconds: how long one unit of time of the costs is.
+        costs: durations of the actions of a schedule; F = I = W = 1 by default.
+        microseconds: how long one unit of time is; 1000 by default, and as measured for a measured step.
 
     Raises:
         ScheduleError: the schedule is invalid.
+        ValueError: a timeline has its own times, and takes no costs.
 
     Example:
         >>> import json, pathlib, tempfile
@@ -157,18 +168,34 @@ def to_trace(
         >>> [event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
         ['0F0', '0B0']
     """
+    timeline = _timeline_of("to_trace", schedule, costs)
+    unit = microseconds or (1e6 if timeline.is_measured else 1e3)
     events: list[dict[str, Any]] = []
-    for rank in range(schedule.num_ranks):
+    for rank in range(timeline.schedule.num_ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         for thread, name in enumerate(("computation", "communication")):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
-    for rank, action, start, end in simulate(schedule, costs).events:
-        time = {"ts": start * microseconds, "dur": (end - start) * microseconds}
+    for rank, action, start, end in timeline.events:
+        time = {"ts": start * unit, "dur": (end - start) * unit}
         place = {"pid": rank, "tid": int(action.kind not in KINDS)}
         details = {"stage": action.stage, "microbatch": action.microbatch}
         events.append({"ph": "X", "name": str(action), "cat": action.kind, **place, **time, "args": details})
     Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 
 
-def _default_title(schedule: Schedule, result: Simulation) -> str:
+def _timeline_of(function: str, given: Schedule | Timeline, costs: Costs | None) -> Timeline:
+    if isinstance(given, Schedule):
+        return simulate(given, costs)
+    if costs is not None:
+        raise ValueError(f"{function}: expected no costs with a timeline, which has its own times, got {costs}")
+    return given
+
+
+def _unit(timeline: Timeline) -> float:
+    """Return about how long a forward takes, for the width of a picture."""
+    forwards = [end - start for _, action, start, end in timeline.events if action.kind == FORWARD]
+    return statistics.median(forwards or [1.0]) or 1.0
+
+
+def _default_title(schedule: Schedule, result: Timeline) -> str:
     return f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches: bubble {result.bubble:.1%}"

@@ -14,10 +14,9 @@ v stages per rank, one live stage counts 1/v.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -26,6 +25,7 @@ from .._checked import Condition, NonNegative, checked
 from .actions import KINDS, RECV_B, RECV_F, REDUCE_GRAD, RESHARD, SEND_B, SEND_F, UNSHARD, Action, Schedule, actions_of
 from .communication import receive_for, sender_of
 from .table import B, F, Table, W
+from .timeline import Timeline, Times
 from .validate import checked_table
 
 PerStage = NonNegative | Sequence[NonNegative]
@@ -93,54 +93,17 @@ class Costs:
 
 
 @dataclass(frozen=True, eq=False)
-class Simulation:
-    """The result of ``simulate``. Times and sizes are in the units of the costs.
+class Simulation(Timeline):
+    """The result of ``simulate``. Times and sizes are in the units of the costs; see ``Timeline`` for those it shares.
 
     Attributes:
-        makespan: last event on any rank minus first event on any rank.
-        spans: per rank, its last event minus its first.
-        busy: per rank, the time in which it computes.
         peak_activations: per rank, the largest number of live micro-batches (1/v per stage with v stages per rank).
         volume: of a lowered schedule, per kind of communication, what each rank communicates: messages for a send or
             a receive, parameters for UNSHARD, gradients for REDUCE_GRAD.
-        events: rank, action, start and end of every computation and collective, rank by rank, in order.
     """
 
-    makespan: float
-    spans: tuple[float, ...]
-    busy: tuple[float, ...]
     peak_activations: tuple[float, ...]
     volume: Mapping[str, tuple[float, ...]]
-    _schedule: Schedule = field(repr=False)
-    _times: list[list[tuple[float, float]]] = field(repr=False)
-
-    @property
-    def bubble(self) -> float:
-        """Idle fraction of all ranks over the makespan."""
-        return 1.0 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
-
-    @property
-    def span_bubbles(self) -> tuple[float, ...]:
-        """Idle fraction of each rank within its own span."""
-        return tuple(1.0 - busy / span if span else 0.0 for busy, span in zip(self.busy, self.spans, strict=True))
-
-    @property
-    def events(self) -> Iterator[tuple[int, Action, float, float]]:
-        """See the class."""
-        for rank, (cells, times) in enumerate(zip(self._schedule.ranks, self._times, strict=True)):
-            for cell, (start, end) in zip(cells, times, strict=True):
-                for action in actions_of(cell):
-                    yield rank, action, start, end
-
-    @functools.cached_property
-    def starts(self) -> dict[Action, float]:
-        """Start time of every action."""
-        return {action: start for _, action, start, _ in self.events}
-
-    @functools.cached_property
-    def ends(self) -> dict[Action, float]:
-        """End time of every action."""
-        return {action: end for _, action, _, end in self.events}
 
 
 @checked
@@ -172,17 +135,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     lasts = [max(end for _, end in row) for row in times]
     firsts = [row[0][0] for row in times]
     return Simulation(
+        schedule=schedule,
         makespan=max(lasts) - min(firsts),
         spans=tuple(last - first for first, last in zip(firsts, lasts, strict=True)),
         busy=_busy(table, durations, costs),
         peak_activations=_peaks(table, costs),
         volume=volume,
-        _schedule=schedule,
-        _times=times,
+        times=times,
     )
 
 
-def _event_times(table: Table, durations: np.ndarray, costs: Costs) -> list[list[tuple[float, float]]]:
+def _event_times(table: Table, durations: np.ndarray, costs: Costs) -> Times:
     """Return start and end of every cell of each rank."""
     lengths, other_lengths = table.of_cells(durations, 0.0)
     is_remote = np.where(table.needs() >= 0, _needs_other_rank(table), False) * costs.latency
@@ -190,7 +153,7 @@ def _event_times(table: Table, durations: np.ndarray, costs: Costs) -> list[list
     ranks, hidden = table.cells(), costs.overlap
     ends: list[float | None] = [None] * (2 * table.num_stages * table.num_microbatches)
     ends.append(0.0)  # of the result -1, which is none
-    times: list[list[tuple[float, float]]] = [[] for _ in ranks]
+    times: Times = [[] for _ in ranks]
     free_at = [0.0] * len(ranks)
     waiting: dict[int, int] = {}
     ready = list(range(len(ranks)))
@@ -237,14 +200,14 @@ def _needs_other_rank(table: Table) -> np.ndarray:
     return elsewhere
 
 
-def _lowered_times(schedule: Schedule, table: Table, costs: Costs) -> list[list[tuple[float, float]]]:
+def _lowered_times(schedule: Schedule, table: Table, costs: Costs) -> Times:
     """Return start and end of every cell of each rank of a lowered schedule."""
     home = table.rank_of_stage().tolist()
     durations = costs.table(schedule.num_stages).tolist()
     unshard, reduce_grad = (costs.per_stage(name, schedule.num_stages).tolist() for name in ("unshard", "reduce_grad"))
     sent: dict[Action, float] = {}
     posted: dict[Action, float] = {}
-    times: list[list[tuple[float, float]]] = [[] for _ in schedule.ranks]
+    times: Times = [[] for _ in schedule.ranks]
     free_at = [0.0] * schedule.num_ranks
     collectives_end = [0.0] * schedule.num_ranks
     gathered: dict[int, float] = defaultdict(float)

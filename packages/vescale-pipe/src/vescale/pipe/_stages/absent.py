@@ -58,6 +58,15 @@ class AbsentModule:
             if isinstance(item, AbsentModule | AbsentTensor):
                 item.apply(function)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a unit is called as a whole."""
+        del args, kwargs
+        raise PipelineError(
+            f"expected calls of whole units by code outside of stage modules, got one of `{self._fqn}`, a part of a "
+            f"unit of stage {self._stage}; pass example_inputs, which show what is called, or name `{self._fqn}` in "
+            "PipelinePlan.split"
+        )
+
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__.get("_items", {}).get(name)
         if isinstance(known, AbsentTensor) and isinstance(value, torch.Tensor):

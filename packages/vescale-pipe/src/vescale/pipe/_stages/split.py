@@ -13,7 +13,8 @@ by a stub on all others. Modules without parameters stay on every stage.
         rotary_emb                no parameters: runs on every stage
       lm_head                     unit, after the blocks   -> last stage
 
-Units are in the order in which they run, as far as that is known (``order.py``), else in that of registration.
+Units are in the order in which they run, as far as that is known (``order.py``), else in that of registration. A module
+of which only parts are called is a container, too.
 
 Uniform split of n blocks over p stages: each stage gets n // p blocks. The n % p remaining blocks go one each to stages
 1, 2, ..., p-2, then 0. The ends come last because the first stage also runs the embedding and the last one the head.
@@ -258,7 +259,8 @@ def _units(model: nn.Module, calls: Mapping[str, int], *, open_fqns: set[str], l
                 f"PipelinePlan.split: expected modules with parameters, got `{name}`, which {why}; nearest names: "
                 f"{', '.join(nearest)}"
             )
-    units = in_order_of_calls(list(_walk(model, "", open_fqns)), calls)
+    inside = {outer for name in calls for outer in _ancestors(name)}  # one of these that is not called is a container
+    units = in_order_of_calls(list(_walk(model, "", open_fqns | (inside - calls.keys()))), calls)
     for name in listed:
         if not any(_is_within(unit, name) for unit in units):
             raise SplitError(

@@ -1,0 +1,108 @@
+"""Ctrl-C ends a step on every rank within seconds, be it pressed at one rank or at all of them."""
+
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from vescale.pipe import PipelineEngine, PipelinePlan
+from vescale_testing import RankFailure, run_ranks
+
+
+class Block(nn.Module):
+    """A layer that interrupts its process in one of its calls, or in the backward of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls, self.interrupt_at, self.in_backward = nn.Linear(4, 4), 0, None, False
+
+    def forward(self, x):
+        self.calls += 1
+        out = self.linear(x)
+        if self.calls == self.interrupt_at and self.in_backward:
+            out.register_hook(interrupt)
+        elif self.calls == self.interrupt_at:
+            interrupt()
+        return out
+
+
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.01)  # Python raises when its own code runs next
+
+
+def steps(mesh_of, plan, prepare):
+    """Run steps until one is interrupted; raise an error that says what it was, and after how long."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    blocks = [Block() for _ in range(plan.actions(dist.get_world_size()).num_stages)]
+    engine = PipelineEngine(nn.Sequential(*blocks), mesh_of(), plan, loss_fn=torch.mean)
+    prepare(blocks)
+    began = time.monotonic()
+    try:
+        while time.monotonic() - began < 30:
+            began = time.monotonic() if blocks[0].calls < 100 else began
+            engine(torch.ones(8, 4)).backward()
+    except BaseException as error:
+        seconds = time.monotonic() - began
+        with pytest.raises(RuntimeError, match="expected an engine without failed steps, got a call after "):
+            engine(torch.ones(8, 4))
+        raise RuntimeError(f"after {seconds} s: {type(error).__name__}: {error}") from None
+
+
+def at_one_stage(mesh_of, plan, stage, call, in_backward):
+    def prepare(blocks):
+        blocks[stage].interrupt_at, blocks[stage].in_backward = call, in_backward
+
+    steps(mesh_of, plan, prepare)
+
+
+def at_all_ranks(mesh_of, plan):
+    steps(mesh_of, plan, lambda _: threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start())
+
+
+def errors_of(function, world_size, *args):
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(function, world_size, *args, timeout=60)
+    errors = {rank: str(error) for rank, error in failure.value.exceptions.items()}
+    assert set(errors) == set(range(world_size)), failure.value
+    found = {}
+    for rank, text in errors.items():
+        seconds, found[rank] = re.match(r"after (\S+) s: (.*)", text, re.DOTALL).groups()
+        assert float(seconds) < 5 + 3 * (function is at_all_ranks), text
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "plan", "stage", "rank", "call", "in_backward"),
+    [
+        (2, PipelinePlan("1f1b", 4), 0, 0, 1, False),  # the first call of the model
+        (2, PipelinePlan("1f1b", 4), 1, 1, 6, False),
+        (2, PipelinePlan("interleaved_1f1b", 4, stages_per_rank=2), 2, 0, 1, True),
+        (2, PipelinePlan("interleaved_1f1b", 4, stages_per_rank=2), 2, 0, 6, False),
+        (3, PipelinePlan("zb_h1", 4), 1, 1, 6, True),
+    ],
+)
+def test_at_one_rank(pipeline_mesh, world_size, plan, stage, rank, call, in_backward):
+    """The others name the rank, what it did, and the line of code."""
+    errors = errors_of(at_one_stage, world_size, pipeline_mesh, plan, stage, call, in_backward)
+    where = "the first micro-batch" if call == 1 else f"{stage}{'[BI]' if in_backward else 'F'}1"
+    for other, error in errors.items():
+        if other == rank:
+            assert error.startswith("KeyboardInterrupt")
+        else:
+            expected = rf"rank {rank}: KeyboardInterrupt in {where} in step {1 + (call > 4)}\n(.|\n)*in interrupt\n"
+            assert re.search(expected, error), error
+
+
+@pytest.mark.parametrize("plan", [PipelinePlan("1f1b", 4), PipelinePlan("zb_v", 4)])
+def test_at_all_ranks(pipeline_mesh, plan):
+    """As a terminal sends it to all processes of torchrun."""
+    errors = errors_of(at_all_ranks, 2, pipeline_mesh, plan)
+    assert any(error.startswith("KeyboardInterrupt") for error in errors.values())
+    assert all(re.match("KeyboardInterrupt|RuntimeError: .*KeyboardInterrupt", e, re.DOTALL) for e in errors.values())
