@@ -96,7 +96,7 @@ def test_an_unused_last_stage(pipeline_mesh):
             self.second(x)
             return self.first(x).mean()
 
-    match = r"expected a loss of the last stage 1, got output 0 of `mean` \(stage 0\)"
+    match = r"expected a result of the last stage 1, got output 0 of `mean` \(stage 0\)"
     check_refused(Model(), pipeline_mesh, PipelineError, match)
 
 

@@ -23,6 +23,7 @@ of the first. The engine then refuses further steps.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,9 +39,10 @@ from ._checked import checked
 from ._lost_ranks import first_line
 from ._run.backward import GradientSum, HookGate, connect
 from ._run.draws import DrawRules, unequal_generators
-from ._run.microbatch import checksum, describe_inputs, digest, split_inputs
+from ._run.microbatch import checksum, describe_inputs, digest, num_rows, split_inputs
 from ._run.mode import RunState
 from ._run.program import Program, Transfer
+from ._run.result import BatchLoss, BatchRows
 from ._run.rows import RowChecks
 from ._run.step import Pipeline, Step
 from ._run.ties import TiedWeights
@@ -175,7 +177,7 @@ class PipelineEngine:
             loss_of=self.loss_of,
             find_mesh=self.find_mesh,
             forget=self.forget,
-            attributes=functools.partial(self._attributes, outside),
+            attributes=functools.partial(self._attributes, outside, loss_fn),
             outside=outside,
         )
 
@@ -200,6 +202,46 @@ class PipelineEngine:
                 another stage failed.
             RandomOperatorError: a random operator would not draw what one process draws.
         """
+        step, result = self._run(args, kwargs, self._pipeline)
+        assert isinstance(result, BatchLoss)
+        result.check()
+        self.losses = result.losses
+        return connect(result.value, step.total, self._gate) if step.has_backward else result.value
+
+    @checked
+    def outputs(self, *args: Any, select: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> torch.Tensor:
+        """Run the forwards alone and return a tensor of the model's output for the whole batch, on every stage.
+
+        Args:
+            *args: positional arguments of the model, as in a step.
+            select: returns the tensor, of as many rows (dim 0) as the inputs; the output itself by default. It runs on
+                every stage, and must use the modules of the last one.
+            **kwargs: keyword arguments of the model.
+
+        Returns:
+            the rows of all micro-batches, ``[num_rows, ...]``, without a gradient. A DTensor is brought together.
+
+        Raises:
+            TypeError: the output is no tensor.
+            ValueError: it has another number of rows, or an input cannot be split.
+            PipelineError: as in a step.
+
+        Example:
+            >>> logits = engine.outputs(input_ids, select=lambda output: output.logits)    # doctest: +SKIP
+        """
+        with torch.no_grad():
+            pipeline = dataclasses.replace(
+                self._pipeline,
+                loss_of=lambda args, kwargs: self._rows_of(select, args, kwargs),
+                attributes=functools.partial(self._attributes, self._pipeline.outside, select),
+            )
+            _, result = self._run(args, kwargs, pipeline, is_loss=False)
+        return result.value
+
+    def _run(
+        self, args: tuple, kwargs: dict, pipeline: Pipeline, *, is_loss: bool = True
+    ) -> tuple[Step, BatchLoss | BatchRows]:
+        """Run a step, and return it with the loss of the batch, or with rows of all micro-batches."""
         if self._failure is not None:
             raise PipelineError(
                 f"expected an engine without failed steps, got a call after {type(self._failure).__name__}: "
@@ -209,15 +251,19 @@ class PipelineEngine:
         microbatches = split_inputs(args, kwargs, self.plan.num_microbatches)
         self._transport.step += 1
         parameters = self._parameters()
-        program = self._program_for(*microbatches[0], _form_of(parameters))
+        program = self._program_for(*microbatches[0], _form_of(parameters), is_loss=is_loss)
         step = None
         try:
             if program.rule is None:
-                program.rule = self.rows.rule_of(self._rehearsed, *microbatches[0])
+                program.rule = self.rows.rule_of(functools.partial(self._rehearsed, pipeline), *microbatches[0])
+            result: BatchLoss | BatchRows = BatchRows(len(microbatches))
+            if is_loss:
+                is_last = self._placement.is_here(self.num_stages - 1)
+                result = BatchLoss(program.rule, self.rows, is_here=is_last, count=len(microbatches))
             with self._ties.active(program.ties), self.rows.rehearsed():
                 total = GradientSum(parameters if torch.is_grad_enabled() else dict.fromkeys(parameters, ()))
                 self._gate.guard(total.parameters)
-                step = Step(self._pipeline, microbatches, program, total)
+                step = Step(pipeline, microbatches, program, total, result)
                 with contextlib.closing(step):
                     step.run()
         except BaseException as error:
@@ -229,11 +275,7 @@ class PipelineEngine:
                 self._failure = error
                 self._transport.report(error, "the first micro-batch" if step is None else step.where)
             raise
-        step.check_targets()
-        self.losses = step.losses
-        if not program.loss_meta.requires_grad:
-            return step.loss
-        return connect(step.loss, step.total, self._gate)
+        return step, result
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[Timing]:
@@ -265,13 +307,13 @@ class PipelineEngine:
 
     # --- programs ---
 
-    def _program_for(self, args: tuple, kwargs: dict, stage_form: str) -> Program:
+    def _program_for(self, args: tuple, kwargs: dict, stage_form: str, *, is_loss: bool) -> Program:
         """Return the program of this input signature. It is recorded on all stages or on none.
 
         Raises:
             PipelineError: the stages got different inputs.
         """
-        form = f"{describe_inputs(args, kwargs)}; {self._mode_text()}"
+        form = f"{describe_inputs(args, kwargs)}; {self._mode_text()}{'' if is_loss else ', for outputs'}"
         key = digest(form)
         program = self._programs.get(key)
         if program is None or program.stage_form != stage_form:
@@ -323,16 +365,22 @@ class PipelineEngine:
                 modules[stage].append(unit)
         return {stage: list({p: None for unit in own for p in unit.parameters()}) for stage, own in modules.items()}
 
-    def _attributes(self, outside: Sequence[nn.Module]) -> tuple:
+    def _attributes(self, outside: Sequence[nn.Module], function: Callable[..., Any] | None) -> tuple:
         """Return what code outside of units can depend on, other than its inputs."""
         constants = {} if self._modules is None else self._modules.constants()
-        return *attributes_of(outside, self._loss_fn), *map(id, constants.values())
+        return *attributes_of(outside, function), *map(id, constants.values())
 
-    def _rehearsed(self, args: tuple, kwargs: dict) -> torch.Tensor | None:
-        """Run a call forward, for nothing but what it shows, and return its loss where that is."""
+    def _rehearsed(self, pipeline: Pipeline, args: tuple, kwargs: dict) -> torch.Tensor | None:
+        """Run a call forward, for nothing but what it shows, and return its loss, or a mean, where that is."""
+
+        def loss_of(args: tuple, kwargs: dict) -> torch.Tensor:
+            found = pipeline.loss_of(args, kwargs)
+            return found if found.dim() == 0 else found.float().mean()
+
         if self.num_stages == 1:
-            return self.loss_of(args, kwargs)
-        step = Step(self._pipeline, [(args, kwargs)], Program(), GradientSum({}))
+            return loss_of(args, kwargs)
+        rehearsed = dataclasses.replace(pipeline, loss_of=loss_of)
+        step = Step(rehearsed, [(args, kwargs)], Program(), GradientSum({}), BatchRows(1))
         with contextlib.closing(step), step.recording() as recorder:
             return step.record_forward(recorder)[1]
 
@@ -346,6 +394,23 @@ class PipelineEngine:
         output = self.model(*args, **inputs)
         loss = self._loss_fn(output, kwargs["target"]) if "target" in kwargs else self._loss_fn(output)
         return _default_loss(loss)
+
+    def _rows_of(self, select: Callable[[Any], torch.Tensor] | None, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Run the model on one micro-batch, and return the chosen tensor of its output."""
+        output = self.model(*args, **kwargs)
+        rows: Any = output if select is None else select(output)
+        if not isinstance(rows, torch.Tensor):
+            raise TypeError(
+                f"expected a tensor in the model's output, got {type(rows).__name__}; pass "
+                "PipelineEngine.outputs(..., select=lambda output: output.logits)"
+            )
+        expected = num_rows(args, kwargs)
+        if rows.dim() == 0 or rows.shape[0] != expected:
+            raise ValueError(
+                f"expected an output of {expected} rows (dim 0), as the inputs of a micro-batch, got a tensor of shape "
+                f"{list(rows.shape)}; select another one"
+            )
+        return rows
 
     def find_mesh(self, axis_names: tuple[str, ...]) -> DeviceMesh:
         """Return this rank's mesh with the given axis names.

@@ -224,8 +224,8 @@ class Frame:
             )
         if value.home != last_stage:
             raise PipelineError(
-                f"expected a loss of the last stage {last_stage}, got {self._program.origin(value)}: the loss does not "
-                "use the modules of later stages; choose another split"
+                f"expected a result of the last stage {last_stage}, got {self._program.origin(value)}: the loss or the "
+                "selected output does not use the modules of later stages; choose another split"
             )
         if self.recorder is not None:
             self.recorder.check_end()

@@ -39,6 +39,12 @@ def split_inputs(args: tuple, kwargs: dict, count: int) -> list[tuple[tuple, dic
     return [structure.rebuild([chunk[m] for chunk in chunks]) for m in range(count)]
 
 
+def num_rows(args: tuple, kwargs: dict) -> int | None:
+    """Return the number of rows of the inputs; None if they have none."""
+    leaves, _ = flatten((args, kwargs))
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
+
+
 def _check_input(name: str, tensor: torch.Tensor, count: int) -> None:
     if tensor.requires_grad:
         raise ValueError(

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 from torch.profiler import record_function
 
 from .._schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
@@ -32,7 +31,8 @@ from .mail import Letter, Mail
 from .mode import RunState, TraceMode
 from .program import Program
 from .recorder import Recorder
-from .rows import LossRule, RowChecks, unequal_counts
+from .result import BatchLoss, BatchRows
+from .rows import RowChecks
 from .tape import Births, Tape
 from .ties import TiedWeights
 from .transport import Transport
@@ -64,7 +64,7 @@ class Pipeline:
         draws: how steps draw random numbers.
         ties: the weights that several stages use.
         state: what hooks and stubs share.
-        loss_of: runs the model on a micro-batch.
+        loss_of: runs the model on a micro-batch, and returns its loss, or its part of another result.
         find_mesh: returns this rank's mesh with the given axis names.
         forget: drops a program.
         attributes: returns what code outside of units can depend on, other than its inputs.
@@ -100,8 +100,10 @@ class Step:
         microbatches: list[tuple[tuple, dict]],
         program: Program,
         total: GradientSum,
+        result: BatchLoss | BatchRows,
     ) -> None:
         self.total = total
+        self._result = result
         self._pipeline = pipeline
         self._transport, self._placement = pipeline.transport, pipeline.placement
         self._microbatches: list[Any] = list(microbatches)
@@ -109,11 +111,6 @@ class Step:
         self._last_stage = self._placement.num_stages - 1
         self._saved: dict[tuple[int, int], tuple[Boundary, torch.Tensor | None]] = {}
         self._split: dict[tuple[int, int], StageBackward] = {}
-        self._losses: dict[int, torch.Tensor] = {}
-        self._rule = program.rule or LossRule(1)
-        is_last = self._placement.is_here(self._last_stage)
-        self._counts = pipeline.rows.target_counts() if is_last and self._rule.counts_targets else None
-        self._differs = False
         self._draws = StepDraws(pipeline.draws, program.draws, len(microbatches))
         self._mail = Mail(self._transport, self._placement, program)
         self._attributes = pipeline.attributes()
@@ -121,11 +118,9 @@ class Step:
         self._is_hooked = False
         self._begun: set[int] = set()  # stages whose tapes have been looked at
         self.where = "the first micro-batch"
-        self.loss: torch.Tensor
-        self.losses: torch.Tensor
 
     def run(self) -> None:
-        """Run the schedule. Afterwards ``loss`` is the step's loss and ``total`` holds its gradients."""
+        """Run the schedule. Afterwards the result is shared and ``total`` holds the gradients."""
         schedule, ties = self._pipeline.schedule, self._pipeline.ties
         ties.lend(self._program.ties)
         constants = self._constants()
@@ -135,7 +130,7 @@ class Step:
             schedule = _without_first(schedule)
         actions = self._actions(schedule)
         if self._placement.num_stages > 1:
-            backward = self._program.loss_meta.requires_grad
+            backward = self.has_backward
             self._mail = Mail(self._transport, self._placement, self._program, schedule, backward=backward)
         if watch is not None:
             self._transport.gather_integers([])  # so that all ranks begin at the same time
@@ -149,7 +144,7 @@ class Step:
             with record_function(f"vescale.pipe/{action}"), timed:
                 if action.kind == FORWARD:
                     self._forward(action.stage, action.microbatch)
-                elif self._program.loss_meta.requires_grad:
+                elif self.has_backward:
                     self._backward(action)
         self.where = "the end"
         self._check_constants(constants)
@@ -157,20 +152,16 @@ class Step:
         self._transport.wait_sends()
         self._draws.finish()
         self._program.draws = self._draws.chain
-        self.loss = self._shared_loss()
+        self._share_result()
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients are computed."""
+        return self._program.loss_meta.requires_grad
 
     def close(self) -> None:
         """Remove the hooks of the step."""
         self._hooks.close()
-
-    def check_targets(self) -> None:
-        """Check that all parts of the batch count equally many targets.
-
-        Raises:
-            PipelineError: on every stage, if they do not.
-        """
-        if self._differs:
-            raise unequal_counts([] if self._counts is None else self._counts.of_microbatches())
 
     # --- forward ---
 
@@ -193,8 +184,8 @@ class Step:
                     loss = self._taken_down(stage, microbatch, crossings, course, is_due=is_due)
         if stage == self._placement.mine[-1]:
             self._microbatches[microbatch] = None
-        part = None if loss is None else self._part(microbatch, loss)
-        if self._program.loss_meta.requires_grad:
+        part = None if loss is None else self._result.add(microbatch, loss)
+        if self.has_backward:
             self._saved[stage, microbatch] = boundary, part
 
     def _tape_of(self, stage: int) -> tuple[Tape | None, bool]:
@@ -292,15 +283,9 @@ class Step:
 
     def _counted(self, stage: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Note the targets that a forward of the last stage counts."""
-        if self._counts is None or stage not in (None, self._last_stage):
+        if self._result.counts is None or stage not in (None, self._last_stage):
             return contextlib.nullcontext()
-        return self._counts.microbatch()
-
-    def _part(self, microbatch: int, loss: torch.Tensor) -> torch.Tensor:
-        """Return what a micro-batch adds to the loss, divided before its backward as by ``(loss / n).backward()``."""
-        plain = _plain_loss(loss)
-        self._losses[microbatch] = plain.detach()
-        return self._rule.part(plain)
+        return self._result.counts.microbatch()
 
     # --- the first micro-batch ---
 
@@ -318,8 +303,8 @@ class Step:
                     "with parameters, or between steps"
                 )
             self._microbatches[0] = None
-            part = None if loss is None else self._part(0, loss)
-            if self._program.loss_meta.requires_grad:
+            part = None if loss is None else self._result.add(0, loss)
+            if self.has_backward:
                 self._record_backward(recorder, boundaries, part)
                 self._program.ties = self._pipeline.ties.uses(self._program.ties, self.total)
         self._program.recorded = True
@@ -459,37 +444,26 @@ class Step:
 
     def _actions(self, schedule: Schedule) -> tuple[Action, ...]:
         actions = schedule.actions(self._placement.rank)
-        if self._program.loss is not None and not self._program.loss_meta.requires_grad:
+        if self._program.loss is not None and not self.has_backward:
             return tuple(action for action in actions if action.kind == FORWARD)
         return actions
 
-    def _shared_loss(self) -> torch.Tensor:
-        """Return the sum of the micro-batches' losses, in order, broadcast from the last stage.
-
-        The losses, and whether their numbers of targets differ, come with it.
-        """
+    def _share_result(self) -> None:
+        """Send what the last stage has of all micro-batches to all stages."""
+        meta = self._program.loss_meta
         if self._placement.is_here(self._last_stage):
-            losses = [self._losses[microbatch] for microbatch in sorted(self._losses)]
-            first, *others = map(self._rule.part, losses)
-            differs = self._counts is not None and self._pipeline.rows.differ(self._counts)
-            numbers = torch.stack([sum(others, first), first.new_tensor(differs), *losses])
+            tensor, expected = self._result.combined(), self._result.empty(meta, torch.device("meta"))
+            if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+                raise PipelineError(
+                    f"expected a result of shape {list(expected.shape)} and dtype {expected.dtype}, as recorded, got "
+                    f"{list(tensor.shape)} and {tensor.dtype}; select the same output for the same inputs"
+                )
         else:
-            meta, device = self._program.loss_meta, self._transport.device_of(self._program.loss_meta.device_type)
-            numbers = torch.zeros(2 + len(self._microbatches), dtype=meta.dtype, device=device)
-        numbers = self._transport.broadcast(numbers, self._placement.last_rank)
-        self._differs = self._rule.counts_targets and bool(numbers[1])
-        self.losses = numbers[2:]
-        return numbers[0]
+            tensor = self._result.empty(meta, self._transport.device_of(meta.device_type))
+        self._result.take(self._transport.broadcast(tensor, self._placement.last_rank))
 
 
 def _without_first(schedule: Schedule) -> Schedule:
     """Return a schedule without the actions of the first micro-batch."""
     ranks = tuple(tuple(a for a in schedule.actions(rank) if a.microbatch) for rank in range(schedule.num_ranks))
     return Schedule(schedule.num_stages, schedule.num_microbatches, ranks)
-
-
-def _plain_loss(loss: torch.Tensor) -> torch.Tensor:
-    """Return the loss as a plain tensor; a DTensor loss is reduced over its mesh first."""
-    if not isinstance(loss, DTensor):
-        return loss
-    return loss.redistribute(placements=[Replicate()] * loss.device_mesh.ndim).to_local()
