@@ -64,6 +64,7 @@ def predict(mesh_of, plan):
         parts = [one(rows, scale=scale).logits for rows in x.chunk(plan.num_microbatches)]
         assert not found.requires_grad
         assert torch.equal(found, torch.cat(parts).detach())
+    assert torch.equal(engine.outputs(x, select=logits_of), one(x).logits)
     classes = engine.outputs(x, select=lambda output: output.logits.argmax(-1))
     assert classes.dtype == torch.int64
     assert torch.equal(classes, one(x).logits.argmax(-1))

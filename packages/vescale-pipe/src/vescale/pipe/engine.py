@@ -235,13 +235,16 @@ class PipelineEngine:
                 loss_of=lambda args, kwargs: self._rows_of(select, args, kwargs),
                 attributes=functools.partial(self._attributes, self._pipeline.outside, select),
             )
-            _, result = self._run(args, kwargs, pipeline, is_loss=False)
+            _, result = self._run(args, kwargs, pipeline, outputs_of=_place_of(select))
         return result.value
 
     def _run(
-        self, args: tuple, kwargs: dict, pipeline: Pipeline, *, is_loss: bool = True
+        self, args: tuple, kwargs: dict, pipeline: Pipeline, *, outputs_of: str | None = None
     ) -> tuple[Step, BatchLoss | BatchRows]:
-        """Run a step, and return it with the loss of the batch, or with rows of all micro-batches."""
+        """Run a step, and return it with the loss of the batch, or with rows of all micro-batches.
+
+        ``outputs_of`` tells selections of rows apart, in the same way on all ranks.
+        """
         if self._failure is not None:
             raise PipelineError(
                 f"expected an engine without failed steps, got a call after {type(self._failure).__name__}: "
@@ -251,13 +254,13 @@ class PipelineEngine:
         microbatches = split_inputs(args, kwargs, self.plan.num_microbatches)
         self._transport.step += 1
         parameters = self._parameters()
-        program = self._program_for(*microbatches[0], _form_of(parameters), is_loss=is_loss)
+        program = self._program_for(*microbatches[0], _form_of(parameters), outputs_of)
         step = None
         try:
             if program.rule is None:
                 program.rule = self.rows.rule_of(functools.partial(self._rehearsed, pipeline), *microbatches[0])
             result: BatchLoss | BatchRows = BatchRows(len(microbatches))
-            if is_loss:
+            if outputs_of is None:
                 is_last = self._placement.is_here(self.num_stages - 1)
                 result = BatchLoss(program.rule, self.rows, is_here=is_last, count=len(microbatches))
             with self._ties.active(program.ties), self.rows.rehearsed():
@@ -307,13 +310,13 @@ class PipelineEngine:
 
     # --- programs ---
 
-    def _program_for(self, args: tuple, kwargs: dict, stage_form: str, *, is_loss: bool) -> Program:
+    def _program_for(self, args: tuple, kwargs: dict, stage_form: str, outputs_of: str | None) -> Program:
         """Return the program of this input signature. It is recorded on all stages or on none.
 
         Raises:
             PipelineError: the stages got different inputs.
         """
-        form = f"{describe_inputs(args, kwargs)}; {self._mode_text()}{'' if is_loss else ', for outputs'}"
+        form = f"{describe_inputs(args, kwargs)}; {self._mode_text()}, outputs={outputs_of}"
         key = digest(form)
         program = self._programs.get(key)
         if program is None or program.stage_form != stage_form:
@@ -438,6 +441,13 @@ class PipelineEngine:
 def _form_of(parameters: dict[int, list[torch.Tensor]]) -> str:
     """Return the part of the input signature that only this rank has: ``requires_grad`` and dtypes."""
     return " ".join(f"{p.requires_grad:d}{p.dtype}" for own in parameters.values() for p in own)
+
+
+def _place_of(function: Callable[..., Any] | None) -> str:
+    """Return the name of a function and where it begins, equal on all ranks, which tells most functions apart."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name if code is None else f"{function.__module__}.{name}:{code.co_firstlineno}"
 
 
 def _matching_names(model: nn.Module, patterns: Sequence[str | re.Pattern]) -> list[str]:
