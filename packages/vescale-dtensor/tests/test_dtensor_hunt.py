@@ -109,6 +109,17 @@ LONG = program.Program(
 )
 
 
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2.4e-7), (torch.float64, 4.5e-16)])
+def test_zeros_up_to_the_rounding_of_large_numbers(dtype, rounding):
+    """The second gradient of a linear function is what is left of numbers as large as the first one."""
+    expected = {"grad1 of x0": torch.tensor([2.0]).to(dtype), "grad2 of x0": torch.tensor([0, -rounding]).to(dtype)}
+    same = expected | {"grad2 of x0": torch.zeros(2).to(dtype)}
+    program.same_results(same, expected, rtol=1e-16)
+    for other in ({"grad2 of x0": torch.full((2,), 10 * rounding).to(dtype)}, {"grad1 of x0": torch.ones(1).to(dtype)}):
+        with pytest.raises(Mismatch):
+            program.same_results(same | other, expected, rtol=1e-16)
+
+
 def test_a_broken_rule_is_found_and_shrunk(monkeypatch):
     """A tensor that every rank adds to its summand is added too often; the program that is left says so."""
     assert hunt.hunt([("whole", LONG)]).summary().startswith("hunt: 1 programs: 1 right")

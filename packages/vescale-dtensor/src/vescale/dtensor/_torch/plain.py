@@ -204,7 +204,7 @@ def _writing_plain(stock: Callable) -> Callable:
 
     @functools.wraps(stock)
     def tail(self: object, op: torch._ops.OpOverload, args: tuple, kwargs: dict, *facts: object) -> object:
-        if not _writes_first(op) or isinstance(args[0], DTensor):
+        if not _writes_first(op) or not isinstance(args[0], Tensor) or isinstance(args[0], DTensor):
             return stock(self, op, args, kwargs, *facts)
         if not counts_as_replicated(args[0]):
             raise UnsupportedOperator.for_mixed(op, args[0])
