@@ -116,7 +116,7 @@ def test_dropout_in_training_mode(pipeline_mesh):
 
 @ranks(2)
 def test_what_is_refused(pipeline_mesh):
-    engine = PipelineEngine(build(), pipeline_mesh(), PipelinePlan("1f1b", 2))
+    engine = PipelineEngine(build().eval(), pipeline_mesh(), PipelinePlan("1f1b", 2))
     x = torch.randn(4, 6, dtype=torch.float64)
     with pytest.raises((TypeError, PipelineError), match=r"expected a tensor in the model's output, got Output; pass "):
         engine.outputs(x)
@@ -147,7 +147,7 @@ class Early(nn.Module):
 
 def select_another(mesh_of):
     """The number of columns is not that of the recorded selection."""
-    engine = PipelineEngine(build(), mesh_of(), PipelinePlan("1f1b", 2))
+    engine = PipelineEngine(build().eval(), mesh_of(), PipelinePlan("1f1b", 2))
     x = torch.randn(4, 6, dtype=torch.float64)
     for width in (3, 2):
         engine.outputs(x, select=lambda output, width=width: output.logits[:, :width])
