@@ -117,8 +117,6 @@ def plain_operands_patch() -> PatchGroup:
         dtensor_attribute("sgn_", _sign_of_real),
     ]
     patches += [dtensor_attribute(name, _indexed_by_lists) for name in ("__getitem__", "__setitem__")]
-    if hasattr(dispatcher, "_dispatch_fast_path_python_tail"):  # not in every version
-        patches.append(AttributePatch((dispatcher,), "_dispatch_fast_path_python_tail", _writing_plain))
     for name in ("apply", "apply_boxed"):  # the second with gradients in a list, not in every version
         if hasattr(torch.autograd.function.BackwardCFunction, name):
             patches.append(AttributePatch((torch.autograd.function.BackwardCFunction,), name, _marking))
@@ -191,32 +189,6 @@ def _of_torch_only(stock: Callable) -> Callable:
         return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
 
     return spec_of_plain
-
-
-def _writing_plain(stock: Callable) -> Callable:
-    """Return a plain tensor that torch has made and writes: the formula for a view that is written has one.
-
-    It counts as replicated, so what is written into it was brought to every rank, and its memory has it already.
-
-    Raises:
-        UnsupportedOperator: inside, if it is of the program, and has one element.
-    """
-
-    @functools.wraps(stock)
-    def tail(self: object, op: torch._ops.OpOverload, args: tuple, kwargs: dict, *facts: object) -> object:
-        if not _writes_first(op) or not isinstance(args[0], Tensor) or isinstance(args[0], DTensor):
-            return stock(self, op, args, kwargs, *facts)
-        if not counts_as_replicated(args[0]):
-            raise UnsupportedOperator.for_mixed(op, args[0])
-        return args[0]
-
-    return tail
-
-
-@functools.cache
-def _writes_first(op: torch._ops.OpOverload) -> bool:
-    alias = op._schema.arguments[0].alias_info if op._schema.arguments else None
-    return alias is not None and alias.is_write
 
 
 def _marking(stock: Callable) -> Callable:
