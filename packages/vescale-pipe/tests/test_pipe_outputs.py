@@ -133,6 +133,18 @@ def test_what_is_refused(pipeline_mesh):
     assert engine(x).dim() == 0
 
 
+@ranks(2)
+def test_functions_of_one_place(pipeline_mesh):
+    """A function that is gone may have had the identity of the next one."""
+    model, x = build().eval(), torch.randn(8, 6, dtype=torch.float64)
+    one = copy.deepcopy(model)(x).logits
+    engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", 4))
+    for _ in range(4):
+        found = [engine.outputs(x, select=eval(f"lambda output: output.logits * {factor}")) for factor in (1, 2)]
+        assert torch.equal(found[0], one)
+        assert torch.equal(found[1], 2 * one)
+
+
 class Early(nn.Module):
     """Returns what its first module computes, too."""
 

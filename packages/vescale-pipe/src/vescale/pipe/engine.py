@@ -233,7 +233,8 @@ class PipelineEngine:
             pipeline = dataclasses.replace(
                 self._pipeline,
                 loss_of=lambda args, kwargs: self._rows_of(select, args, kwargs),
-                attributes=functools.partial(self._attributes, self._pipeline.outside, select),
+                # with the function itself: a tape keeps it, so that no other one gets its identity
+                attributes=lambda: (*self._attributes(self._pipeline.outside, select), select),
             )
             _, result = self._run(args, kwargs, pipeline, outputs_of=_place_of(select))
         return result.value

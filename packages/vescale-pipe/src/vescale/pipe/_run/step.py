@@ -133,7 +133,7 @@ class Step:
             backward = self.has_backward
             self._mail = Mail(self._transport, self._placement, self._program, schedule, backward=backward)
         if watch is not None:
-            self._transport.gather_integers([])  # so that all ranks begin at the same time
+            self._transport.gather_integers([0])  # so that all ranks begin at the same time
             watch.begin()
         for action, following in itertools.zip_longest(actions, actions[1:]):
             self.where = str(action)
