@@ -38,8 +38,8 @@ group.
 **Random operators in a call.** `random_position` returns the positions of the random streams: two positions are equal
 if nothing was drawn between them. Contexts such as ``random.local_batch`` intercept every operator on plain tensors.
 `is_watched` and `is_watched_alone` return whether they do; `unwatched` and `watched` switch the interception off and
-on. `PipelineDraws` is what ``vescale-pipe`` finds by its entry point: a stage of a pipeline moves the generators past
-what other stages draw.
+on. `on_draw` tells an observer of each random operator on DTensors. `PipelineDraws` is what ``vescale-pipe`` finds by
+its entry point: a stage of a pipeline moves the generators past what other stages draw.
 
 **Implicit redistributions.** `on_implicit_redistribution` tells an observer of each one that communicates.
 `sequence_number` returns the number that the next autograd node of this thread gets.
@@ -75,6 +75,7 @@ from ._operators.strict import on_implicit_redistribution
 from ._placements.types import BlockShard
 from ._random.global_position import in_batch_window
 from ._random.pipeline import PipelineDraws
+from ._random.rules import on_draw
 from ._random.state import Position, random_position
 from ._random.streams import is_watched, is_watched_alone, unwatched, watched
 from ._rank_checks import (
@@ -139,6 +140,7 @@ __all__ = [
     "map_leaves",
     "module_facts",
     "name_group",
+    "on_draw",
     "on_implicit_redistribution",
     "one_of",
     "pair_of",

@@ -45,6 +45,9 @@ class RowsMode(OperatorMode):
         self.call.note_position()
         return result
 
+    def _draws_rows(self, operator: RecordedOperator) -> bool:
+        return operator.draws_rows
+
     def _wrapped(self, leaf: Tensor, place: int, operator: RecordedOperator) -> DTensor:
         operand = operator.operands[place]
         value = leaf.clone() if place in operator.written else leaf

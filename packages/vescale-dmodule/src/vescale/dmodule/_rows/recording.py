@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from vescale.dtensor import debug
+from vescale.dtensor import debug, extension
 from vescale.dtensor.extension import bytes_text, generator_fact, random_position
 
 from .. import _torch
@@ -82,7 +82,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         draws = bool(recorder.drawn)
         self._compare([generator] if moved else [])
         mixes = recorder.has_quiet_islands or any(output.must_be_reduced for output in outputs)
-        if not mixes and (not draws or self._draws_slices(outputs, args, kwargs, moved=moved)):
+        if not mixes and (not draws or self._draws_slices(recorder, outputs, args, kwargs, moved=moved)):
             return None
         found = RecordedRows(recorder.of_local_parts(parts, all_draws=True), tuple(outputs))
         if compiled := _torch.compiled_parts(self.module):
@@ -142,7 +142,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         try:
             # ranks may have equal rows by chance, so what communicates mixes rows, whatever its values are
             with names.watching(parts.modules), debug.comm_log(mesh=self.mesh) as recorder.log, recorder.recording():
-                with no_draws_outside_torch():
+                with no_draws_outside_torch(), extension.on_draw(recorder.note_draw):
                     return self._run(*all_rows(args, kwargs, self.mesh))
         finally:
             for handle in handles:
@@ -155,8 +155,13 @@ class RowsRecorder(JointRecorder[RecordedRows]):
             outputs = outputs_of(self.module(*args, **kwargs))
             return outputs, random_position(self.mesh.device_type) != before
 
-    def _draws_slices(self, outputs: list[Output], args: tuple, kwargs: dict, *, moved: bool) -> bool:
+    def _draws_slices(
+        self, recorder: CallRecorder, outputs: list[Output], args: tuple, kwargs: dict, *, moved: bool
+    ) -> bool:
         """Return whether random operators draw slices of global draws on all ranks, if each takes its rows for them."""
+        drawn = (operator for found in recorder.drawn.values() for operator in found)
+        if not all(operator.draws_rows or not operator.drawn_on for operator in drawn):
+            return False  # equal values would be an accident: masks of a small rate have few zeros
         self.keeps_draws = True
         mine, drew = self._run(copied(args), copied(kwargs))
         self.keeps_draws = False

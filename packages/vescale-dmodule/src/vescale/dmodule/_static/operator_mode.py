@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
-from vescale.dtensor import debug, extension
+from vescale.dtensor import debug, extension, random
 
 from .. import _torch
 from .._boundary.edges import unwrapped, wrapped
@@ -169,6 +169,9 @@ class OperatorMode(TorchFunctionMode):
             return self._run_quietly(func, args, kwargs, shapes)
         if not operator.needs_dtensors:
             return func(*args, **kwargs)  # equal on all ranks
+        if self._draws_rows(operator):
+            with random.local_batch(self.mesh):
+                return func(*args, **kwargs)
         if operator.constants:
             args, kwargs = self._recorded_constants(operator, args, kwargs)
         dtensors = {id(leaf): self._wrapped(leaf, i, operator) for i, leaf in enumerate(leaves)}
@@ -179,6 +182,10 @@ class OperatorMode(TorchFunctionMode):
     def sees(self, function: Callable) -> bool:
         """Return whether some calls of a function are recorded in the module that is running."""
         return function in self.operators.functions and self is _running[-1]
+
+    def _draws_rows(self, _operator: RecordedOperator) -> bool:
+        """Return whether an operator draws for rows on dim 0, which local tensors can do as well."""
+        return False
 
     def _run(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> object:
         if self.call.checks and operator.is_island:

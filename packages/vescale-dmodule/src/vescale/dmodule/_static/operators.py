@@ -106,6 +106,8 @@ class RecordedOperator:
         written: places of the operands that an island writes.
         part: the part of the result that local code has, of an island whose result is whole on all ranks.
         totals: layouts of the gradients of an island's operands, with what other operators add to them; by place.
+        drawn_on: placements of the DTensors for which its random operators draw, in order; empty ones where this rank's
+            part does not follow from them.
         is_seen: whether the operands are as local code had them when the recording was checked, not as recorded.
         over_rows: whether the first axis of the layouts is that of the rows of data-parallel ranks (see
             `_boundary.rows_axis`): there the placement of an operand decides that of its gradient.
@@ -120,6 +122,7 @@ class RecordedOperator:
     written: tuple[int, ...] = ()
     part: Part | None = None
     totals: dict[int, Placements] = field(default_factory=dict)
+    drawn_on: tuple[Placements, ...] = ()
     is_seen: bool = False
     over_rows: bool = False
 
@@ -145,6 +148,11 @@ class RecordedOperator:
         return self.draws and not all(p.is_replicate() for operand in self.operands for p in operand.placements)
 
     @property
+    def draws_rows(self) -> bool:
+        """Whether all that it draws is for rows on dim 0, as in `vescale.dtensor.random.local_batch`."""
+        return not self.is_island and bool(self.drawn_on) and set(self.drawn_on) == {(Shard(0),)}
+
+    @property
     def needs_dtensors(self) -> bool:
         """Whether the call on local tensors must run on DTensors."""
         return self.is_island or self.is_sharded
@@ -163,7 +171,7 @@ class RecordedOperator:
         known = [op.gradients for op in (self, other) if any(gradient is not None for gradient in op.gradients)]
         if self.operands != other.operands or known[1:] not in ([], known[:1]):
             return None
-        as_island = [(op.is_island, op.constants, op.written, op.part) for op in (self, other)]
+        as_island = [(op.is_island, op.constants, op.written, op.part, op.drawn_on) for op in (self, other)]
         if as_island[0] != as_island[1] or any(self.totals.get(p, t) != t for p, t in other.totals.items()):
             return None
         totals = self.totals | other.totals

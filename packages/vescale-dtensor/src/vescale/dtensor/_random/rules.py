@@ -27,7 +27,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -51,7 +52,20 @@ from .stock.elements import element_handlers
 from .stock.fills import fill_handlers
 from .stock.gathered import gathered_handlers
 
-__all__ = ["draw_part", "handle", "handlers", "is_enabled", "philox_handle", "runs_stock"]
+__all__ = ["draw_part", "handle", "handlers", "is_enabled", "on_draw", "philox_handle", "runs_stock"]
+
+DrawObserver = Callable[[list[DTensor]], None]
+_OBSERVER: ContextVar[DrawObserver | None] = ContextVar("vescale_draw_observer", default=None)
+
+
+@contextlib.contextmanager
+def on_draw(observer: DrawObserver) -> Iterator[None]:
+    """Call ``observer`` with the DTensors among the operands of every random operator, before it draws."""
+    token = _OBSERVER.set(observer)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(token)
 
 
 @functools.cache
@@ -79,6 +93,8 @@ def _in_stream(stock: dispatch.Handler) -> dispatch.Handler:
     """
 
     def handle(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
+        if (observer := _OBSERVER.get()) is not None:
+            observer([tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, DTensor)])
         if current() == PHILOX:
             return philox_handle(op, args, kwargs)
         if in_backward() and philox_state.is_marked(torch.get_rng_state()):

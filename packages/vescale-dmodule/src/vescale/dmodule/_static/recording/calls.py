@@ -142,6 +142,7 @@ class CallRecorder(TorchFunctionMode):
         self._calls: dict[ModuleCall, list[RecordedOperator]] = {}
         self._first: dict[str, int] = {}  # number of the first call of each module
         self._communicates = False
+        self._drawn_on: list[tuple[Placement, ...]] = []
         self._begun: tuple[list[int], list[Place]] = [], []  # sequence numbers at the begin of each call
         self.drawn: dict[str, list[RecordedOperator]] = {}
         self.kept: dict[Place, KeptCall] = {}
@@ -168,12 +169,14 @@ class CallRecorder(TorchFunctionMode):
             kept = {id(operands[i]) for i in island.written}
             args, kwargs = _torch.tree_map(lambda leaf: leaf if id(leaf) in kept else _pinned(leaf), (args, kwargs))
         before, versions = extension.random_position(self.mesh.device_type), [_version(t) for t in operands]
-        self._communicates, num_collectives = False, len(self.log)
+        self._communicates, self._drawn_on, num_collectives = False, [], len(self.log)
         result = func(*args, **kwargs)
         if self._over_rows and any(isinstance(t, DTensor) and t.device_mesh.ndim == self.mesh.ndim for t in operands):
             result = settled(result, operands)
         self._communicates |= len(self.log) > num_collectives
         operator.draws = extension.random_position(self.mesh.device_type) != before
+        # what communicates draws by the values of all ranks
+        operator.drawn_on = ((),) * len(self._drawn_on) if self._communicates else tuple(self._drawn_on)
         operator.written = tuple(i for i, t in enumerate(operands) if _version(t) != versions[i])
         if place is not None:
             self._calls.setdefault(self._names.path[-1], []).append(operator)
@@ -200,6 +203,13 @@ class CallRecorder(TorchFunctionMode):
                 stack.enter_context(extension.on_implicit_redistribution(self._note_communication))
             stack.enter_context(self)
             yield
+
+    def note_draw(self, operands: Sequence[DTensor]) -> None:
+        """Note for which tensors a random operator draws, see ``extension.on_draw``."""
+        for operand in operands:
+            # a shard with one row does not show where dim 0 is in the memory order of the whole
+            is_known = operand.is_contiguous() or _torch.local_of(operand).shape[:1] != (1,)
+            self._drawn_on.append(tuple(operand.placements) if is_known else ())
 
     def fact(self) -> extension.Fact:
         """Return what must be equal on all ranks: which functions were called, in which order."""

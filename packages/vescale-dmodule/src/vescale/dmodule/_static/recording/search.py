@@ -121,7 +121,9 @@ class _Search(TorchFunctionMode):
         self._sizes.settle(settled)
         found |= {place for place in places if self._kept[place].operator.draws and self._sizes.operands(place)}
         if found:  # gradients between islands and random operators have the layouts of their values
-            found |= {place for place, call in self._kept.items() if call.operator.is_sharded}
+            found |= {
+                place for place, call in self._kept.items() if call.operator.is_sharded and not self._draws_rows(place)
+            }
         found = {place for place in found if self._is_local(self._names.calls[place[0]].name)}
         return {place: self._island(place) for place in found}
 
@@ -180,6 +182,10 @@ class _Search(TorchFunctionMode):
             return mine
         self._found.add(place)
         return call.result.narrow(*parts[0]).clone() if len(parts) == 1 else None
+
+    def _draws_rows(self, place: Place) -> bool:
+        """Return whether a random operator draws for rows on dim 0, and local code calls it alike."""
+        return self._kept[place].operator.draws_rows and not self._constants.get(place)
 
     def _is_local(self, name: str) -> bool:
         """Return whether the code of a module is the same on local tensors."""
