@@ -137,32 +137,65 @@ def test_inside_a_local_batch(name, use_reentrant, shard, shard_of):
     on_every_rank()
 
 
+@STREAMS
 @VARIANTS
-@pytest.mark.parametrize("name", ["philox"])
 def test_after_the_local_batch_was_left(name, use_reentrant):
-    """The counter-based stream remembers the part of the batch; the stock stream repeats the first part's masks."""
+    """What is repeated has the part of the batch of its first run, and a context inside of it cuts no second time."""
 
     @ranks(2)
     def on_every_rank():
         dp = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 
-        def gradient(name):
+        def in_part(x):
+            with random.local_batch(dp):
+                return block(x)
+
+        def with_hooks(x):  # in the first run the context is open around it; in backward, its hooks would open it
+            return in_part(block(x)) if torch._C._current_graph_task_id() != -1 else block(block(x))
+
+        def gradient(function):
             x = rows_of(dp)
             with in_stream(name):
                 with random.local_batch(dp):
-                    y = checkpoint(block, x, use_reentrant=use_reentrant)
+                    y = checkpoint(function, x, use_reentrant=use_reentrant)
+                between = torch.rand(3)
                 y.square().sum().backward()
-            return x.grad
+                return x.grad, between, torch.rand(3)
 
-        def reference(name):
+        def reference(function):
             x = input_of()
             with in_stream(name):
-                block(x).square().sum().backward()
-            return x.grad.chunk(2)[dp.get_local_rank()]
+                y = function(x)
+                between = torch.rand(3)
+                y.square().sum().backward()
+                return x.grad.chunk(2)[dp.get_local_rank()], between, torch.rand(3)
 
-        assert torch.equal(gradient(name), reference(name))
-        if dp.get_local_rank() == 1:
-            assert not torch.equal(gradient("torch"), reference("torch"))
+        for function, plain in [(block, block), (with_hooks, lambda x: block(block(x)))]:
+            for mine, expected in zip(gradient(function), reference(plain), strict=True):
+                assert torch.equal(mine, expected)
+
+    on_every_rank()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@VARIANTS
+def test_backward_inside_another_part_of_the_batch(use_reentrant):
+    @ranks(2)
+    def on_every_rank():
+        dp = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        x, local = input_of(), rows_of(dp)
+        torch.manual_seed(3)
+        block(x).square().sum().backward()
+        torch.manual_seed(3)
+        with random.local_batch(dp):
+            y = checkpoint(block, local, use_reentrant=use_reentrant)
+        with random.micro_batches(2) as micro_batch, micro_batch(1):
+            y.square().sum().backward()
+            mine = torch.rand(2)
+        assert torch.equal(local.grad, x.grad.chunk(2)[dp.get_local_rank()])
+        torch.manual_seed(3)
+        block(input_of())
+        assert torch.equal(mine, torch.rand(4)[2:])
 
     on_every_rank()
 
@@ -185,25 +218,31 @@ def test_a_context_that_is_entered_again_cuts_once():
         assert torch.equal(local.grad, x.grad.chunk(2)[dp.get_local_rank()]), name
 
 
-@ranks(2)
-def test_micro_batches_of_a_pipeline_that_go_backward_late():
+@STREAMS
+@VARIANTS
+def test_micro_batches_of_a_pipeline_that_go_backward_late(name, use_reentrant):
     """All forwards first, then backwards in reverse, outside of any context but the stream's."""
-    dp = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    x = input_of()
-    with random.stream("philox", seed=3):
-        block(x).square().sum().backward()
-    expected = x.grad.chunk(2)[dp.get_local_rank()].chunk(2)
-    parts = [part.clone().requires_grad_() for part in rows_of(dp).detach().chunk(2)]
-    with random.stream("philox", seed=3):
-        outs = []
-        with random.micro_batches(2) as micro_batch:
-            for m, part in enumerate(parts):
-                with micro_batch(m), random.local_batch(dp):
-                    outs.append(checkpoint(block, part, use_reentrant=False))
-        for out in reversed(outs):
-            out.square().sum().backward()
-    for part, gradient in zip(parts, expected, strict=True):
-        assert torch.equal(part.grad, gradient)
+
+    @ranks(2)
+    def on_every_rank():
+        dp = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        x = input_of()
+        with in_stream(name):
+            block(x).square().sum().backward()
+        expected = x.grad.chunk(2)[dp.get_local_rank()].chunk(2)
+        parts = [part.clone().requires_grad_() for part in rows_of(dp).detach().chunk(2)]
+        with in_stream(name):
+            outs = []
+            with random.micro_batches(2) as micro_batch:
+                for m, part in enumerate(parts):
+                    with micro_batch(m), random.local_batch(dp):
+                        outs.append(checkpoint(block, part, use_reentrant=use_reentrant))
+            for out in reversed(outs):
+                out.square().sum().backward()
+        for part, gradient in zip(parts, expected, strict=True):
+            assert torch.equal(part.grad, gradient)
+
+    on_every_rank()
 
 
 @ranks(2)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from vescale.dtensor import random
 from vescale.optim import DDP
 from vescale_testing import ranks, run_ranks
 
@@ -33,7 +34,13 @@ class Net(nn.Module):
     def forward(self, x):
         if self.recompute is None:
             return self.last(self.first(x))
-        return self.last(checkpoint(self.first, x, use_reentrant=self.recompute == "reentrant"))
+        if self.recompute == "function":
+            return self.last(self.own_code(x))
+        repeated = self.own_code if "function" in self.recompute else self.first
+        return self.last(checkpoint(repeated, x, use_reentrant="reentrant" in self.recompute))
+
+    def own_code(self, x):
+        return nn.functional.dropout(self.first(nn.functional.dropout(x, 0.2)), 0.4)
 
 
 def build(recompute=None):
@@ -65,7 +72,8 @@ def records_nothing(*_args, **_settings):
 
 
 def check(recompute, through):
-    expected, state = gradients(reference := build(), reference, batch())
+    reference = build("function" if recompute and "function" in recompute else None)
+    expected, state = gradients(reference, reference, batch())
     for grads, rank_state in run_ranks(on_ranks, 2, recompute, through):
         for fqn, grad in expected.items():
             torch.testing.assert_close(grads[fqn], grad, rtol=1e-12, atol=1e-14)
@@ -77,7 +85,7 @@ def test_dropout(through):
     check(None, through)
 
 
-@pytest.mark.parametrize("recompute", ["saved", "reentrant"])
+@pytest.mark.parametrize("recompute", ["saved", "reentrant", "function, saved", "function, reentrant"])
 def test_dropout_that_is_recomputed_in_backward(recompute):
     check(recompute, "wrapper")
 
@@ -92,11 +100,9 @@ def test_local_masks_are_seen(monkeypatch):
 
 
 def test_masks_that_differ_in_the_recomputation_are_seen(monkeypatch):
-    """The context around the wrapper's forward alone would not reach the second forward, in backward."""
+    """Only hooks, or what a checkpoint remembers of its first run, reach the second forward, in backward."""
 
     def around_the_wrapper_only(module, meshes, **_):
-        from vescale.dtensor import random
-
         forward = module.forward
 
         def in_context(x):
@@ -108,6 +114,8 @@ def test_masks_that_differ_in_the_recomputation_are_seen(monkeypatch):
     monkeypatch.setattr("vescale.optim.ddp.rows_program", lambda _module: records_nothing)
     monkeypatch.setattr("vescale.optim.ddp.attach_local_batch", around_the_wrapper_only)
     check(None, "wrapper")
+    check("saved", "wrapper")
+    monkeypatch.setattr("vescale.dtensor._torch.recompute.carriers", [])
     with pytest.raises(AssertionError):
         check("saved", "wrapper")
 

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP
 from vescale_testing import run_ranks
@@ -38,6 +39,27 @@ class Attention(OnRows):
         return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.rate).transpose(1, 2).flatten(2)
 
 
+class Recomputed(OnRows):
+    """Backward repeats code of the module itself, around which no hook runs."""
+
+    has_rows_first, use_reentrant = True, False
+
+    def drop(self, x):
+        x = F.dropout(x, 0.1)
+        return checkpoint(lambda x: F.dropout(x * x, self.rate) * x, x, use_reentrant=self.use_reentrant)
+
+
+class RecomputedReentrant(Recomputed):
+    use_reentrant = True
+
+
+class RecomputedAcross(Recomputed):
+    has_rows_first = False
+
+    def drop(self, x):
+        return super().drop(x.transpose(0, 1)).transpose(0, 1)
+
+
 class InPlace(OnRows):
     def drop(self, x):
         return x * torch.empty_like(x).bernoulli_(1 - self.rate) + torch.randn_like(x)
@@ -66,6 +88,9 @@ class Counted(OnRows):
 
     def drop(self, x):
         return x * torch.poisson(x.detach().abs())
+
+
+KINDS = (OnRows, Attention, Recomputed, RecomputedReentrant, RecomputedAcross, InPlace, Across, Chosen, Counted)
 
 
 class Draws(TorchDispatchMode):
@@ -120,7 +145,7 @@ def compared(kind, num_rows, rates=(0.5, 0.5), **settings):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", [OnRows, Attention, InPlace, Across, Chosen, Counted])
+@pytest.mark.parametrize("kind", KINDS)
 def test_draws_for_rows_on_dim_0_run_on_local_tensors(kind, size):
     for on_dtensors, difference in run_ranks(compared, size, kind, 4):
         assert difference < 1e-10
@@ -142,6 +167,42 @@ def test_a_single_row_on_each_rank(kind):
 
 
 # ------------------------------------------------------------------------------------------------- nothing mixes rows
+
+
+class RecomputedInOrder(Recomputed):
+    """Three draws of equal local shapes, of which only the order of calls tells apart where the rows are."""
+
+    has_rows_first = False
+
+    def drop(self, x):
+        x = F.dropout(x, 0.1)
+        x = checkpoint(lambda x: F.dropout(x.transpose(0, 1) * 2, self.rate), x, use_reentrant=self.use_reentrant)
+        return checkpoint(lambda x: F.dropout(x.transpose(0, 1) * 2, self.rate), x, use_reentrant=self.use_reentrant)
+
+
+class RecomputedInOrderReentrant(RecomputedInOrder):
+    use_reentrant = True
+
+
+@pytest.mark.parametrize("kind", [RecomputedInOrder, RecomputedInOrderReentrant])
+def test_functions_that_backward_repeats_in_another_order(kind):
+    for on_dtensors, difference in run_ranks(compared, 2, kind, TOKENS):
+        assert difference < 1e-10
+        assert any(on_dtensors)
+        assert not all(on_dtensors)
+
+
+class RecomputedAlone(Recomputed):
+    """Without what mixes rows."""
+
+    def forward(self, x):
+        return self.drop(self.lift(x))
+
+
+def test_a_function_that_backward_repeats_where_nothing_mixes_rows():
+    for on_dtensors, difference in run_ranks(compared, 2, RecomputedAlone, 4):
+        assert difference < 1e-10
+        assert not any(on_dtensors)
 
 
 class AcrossAlone(Across):

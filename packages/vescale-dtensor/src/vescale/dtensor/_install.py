@@ -61,7 +61,7 @@ from ._placements.rules import decide
 from ._placements.types import BlockShard, InterleavedShard, RaggedShard
 from ._random.rules import handlers
 from ._random.stock.factories import make_as_one_device
-from ._torch import decisions, dispatch, kernels, patches, plain, propagation, waits
+from ._torch import decisions, dispatch, kernels, patches, plain, propagation, recompute, waits
 from .debug._repr import repr_with_layout
 
 __all__ = ["FAMILIES", "ROWS", "Row", "disabled", "register"]
@@ -127,6 +127,12 @@ ROWS: tuple[Row, ...] = (
         "random",
         "torch.distributed.tensor.rand draws on the shard, not at all on the CPU; its linspace divides each shard anew",
         patches.random_factories(make_as_one_device),
+    ),
+    Row(
+        "repeated functions",
+        "random",
+        "a function that backward repeats would draw outside of the parts of a batch in which it has run",
+        recompute.checkpoint_patch(),
     ),
     Row(
         "operators",

@@ -41,6 +41,9 @@ if nothing was drawn between them. Contexts such as ``random.local_batch`` inter
 on. `on_draw` tells an observer of each random operator on DTensors. `PipelineDraws` is what ``vescale-pipe`` finds by
 its entry point: a stage of a pipeline moves the generators past what other stages draw.
 
+**Repeated functions.** ``carriers`` lists functions that return what makes a context like the one around them, or None.
+They are called where activation checkpointing runs a function, and backward repeats it in these contexts.
+
 **Implicit redistributions.** `on_implicit_redistribution` tells an observer of each one that communicates.
 `sequence_number` returns the number that the next autograd node of this thread gets.
 
@@ -91,6 +94,7 @@ from ._rank_checks import (
     raise_difference,
 )
 from ._torch.debugging import sequence_number
+from ._torch.recompute import carriers
 from ._torch.waits import Waits, name_group, waits_of, waits_over
 from .debug._text import bytes_text, text_table
 
@@ -115,6 +119,7 @@ __all__ = [
     "as_gradient",
     "attach_gradient_receiver",
     "bytes_text",
+    "carriers",
     "check_facts",
     "checked",
     "checksum",

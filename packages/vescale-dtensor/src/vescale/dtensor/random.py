@@ -229,9 +229,8 @@ def local_batch(mesh_axis: DeviceMesh) -> Iterator[None]:
             a DTensor whose own mesh spans the axis.
 
     Note:
-        Activation checkpointing draws again during backward, when this context has been left. The stream "philox"
-        remembers the context. In the stream "torch" enter it in a module's hooks (as ``vescale.optim.DDP`` does),
-        inside of the checkpointed function, or around ``backward()``, too.
+        Activation checkpointing draws again during backward, when this context may have been left: what it repeats has
+        the parts of its first run.
 
     Example:
         >>> with random.local_batch(mesh["dp"]):            # doctest: +SKIP
@@ -266,8 +265,7 @@ def micro_batches(count: Count) -> Iterator[MicroBatches]:
         IndexError, RuntimeError: from the function: no such micro-batch, or one inside of another.
 
     Note:
-        A checkpointed forward must be repeated inside the context of its micro-batch in the stream "torch"; in the
-        stream "philox" anywhere.
+        What activation checkpointing repeats belongs to the micro-batch of its first run, wherever backward runs.
 
     Example:
         >>> import torch

@@ -5,16 +5,19 @@ The placements of values decide those of gradients (`_boundary.rows_axis`), so a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from vescale.dtensor import extension
+
 from .._boundary.edges import unwrapped, wrapped
 from .._boundary.rows_axis import gradient_over_rows
-from .._static.operator_mode import OperatorHooks, OperatorMode, inactive
+from .._static.operator_mode import OperatorHooks, OperatorMode, active_mode, inactive
 from .._static.operators import RecordedOperator
 from .values import WAY_OUT
 
@@ -58,6 +61,15 @@ class RowsMode(OperatorMode):
 
     def _ways_out(self, **_kind: bool) -> str:
         return WAY_OUT
+
+
+def _carry() -> Callable[[], AbstractContextManager] | None:
+    """Return what a function that backward repeats runs in, where no hook runs; see ``extension.carriers``."""
+    mode = active_mode()
+    return functools.partial(mode.repeated, mode.position) if isinstance(mode, RowsMode) else None
+
+
+extension.carriers.append(_carry)
 
 
 class RowsHooks(OperatorHooks):

@@ -39,7 +39,7 @@ from ..errors import NotLocalFriendlyError
 from .operators import ModuleOperators, RecordedOperator
 from .parts import describe, ways_out
 
-__all__ = ["OperatorHooks", "OperatorMode", "ProgramCall", "QuietCall", "inactive"]
+__all__ = ["OperatorHooks", "OperatorMode", "ProgramCall", "QuietCall", "active_mode", "inactive"]
 
 
 class ProgramCall(Protocol):
@@ -119,6 +119,11 @@ class QuietCall:
 
 
 _running: list[OperatorMode | None] = []  # one per running module, innermost last; only the last one is active
+
+
+def active_mode() -> OperatorMode | None:
+    """Return the mode that sees the functions which are called now."""
+    return _running[-1] if _running else None
 
 
 @contextlib.contextmanager
@@ -240,6 +245,18 @@ class OperatorMode(TorchFunctionMode):
             return recorded
 
         return _torch.tree_map(convert, (args, kwargs))
+
+    @contextlib.contextmanager
+    def repeated(self, position: int) -> Iterator[None]:
+        """Run the operators from a position on once more, in a function that activation checkpointing repeats."""
+        again = type(self)(self.name, self.operators, self.number, self.call)
+        again.position = position
+        _running.append(again)
+        try:
+            with again:
+                yield
+        finally:
+            _running.pop()
 
     def check_order(self) -> None:
         """Check that the module made as many calls as recorded, if their order was used.

@@ -4,21 +4,24 @@
     micro-batches of a rank     | 0 1 | 2 3 |                micro_batches(2): always the innermost part
 
 A declared part is a `BatchWindow` (index, count), innermost first. Rules of random operators read the windows in force.
+What activation checkpointing repeats has the windows of its first run (see ``_torch.recompute``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import torch
 
+from .._torch import recompute
 from .global_position import WINDOWS, BatchWindow
 from .philox import state as philox_state
 from .rules import handle
 from .state import PHILOX, Snapshot, current
-from .streams import RandomMode
+from .streams import TAKEN_OFF, RandomMode
 
 __all__ = ["MicroBatches", "window"]
 
@@ -28,23 +31,54 @@ Windows = tuple[BatchWindow, ...]
 # The mode of the windows in force, if there are any.
 _MODE: ContextVar[RandomMode] = ContextVar("vescale_mode_of_windows")
 
+# The windows of the first run, while backward repeats it.
+_REPEATED: ContextVar[Windows] = ContextVar("vescale_repeated_windows", default=())
+
 
 @contextlib.contextmanager
 def window(declared: BatchWindow) -> Iterator[None]:
     """Put one more window in force, as the innermost of its kind."""
+    if declared.ranks and declared in _REPEATED.get():  # a hook of a repeated module
+        yield
+        return
+    with _in_force(_nested(declared, WINDOWS.get())), _in_state(declared):
+        yield
+
+
+@contextlib.contextmanager
+def _in_force(windows: Windows) -> Iterator[None]:
+    """Put windows in force in place of those outside."""
     outer = WINDOWS.get()
-    windows = _nested(declared, outer)
     # a second mode would slice each random operator twice
     mode = _MODE.get() if outer else RandomMode(handle)
     tokens = WINDOWS.set(windows), _MODE.set(mode)
     before, mode.windows = mode.windows, windows
     try:
-        with contextlib.nullcontext() if outer else mode, _in_state(declared):
+        with contextlib.nullcontext() if outer else mode:
             yield
     finally:
         mode.windows = before
         WINDOWS.reset(tokens[0])
         _MODE.reset(tokens[1])
+
+
+def _carry() -> Callable[[], contextlib.AbstractContextManager] | None:
+    windows = () if TAKEN_OFF.get() else WINDOWS.get()
+    return functools.partial(_repeated, windows) if windows else None
+
+
+@contextlib.contextmanager
+def _repeated(windows: Windows) -> Iterator[None]:
+    """Put the windows of a first run in force."""
+    token = _REPEATED.set(windows)
+    try:
+        with _in_force(windows):
+            yield
+    finally:
+        _REPEATED.reset(token)
+
+
+recompute.carriers.append(_carry)
 
 
 def _nested(declared: BatchWindow, outer: Windows) -> Windows:
