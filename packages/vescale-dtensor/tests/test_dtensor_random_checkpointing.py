@@ -269,6 +269,25 @@ def test_windows_are_in_force_on_threads_of_autograd(name):
     assert not torch.equal(drawn, whole[:2])
 
 
+@STREAMS
+@VARIANTS
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_thread_of_autograd_repeats_a_part_of_the_batch(name, use_reentrant, is_inside):
+    """Inside of the context a mode is active there already, and a second one would cut twice."""
+    x = input_of()
+    with in_stream(name):
+        block(x).square().sum().backward()
+    part = input_of().detach()[4:].clone().requires_grad_()
+    with in_stream(name), random.micro_batches(2) as micro_batch:
+        with micro_batch(1):
+            y = checkpoint(block, part, use_reentrant=use_reentrant).square().sum()
+            if is_inside:
+                run_in_thread(y.backward, dispatch_modes())
+        if not is_inside:
+            run_in_thread(y.backward, dispatch_modes())
+    assert torch.equal(part.grad, x.grad[4:])
+
+
 def run_in_thread(draw, modes):
     found = []
 

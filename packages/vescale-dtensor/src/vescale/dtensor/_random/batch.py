@@ -17,6 +17,7 @@ from contextvars import ContextVar
 import torch
 
 from .._torch import recompute
+from .._torch.dispatch import dispatch_modes
 from .global_position import WINDOWS, BatchWindow
 from .philox import state as philox_state
 from .rules import handle
@@ -41,20 +42,19 @@ def window(declared: BatchWindow) -> Iterator[None]:
     if declared.ranks and declared in _REPEATED.get():  # a hook of a repeated module
         yield
         return
-    with _in_force(_nested(declared, WINDOWS.get())), _in_state(declared):
+    with _in_force(_nested(declared, _windows())), _in_state(declared):
         yield
 
 
 @contextlib.contextmanager
 def _in_force(windows: Windows) -> Iterator[None]:
     """Put windows in force in place of those outside."""
-    outer = WINDOWS.get()
-    # a second mode would slice each random operator twice
-    mode = _MODE.get() if outer else RandomMode(handle)
+    outer = _MODE.get() if WINDOWS.get() else _inherited_mode()
+    mode = outer or RandomMode(handle)
     tokens = WINDOWS.set(windows), _MODE.set(mode)
     before, mode.windows = mode.windows, windows
     try:
-        with contextlib.nullcontext() if outer else mode:
+        with contextlib.nullcontext() if outer else mode:  # a second mode would slice each random operator twice
             yield
     finally:
         mode.windows = before
@@ -62,8 +62,22 @@ def _in_force(windows: Windows) -> Iterator[None]:
         _MODE.reset(tokens[1])
 
 
+def _windows() -> Windows:
+    """Return the windows in force."""
+    if windows := WINDOWS.get():
+        return windows
+    mode = _inherited_mode()
+    return () if mode is None else mode.windows
+
+
+def _inherited_mode() -> RandomMode | None:
+    """Return the mode that a thread of autograd has of the thread that waits for it, whose context it does not have."""
+    modes = (mode for mode in dispatch_modes() if isinstance(mode, RandomMode) and mode.handler is handle)
+    return next(modes, None)
+
+
 def _carry() -> Callable[[], contextlib.AbstractContextManager] | None:
-    windows = () if TAKEN_OFF.get() else WINDOWS.get()
+    windows = () if TAKEN_OFF.get() else _windows()
     return functools.partial(_repeated, windows) if windows else None
 
 
