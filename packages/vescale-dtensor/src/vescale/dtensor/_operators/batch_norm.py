@@ -105,7 +105,8 @@ def _of_channels(values: Tensor, x: Tensor) -> Tensor:
 
 def _sums(x: DTensor, *locals_: Tensor) -> Tensor:
     """Return the sums per channel of some tensors over all ranks, a row for each: (len(locals_), C)."""
-    accumulated = torch.float64 if locals_[0].is_cpu and locals_[0].element_size() > 2 else torch.float32
+    least = 2 if locals_[0].is_cpu else 4  # bytes of numbers that torch's kernels add up in their own width
+    accumulated = torch.float64 if locals_[0].element_size() > least else torch.float32
     sums = torch.stack([local.sum(_dims(x), dtype=accumulated) for local in locals_])
     axes = [axis for axis, placement in enumerate(x.placements) if placement.is_shard()]
     return reduced("sum", sums, x.device_mesh, [Replicate()] * x.device_mesh.ndim, axes, sums.shape)
