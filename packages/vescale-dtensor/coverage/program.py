@@ -128,6 +128,7 @@ def run(
     move: Callable,
     weigh: Callable,
     mode: contextlib.AbstractContextManager | None = None,
+    heights: list[float] | None = None,
 ) -> dict[str, torch.Tensor | None]:
     """Run a program; return its variables as they are at the end, its gradients and the generator's state, by name.
 
@@ -138,6 +139,7 @@ def run(
         weigh: Returns the gradient of result ``number`` where the backward pass starts, given ``(number, result)``.
         mode: Around each line. Under a mode torch computes some gradients by the formulas for subclasses of tensors,
             as those of DTensors, so it is not around those.
+        heights: Gets the largest magnitude of the gradient of each variable.
 
     Raises:
         LineFailed: A line, or the backward pass, raised an error; it is the cause.
@@ -155,10 +157,16 @@ def run(
         found = {name: value for name, value in scope.items() if re.fullmatch(r"[xv]\d+", name)}
         wanted = {name: tensor for name, tensor in names.items() if tensor.requires_grad}
         outs = _differentiable(found.values())
+        variables = list(outs.values())
         for turn in range(1, program.order + 1 if wanted and outs else 1):
             try:
                 weights = [weigh(number, out) for number, out in outs.items()]
                 again, tensors = turn < program.order, list(wanted.values())
+                if heights is not None:
+                    every = torch.autograd.grad(
+                        [*outs.values()], variables, weights, retain_graph=True, allow_unused=True
+                    )
+                    heights += map(_largest, every)
                 grads = torch.autograd.grad([*outs.values()], tensors, weights, create_graph=again, allow_unused=True)
             except Exception as error:
                 raise LineFailed("second gradient" if turn == 2 else "gradient") from error
@@ -175,7 +183,9 @@ def _differentiable(values: Iterable[object]) -> dict[int, torch.Tensor]:
     return {n: v for n, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad}
 
 
-def one_device(program: Program, share: float = 0.0, unit: float = 0.0) -> dict[str, torch.Tensor | None]:
+def one_device(
+    program: Program, share: float = 0.0, unit: float = 0.0, heights: list[float] | None = None
+) -> dict[str, torch.Tensor | None]:
     """Run a program on plain tensors; with a ``share`` of noise, ``unit`` times as large, in inputs and sums."""
     inputs = [
         each.value(number, share * unit).requires_grad_(each.requires_grad and program.order > 0)
@@ -183,7 +193,7 @@ def one_device(program: Program, share: float = 0.0, unit: float = 0.0) -> dict[
     ]
     partial = [x for x, each in zip(inputs, program.inputs, strict=True) if each.num_addends(program.mesh) > 2]
     mode = _torch.NoisySums(share, unit, partial) if share else None
-    found = run(program, inputs, lambda tensor, _: tensor.clone(), weight, mode)
+    found = run(program, inputs, lambda tensor, _: tensor.clone(), weight, mode, heights)
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 
 
@@ -198,12 +208,17 @@ def is_steady(program: Program) -> dict[str, torch.Tensor | None] | None:
     """Return the results of one device, or None where the program has none that another order of additions keeps.
 
     Such a program fails on plain tensors, has results that are not finite, or results that rounding errors change.
+    Gradients that are added up, and cancel, have rounding errors of the largest of them.
     """
+    heights: list[float] = []
     try:
-        expected = one_device(program)
+        expected = one_device(program, heights=heights)
         if not all(torch.isfinite(v).all() for v in expected.values() if isinstance(v, torch.Tensor)):
             return None
         precision = program.precision(expected)
+        gradients = max((_largest(value) for name, value in expected.items() if name.startswith("grad")), default=0.0)
+        if NOISE[precision] * max(heights, default=0.0) > RTOL[precision] / 30 * max(1e-3, gradients):
+            return None
         for share in (1, -1, 0.5, -0.5):  # the noise of an input has the same pattern in every run
             noisy = one_device(program, share, NOISE[precision])
             same_results(noisy, expected, rtol=RTOL[precision] / 30)

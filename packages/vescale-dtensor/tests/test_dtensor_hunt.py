@@ -69,6 +69,12 @@ def test_sums_over_ranks_that_are_added_up_twice_have_no_result():
         "far apart": ("v0 = x0.clone() > x0 + 1",),
     }
 
+    cancels = ("v0 = x0 - x0", "v1 = F.cosine_similarity(v0, x0, dim=1)")  # gradients of 1e8, and their differences
+    inputs = (program.Input((3, 4), "float", "S0", requires_grad=True),)
+    assert program.is_steady(program.Program((2,), inputs, cancels, 1)) is None
+    assert program.is_steady(program.Program((2,), inputs, cancels, 0)) is not None
+    assert program.is_steady(program.Program((2,), inputs, ("v1 = F.cosine_similarity(x0, x0, dim=1)",), 1)) is not None
+
     def is_steady(lines, mesh, placements, kind="float"):
         inputs = (program.Input((5, 5), kind, placements), program.Input((5,), "int5", "R" * len(mesh)))
         return program.is_steady(program.Program(mesh, inputs, lines)) is not None

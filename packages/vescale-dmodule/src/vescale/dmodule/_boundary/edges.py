@@ -72,7 +72,10 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         if isinstance(grad, DTensor):
-            grad = _torch.local_of(grad) if ctx.gradient is None else as_summand(grad, ctx.gradient)
+            if grad.requires_grad:
+                grad = _part_of_gradient(grad, ctx.gradient or grad.placements)
+            else:
+                grad = _torch.local_of(grad) if ctx.gradient is None else as_summand(grad, ctx.gradient)
         return grad if ctx.num_averaged == 1 else grad / ctx.num_averaged, None, None, None
 
 
@@ -106,6 +109,22 @@ def as_summand(grad: DTensor, placements: Placements) -> Tensor:
     local = _torch.local_of(grad if grad.placements == whole else grad.redistribute(placements=whole))
     is_first = all(grad.device_mesh.get_local_rank(axis) == 0 for axis in axes)
     return local if is_first else torch.full_like(local, -0.0)  # x + -0.0 is x
+
+
+def _part_of_gradient(grad: DTensor, placements: Placements) -> Tensor:
+    """Return the shard of a gradient of which gradients are taken.
+
+    Raises:
+        NotImplementedError: ranks have summands of it, whose gradients are unknown.
+    """
+    if any(p.is_partial() for p in placements):
+        raise NotImplementedError(
+            "expected that gradients of gradients are taken of values of which each rank has a part, got one of shape "
+            f"{tuple(grad.shape)}, which all ranks have, used by an operator on DTensors; take them of inputs, or "
+            'run the model on DTensors (mode="eager"), or with per_rank=True'
+        )
+    grad = grad if grad.placements == placements else grad.redistribute(placements=placements)
+    return unwrapped(grad, placements)
 
 
 _wrap, _unwrap = _torch.direct_apply(_Wrap), _torch.direct_apply(_Unwrap)

@@ -34,7 +34,16 @@ from vescale.dtensor.extension import chunk
 from .. import _torch
 from .edges import as_summand, averaged, wrapper
 
-__all__ = ["OverRows", "gradient_over_rows", "is_over_rows", "lift", "lower", "part_of_rows", "settled"]
+__all__ = [
+    "OverRows",
+    "gradient_over_rows",
+    "is_over_rows",
+    "lift",
+    "lower",
+    "part_of_rows",
+    "settled",
+    "whole_extremes",
+]
 
 
 class OverRows(NamedTuple):
@@ -85,6 +94,25 @@ def settled(result: object, operands: Iterable[object]) -> object:
         return leaf.redistribute(placements=(leaf.placements[0], *[Replicate()] * (leaf.device_mesh.ndim - 1)))
 
     return _torch.tree_map(settle, result)
+
+
+@_torch.unseen
+def whole_extremes(result: object) -> object:
+    """Return the result of an operator with maxima, minima and products over the rows of all ranks in place of parts.
+
+    Only one rank has the largest value, and the others no gradient: parts have no gradients of their own.
+    """
+
+    def whole(leaf: object) -> object:
+        if not isinstance(leaf, DTensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        is_sum = [not p.is_partial() or p.is_partial("sum") or p.is_partial("avg") for p in leaf.placements]
+        if all(is_sum):
+            return leaf
+        pairs = zip(leaf.placements, is_sum, strict=True)
+        return leaf.redistribute(placements=[own if keeps else Replicate() for own, keeps in pairs])
+
+    return _torch.tree_map(whole, result)
 
 
 @_torch.unseen

@@ -26,7 +26,7 @@ class RecordedRows:
 
     Attributes:
         operators: those that run on DTensors, by module.
-        outputs: of the call, in order, without values.
+        outputs: of the call, in order, without values; those in attributes last.
     """
 
     operators: Mapping[str, ModuleOperators]

@@ -27,14 +27,13 @@ from .._boundary.rows_axis import lift, lower
 from .._boundary.values import map_tensors
 from .._static.parts import describe
 from .._static.recording.names import Names
+from .._static.recording.search import SUMS
 
 __all__ = ["COUNTED_MEANS", "MixingNotes"]
 
 COUNTED_MEANS = (F.cross_entropy, F.nll_loss)
 OUT_OF_PLACE = {getattr(Tensor, f"{name}_"): getattr(Tensor, name) for name in ("add", "sub", "mul", "div")}
 OUT_OF_PLACE |= {getattr(Tensor, f"__i{n}__"): getattr(Tensor, f"__{n}__") for n in ("add", "sub", "mul", "truediv")}
-SUMS = {getattr(Tensor, f"__{kind}{name}__") for kind in ("", "r", "i") for name in ("add", "sub")}
-SUMS |= {Tensor.add, Tensor.sub, Tensor.add_, Tensor.sub_, torch.add, torch.sub}
 CONSTANTS = {torch.zeros, torch.ones, torch.empty, torch.full}
 CONSTANTS |= {Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full}
 

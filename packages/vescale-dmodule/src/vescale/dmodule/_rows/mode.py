@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 from vescale.dtensor import extension
 
 from .._boundary.edges import unwrapped, wrapped
-from .._boundary.rows_axis import gradient_over_rows
+from .._boundary.rows_axis import gradient_over_rows, whole_extremes
 from .._static.operator_mode import OperatorHooks, OperatorMode, active_mode, inactive
 from .._static.operators import RecordedOperator
 from .values import WAY_OUT
@@ -50,6 +50,9 @@ class RowsMode(OperatorMode):
 
     def _draws_rows(self, operator: RecordedOperator) -> bool:
         return operator.draws_rows
+
+    def _run_on_dtensors(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> object:
+        return whole_extremes(super()._run_on_dtensors(operator, args, kwargs))
 
     def _wrapped(self, leaf: Tensor, place: int, operator: RecordedOperator) -> DTensor:
         operand = operator.operands[place]

@@ -31,6 +31,7 @@ from .call import RecordedRows, RowsCall
 from .calls import JointCalls
 from .mode import RowsHooks, RowWiseHooks, from_all_rows, on_all_rows
 from .recording import RowsRecorder
+from .values import Output
 
 __all__ = ["RowsProgram"]
 
@@ -110,19 +111,33 @@ class RowsProgram(JointCalls[RecordedRows]):
 
     def _reduced(self, result: object) -> object:
         """Return a result with the sums over ranks in place of summands."""
-        recorded = iter(self.call.recorded.outputs)
+        outputs = self.call.recorded.outputs
+        for known in outputs:
+            if known.attribute is not None and known.must_be_reduced:
+                self._reduce_attribute(known)
+        recorded = iter([known for known in outputs if known.attribute is None])
 
         def reduce(tensor: Tensor, _where: str) -> Tensor:
             known = next(recorded, None)
-            if known is None or not known.must_be_reduced:
-                return tensor
-            if known.is_loss and tensor.requires_grad:
-                return tensor * self.mesh.size()  # whose mean over ranks is the sum, without communication
-            value = on_all_rows(tensor, known.placements, known.shape, self.mesh)
-            value = value.redistribute(placements=[Replicate()])
-            return from_all_rows(value) if value.requires_grad else _torch.local_of(value)
+            return tensor if known is None or not known.must_be_reduced else self._of_all_rows(tensor, known)
 
         return map_leaves(reduce, result, "")
+
+    def _reduce_attribute(self, known: Output) -> None:
+        """Put the value of all ranks into an attribute in which the call has left a summand, or this rank's mean."""
+        name, key = known.attribute
+        part = self.module.get_submodule(name)
+        table = next(t for t in (_torch.tensor_tables(part)[1], vars(part)) if key in t)
+        tensor = table[key]
+        if not (tensor.requires_grad and not tensor.ndim and known.placements[0].is_partial("avg")):  # else a loss
+            table[key] = self._of_all_rows(tensor, known)
+
+    def _of_all_rows(self, tensor: Tensor, known: Output) -> Tensor:
+        if known.is_loss and tensor.requires_grad:
+            return tensor * self.mesh.size()  # whose mean over ranks is the sum, without communication
+        value = on_all_rows(tensor, known.placements, known.shape, self.mesh)
+        value = value.redistribute(placements=[Replicate()])
+        return from_all_rows(value) if value.requires_grad else _torch.local_of(value)
 
     def _hook(self, operators: Mapping[str, ModuleOperators]) -> None:
         modules = dict(self.module.named_modules())

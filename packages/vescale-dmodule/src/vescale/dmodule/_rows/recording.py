@@ -25,8 +25,9 @@ from .._static.recording.dry_run import new_run, without_side_effects
 from .._static.recording.names import Names
 from .._static.recording.search import search
 from .call import RecordedRows, RowsCall
+from .gradient_hooks import GradientHooks
 from .joint import JointRecorder, no_draws_outside_torch
-from .values import Output, all_rows, difference, outputs_of
+from .values import Output, all_rows, difference, left_in_attributes, outputs_of, tensor_attributes
 
 __all__ = ["RowsRecorder"]
 
@@ -70,8 +71,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         self.call.checks = self.call.is_open = False
         self.keeps_draws = True
         try:
-            with torch.enable_grad():
-                self._run(copied(args), copied(kwargs))
+            self._run(copied(args), copied(kwargs))
         except Exception:
             return False
         return True
@@ -79,10 +79,10 @@ class RowsRecorder(JointRecorder[RecordedRows]):
     def _find(self, args: tuple, kwargs: dict) -> RecordedRows | None:
         parts, generator = self._parts(), generator_fact(self.mesh.device_type)
         recorder, outputs, moved = self._run_on_dtensors(parts, args, kwargs)
-        draws = bool(recorder.drawn)
+        must_be_tried = recorder.drawn or recorder.takes_gradients  # neither is compared in the search
         self._compare([generator] if moved else [])
         mixes = recorder.has_quiet_islands or any(output.must_be_reduced for output in outputs)
-        if not mixes and (not draws or self._draws_slices(recorder, outputs, args, kwargs, moved=moved)):
+        if not mixes and (not must_be_tried or self._runs_alone(recorder, outputs, args, kwargs, moved=moved)):
             return None
         found = RecordedRows(recorder.of_local_parts(parts, all_draws=True), tuple(outputs))
         if compiled := _torch.compiled_parts(self.module):
@@ -121,7 +121,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         searches = True
         while True:
             names = Names()
-            recorder = CallRecorder(names, self.mesh, islands, keeps=searches)
+            recorder = CallRecorder(names, self.mesh, islands, keeps=searches, of_rows=True)
             outputs, moved = self._recorded(recorder, names, parts, args, kwargs)
             self._compare([recorder.fact()])
             for name in filter(parts.is_eager, recorder.drawn):
@@ -142,7 +142,8 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         try:
             # ranks may have equal rows by chance, so what communicates mixes rows, whatever its values are
             with names.watching(parts.modules), debug.comm_log(mesh=self.mesh) as recorder.log, recorder.recording():
-                with no_draws_outside_torch(), extension.on_draw(recorder.note_draw):
+                hooks = GradientHooks(self.mesh, names)
+                with no_draws_outside_torch(), extension.on_draw(recorder.note_draw), hooks:
                     return self._run(*all_rows(args, kwargs, self.mesh))
         finally:
             for handle in handles:
@@ -151,14 +152,16 @@ class RowsRecorder(JointRecorder[RecordedRows]):
     def _run(self, args: tuple, kwargs: dict) -> tuple[list[Output], bool]:
         """Return the outputs of a call without side effects, and whether it drew random numbers."""
         with without_side_effects(self.module):
-            before = random_position(self.mesh.device_type)
-            outputs = outputs_of(self.module(*args, **kwargs))
+            before, attributes = random_position(self.mesh.device_type), tensor_attributes(self.module)
+            with torch.enable_grad():  # a forward may take gradients itself
+                outputs = outputs_of(self.module(*args, **kwargs))
+            outputs += left_in_attributes(attributes, self.module)
             return outputs, random_position(self.mesh.device_type) != before
 
-    def _draws_slices(
+    def _runs_alone(
         self, recorder: CallRecorder, outputs: list[Output], args: tuple, kwargs: dict, *, moved: bool
     ) -> bool:
-        """Return whether random operators draw slices of global draws on all ranks, if each takes its rows for them."""
+        """Return whether calls on this rank's rows are those on all rows, if random operators draw slices for them."""
         drawn = (operator for found in recorder.drawn.values() for operator in found)
         if not all(operator.draws_rows or not operator.drawn_on for operator in drawn):
             return False  # equal values would be an accident: masks of a small rate have few zeros
@@ -182,7 +185,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         differs = difference(found.outputs, mine, self.mesh)
         if highest(float(differs is not None), self.mesh):
             names = Names()
-            recorder = CallRecorder(names, self.mesh, {}, keeps=False, nudges=True)
+            recorder = CallRecorder(names, self.mesh, {}, keeps=False, nudges=True, of_rows=True)
             nudged, _ = self._recorded(recorder, names, parts, args, kwargs)
             differs = differs and difference(found.outputs, mine, self.mesh, nudged)
         if drew != moved:

@@ -6,18 +6,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from vescale.dtensor.extension import Fact, checksum, chunk
+from vescale.dtensor.extension import Fact, checksum, chunk, tensors_in
 
 from .. import _torch
 from .._boundary.convert import is_plain
 from .._boundary.values import copied, describe_value, map_leaves
 from .._static.recording.compare import is_close
 
-__all__ = ["WAY_OUT", "Output", "all_rows", "argument_facts", "difference", "has_rows", "num_rows", "outputs_of"]
+__all__ = [
+    "WAY_OUT",
+    "Output",
+    "all_rows",
+    "argument_facts",
+    "difference",
+    "has_rows",
+    "left_in_attributes",
+    "num_rows",
+    "outputs_of",
+    "tensor_attributes",
+]
 
 WAY_OUT = (
     "if results need not be those of one device, pass per_rank=True to DDP: then every rank is a world of its own, as "
@@ -84,17 +95,19 @@ def has_rows(tensor: Tensor, rows: int | None) -> bool:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a call returns.
+    """A tensor that a call returns, or that it leaves in an attribute.
 
     Attributes:
         value: what this rank has of it.
         shape: global shape.
         placements: None if it is a plain tensor.
+        attribute: names of the module and of its attribute; None if it is returned.
     """
 
     value: Tensor
     shape: torch.Size
     placements: tuple[Placement, ...] | None
+    attribute: tuple[str, str] | None = None
 
     def without_value(self) -> Output:
         """Return the same without the value, to be kept."""
@@ -108,7 +121,8 @@ class Output:
     @property
     def must_be_reduced(self) -> bool:
         """Whether the value on all rows is neither this rank's, nor a loss, of which the mean over ranks counts."""
-        return any(p.is_partial() and (self.shape or not p.is_partial("avg")) for p in self.placements or ())
+        may_be_a_loss = self.attribute is None and not self.shape
+        return any(p.is_partial() and not (may_be_a_loss and p.is_partial("avg")) for p in self.placements or ())
 
 
 def outputs_of(result: object) -> list[Output]:
@@ -116,13 +130,61 @@ def outputs_of(result: object) -> list[Output]:
     found: list[Output] = []
 
     def note(tensor: Tensor, _where: str) -> Tensor:
-        placements = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
-        local = tensor if placements is None else _torch.local_of(tensor)
-        found.append(Output(local.detach().clone(), tensor.shape, placements))
+        found.append(_output(tensor))
         return tensor
 
     map_leaves(note, result, "")
     return found
+
+
+def _output(tensor: Tensor, attribute: tuple[str, str] | None = None) -> Output:
+    placements = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
+    local = tensor if placements is None else _torch.local_of(tensor)
+    return Output(local.detach().clone(), tensor.shape, placements, attribute)
+
+
+Attributes = dict[tuple[str, str], Tensor]
+
+
+def tensor_attributes(module: nn.Module) -> Attributes:
+    """Return the tensors in attributes of a module and of its parts, but no parameters, by names."""
+    return {
+        (name, key): value
+        for name, part in module.named_modules()
+        for table in (_torch.tensor_tables(part)[1], vars(part))
+        for key, value in table.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def left_in_attributes(before: Attributes, module: nn.Module) -> list[Output]:
+    """Return the tensors that a call has left in attributes in place of other values, in the order of their names.
+
+    What it writes into a tensor is not among them.
+
+    Raises:
+        RuntimeError: it has left a summand in a list or dict.
+    """
+    _refuse_summands_in_containers(module)
+    now = tensor_attributes(module).items()
+    return sorted((_output(value, where) for where, value in now if before.get(where) is not value), key=_name)
+
+
+def _refuse_summands_in_containers(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        buffers = _torch.tensor_tables(part)[1]
+        for key, value in vars(part).items():
+            tensors = [] if isinstance(value, Tensor) or value is buffers else tensors_in(value)
+            if any(isinstance(tensor, DTensor) and _output(tensor).must_be_reduced for tensor in tensors):
+                where = f"{name}.{key}".removeprefix(".")
+                raise RuntimeError(
+                    f"it leaves values in {where!r}, a {type(value).__name__}, of which each rank has a summand; "
+                    "return them, or leave each in an attribute"
+                )
+
+
+def _name(output: Output) -> tuple[str, str]:
+    return output.attribute or ("", "")
 
 
 def difference(
@@ -139,18 +201,26 @@ def difference(
         mesh: of the ranks.
         nudged: of a call that shows how far rounding errors reach (see ``_static.recording.rounding``).
     """
-    if len(expected) != len(actual):
-        return f"it returns {len(expected)} tensors for the rows of all ranks, but {len(actual)} for those of one"
+    if [each.attribute for each in expected] != [each.attribute for each in actual]:
+        whole, own = map(_described, (expected, actual))
+        return f"it returns {whole} for the rows of all ranks, but {own} for those of one"
     for number, (theirs, mine) in enumerate(zip(expected, actual, strict=True)):
+        name = f"output {number}" if mine.attribute is None else f"attribute {'.'.join(filter(None, mine.attribute))!r}"
         value = _part(theirs, theirs.value, mine.value, mesh)
         if value.shape != mine.value.shape:
             shapes = f"{tuple(value.shape)}, but on the rows of one {tuple(mine.value.shape)}"
-            return f"output {number} has on the rows of all ranks the local shape {shapes}"
+            return f"{name} has on the rows of all ranks the local shape {shapes}"
         moved = None if nudged is None else _part(theirs, nudged[number].value, mine.value, mesh)
         if not is_close(mine.value, value, moved):
             distance = (mine.value.double() - value.double()).abs().max()
-            return f"output {number} is another one on the rows of one rank: it differs by up to {float(distance):.3g}"
+            return f"{name} is another one on the rows of one rank: it differs by up to {float(distance):.3g}"
     return None
+
+
+def _described(outputs: Sequence[Output]) -> str:
+    left = [".".join(filter(None, each.attribute)) for each in outputs if each.attribute is not None]
+    others = f" and leaves others in {', '.join(left)}" if left else ""
+    return f"{len(outputs) - len(left)} tensors{others}"
 
 
 def _part(output: Output, whole: Tensor, mine: Tensor, mesh: DeviceMesh) -> Tensor:

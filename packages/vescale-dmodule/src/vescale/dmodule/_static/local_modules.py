@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from vescale.dtensor.extension import chunk
 
+from .. import _torch
 from .._execution.patch import Row, attribute_rows
 
 __all__ = ["local_forward", "local_rows", "silent_axes"]
@@ -49,10 +50,15 @@ def silent_axes(module: nn.Module, key: str) -> tuple[int, ...]:
     """Return the axes along which only the first rank adds a parameter: those of the weight for a row-parallel bias."""
     if key != "bias":
         return ()
-    weight, dim = getattr(module, "weight", None), _summed_dim(module)
+    weight, dim = _weight_of(module), _summed_dim(module)
     if dim is None or not isinstance(weight, DTensor) or weight.ndim != 2:
         return ()
     return tuple(axis for axis, placement in enumerate(weight.placements) if placement.is_shard(dim))
+
+
+def _weight_of(module: nn.Module) -> Tensor | None:
+    """Return the parameter of that name. An attribute may be computed at each access, and change state by that."""
+    return _torch.tensor_tables(module)[0].get("weight")
 
 
 def _summed_dim(module: nn.Module) -> int | None:
@@ -61,7 +67,7 @@ def _summed_dim(module: nn.Module) -> int | None:
 
 def local_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Return the local forward of an embedding with a sharded vocabulary; None for other modules."""
-    weight = getattr(module, "weight", None)
+    weight = _weight_of(module)
     if not isinstance(module, nn.Embedding) or not isinstance(weight, DTensor):
         return None
     rows = [axis for axis, placement in enumerate(weight.placements) if placement == Shard(0)]

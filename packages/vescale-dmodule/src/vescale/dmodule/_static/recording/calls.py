@@ -19,7 +19,7 @@ from vescale.dtensor import extension
 
 from ... import _torch
 from ..._boundary.convert import as_dtensor, bring, to_plain
-from ..._boundary.rows_axis import gradient_over_rows, lift, settled
+from ..._boundary.rows_axis import gradient_over_rows, lift, settled, whole_extremes
 from ...errors import NotLocalFriendlyError
 from ..operators import ModuleOperators, Operand, Part, RecordedOperator
 from ..parts import Parts, describe, is_inside, ways_out
@@ -117,10 +117,12 @@ class CallRecorder(TorchFunctionMode):
         keeps: whether to keep the values of all calls, to find out which others must.
         nudges: whether to change every result by rounding errors (see ``rounding``).
         over_rows: whether the first axis of the mesh is that of the rows of data-parallel ranks, ahead of a plan.
+        of_rows: whether the mesh is the axis of the rows of data-parallel ranks; there nothing is recorded of backward.
 
     Attributes:
         drawn: all random operators, by module, and all calls with a generator argument.
         kept: the values of the calls, if they are kept.
+        takes_gradients: whether a call takes gradients itself.
         communicating: calls whose backward redistributed an operand implicitly.
         mesh: of the recorded layouts.
         log: of collectives, if operators that communicate in their own rules count as communicating.
@@ -135,9 +137,10 @@ class CallRecorder(TorchFunctionMode):
         keeps: bool,
         nudges: bool = False,
         over_rows: bool = False,
+        of_rows: bool = False,
     ):
         super().__init__()
-        self._nudges, self._over_rows = nudges, over_rows
+        self._nudges, self._over_rows, self._of_rows = nudges, over_rows, of_rows
         self._names, self.mesh, self._islands, self._keeps = names, mesh, islands, keeps
         self._calls: dict[ModuleCall, list[RecordedOperator]] = {}
         self._first: dict[str, int] = {}  # number of the first call of each module
@@ -147,6 +150,7 @@ class CallRecorder(TorchFunctionMode):
         self.drawn: dict[str, list[RecordedOperator]] = {}
         self.kept: dict[Place, KeptCall] = {}
         self.communicating: set[Place] = set()
+        self.takes_gradients = False
         self.log: Sized = ()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -173,6 +177,8 @@ class CallRecorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self._over_rows and any(isinstance(t, DTensor) and t.device_mesh.ndim == self.mesh.ndim for t in operands):
             result = settled(result, operands)
+        if self._of_rows:
+            result = whole_extremes(result)
         self._communicates |= len(self.log) > num_collectives
         operator.draws = extension.random_position(self.mesh.device_type) != before
         # what communicates draws by the values of all ranks
@@ -182,6 +188,7 @@ class CallRecorder(TorchFunctionMode):
             self._calls.setdefault(self._names.path[-1], []).append(operator)
             if self._keeps and not self._names.path[-1].is_repeat:
                 self.kept[place] = self._kept(operator, leaves, operands, result)
+        self.takes_gradients |= func is torch.autograd.grad
         if operator.draws or isinstance(kwargs.get("generator"), torch.Generator):
             self.drawn.setdefault(self._names.running, []).append(operator)
         if self._nudges and place is not None and not any(result is tensor for tensor in operands):
@@ -282,7 +289,7 @@ class CallRecorder(TorchFunctionMode):
         return tensor.redistribute(placements=placements)
 
     def _whole(self, result: object) -> tuple[int, ...]:
-        if not isinstance(result, Tensor) or result.requires_grad:
+        if not isinstance(result, Tensor) or (result.requires_grad and not self._of_rows):
             return ()
         placements = _describe(result, self.mesh).placements
         return tuple(axis for axis, placement in enumerate(placements) if placement.is_replicate())

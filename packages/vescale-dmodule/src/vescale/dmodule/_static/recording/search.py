@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from ... import _torch
 from ..._boundary.values import copied
 from ..local_modules import local_forward
-from ..operators import Part
+from ..operators import Operand, Part
 from ..parts import Parts, describe
 from .calls import CallRecorder, Island, KeptCall, Place, is_metadata
 from .compare import is_close, raise_together
@@ -41,9 +41,12 @@ from .dry_run import Run, call_locally, without_side_effects
 from .local_sizes import LocalSizes
 from .names import Names
 
-__all__ = ["search"]
+__all__ = ["SUMS", "search"]
 
 logger = logging.getLogger("vescale.dmodule")
+
+SUMS = {getattr(Tensor, f"__{kind}{name}__") for kind in ("", "r", "i") for name in ("add", "sub")}
+SUMS |= {Tensor.add, Tensor.sub, Tensor.add_, Tensor.sub_, torch.add, torch.sub}
 
 UNINITIALIZED = "empty"
 """In the names of functions whose results have no defined values."""
@@ -146,6 +149,11 @@ class _Search(TorchFunctionMode):
         operands = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._compare_constants(place, call, [leaf for leaf in leaves if not isinstance(leaf, Tensor)])
         self._sizes.note_operands(place, operands)
+        if func is torch.autograd.grad:  # of values without a graph; the check takes it
+            return _substitute(call, operands)
+        if func in SUMS and len(set(map(_kind_of_summand, call.operator.operands))) > 1:
+            self._found.add(place)  # equal values would be an accident: a state of zeros
+            return _substitute(call, operands)
         if call.operator.draws and (operands or kwargs.get("generator") is not None):
             return _substitute(call, operands)
         try:
@@ -227,6 +235,11 @@ class _Search(TorchFunctionMode):
             if not torch.equal(mine, theirs):  # rounding errors of one call must not reach the next
                 mine.copy_(theirs)
         return False
+
+
+def _kind_of_summand(operand: Operand) -> tuple[bool, ...]:
+    """Return along which mesh axes the ranks have summands of an operand: a sum with another kind adds that N times."""
+    return tuple(placement.is_partial("sum") for placement in operand.placements)
 
 
 def _same(mine: object, theirs: Tensor) -> bool:
