@@ -116,6 +116,21 @@ class Largest(nn.Module):
         return y.mean((1, 2)).max() - y[:, 0].amin(0).sum() + y[:, :, 1].prod() + y.square().mean()
 
 
+class Assembled(nn.Module):
+    """A result that is put together in memory without values, slice by slice."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(TOKENS)
+
+    def forward(self, x):
+        x = self.lift(x)
+        both = x.new_empty(*x.shape[:-1], 2 * WIDTH)
+        both[..., :WIDTH].copy_(x)
+        both[..., WIDTH:].copy_(self.norm(x)[:, :1].expand(-1, TOKENS, -1))
+        return both
+
+
 class Checkpointed(nn.Module):
     """Backward recomputes layers whose dropout has the rows on dim 1, and one that is shared."""
 
@@ -144,7 +159,7 @@ class Regularized(nn.Module):
 
 
 MIXING = (Recurrent, SequenceFirst, Positions, Statistics, Router, Contrast, Ignoring, Sum, Largest)
-MIXING += (Checkpointed, Regularized)
+MIXING += (Assembled, Checkpointed, Regularized)
 
 
 def build(kind):
@@ -282,6 +297,31 @@ def called(kind):
 def test_a_module_that_mixes_nothing_has_none_and_a_recording_leaves_no_trace():
     shape = torch.Size((2, TOKENS, WIDTH))
     assert run_ranks(called, 2, Plain) == [({}, 2, [shape] * 4)] * 2
+
+
+HELD = []
+
+
+class Holed(Assembled):
+    """Notes what memory without values holds, in a list that outlives the recording."""
+
+    def forward(self, x):
+        memory = x.new_empty(*x.shape[:-1], 2 * WIDTH)
+        HELD.append(bool(memory.isnan().any()))
+        return super().forward(x)
+
+
+def holes():
+    torch.use_deterministic_algorithms(True)  # which fills memory without values with nan
+    model = DDP(build(Holed), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    model(torch.ones(2, TOKENS, WIDTH, dtype=torch.float64))
+    return HELD
+
+
+def test_memory_without_values_has_zeros_where_a_recording_compares_it():
+    for record, compared, *others in run_ranks(holes, 2):
+        assert (record, compared) == (False, False)
+        assert others[-1], "the call itself has what memory holds"
 
 
 def alone_on_rank_0():

@@ -23,6 +23,7 @@ from ..._boundary.rows_axis import gradient_over_rows, lift, settled, whole_extr
 from ...errors import NotLocalFriendlyError
 from ..operators import ModuleOperators, Operand, Part, RecordedOperator
 from ..parts import Parts, describe, is_inside, ways_out
+from .memory import initialized
 from .names import ModuleCall, Names
 from .observe import replicated
 from .rounding import nudged
@@ -174,7 +175,7 @@ class CallRecorder(TorchFunctionMode):
             args, kwargs = _torch.tree_map(lambda leaf: leaf if id(leaf) in kept else _pinned(leaf), (args, kwargs))
         before, versions = extension.random_position(self.mesh.device_type), [_version(t) for t in operands]
         self._communicates, self._drawn_on, num_collectives = False, [], len(self.log)
-        result = func(*args, **kwargs)
+        result = initialized(func, func(*args, **kwargs))
         if self._over_rows and any(isinstance(t, DTensor) and t.device_mesh.ndim == self.mesh.ndim for t in operands):
             result = settled(result, operands)
         if self._of_rows:

@@ -39,6 +39,7 @@ from .calls import CallRecorder, Island, KeptCall, Place, is_metadata
 from .compare import is_close, raise_together
 from .dry_run import Run, call_locally, without_side_effects
 from .local_sizes import LocalSizes
+from .memory import initialized
 from .names import Names
 
 __all__ = ["SUMS", "search"]
@@ -47,9 +48,6 @@ logger = logging.getLogger("vescale.dmodule")
 
 SUMS = {getattr(Tensor, f"__{kind}{name}__") for kind in ("", "r", "i") for name in ("add", "sub")}
 SUMS |= {Tensor.add, Tensor.sub, Tensor.add_, Tensor.sub_, torch.add, torch.sub}
-
-UNINITIALIZED = "empty"
-"""In the names of functions whose results have no defined values."""
 
 
 def search(
@@ -157,7 +155,7 @@ class _Search(TorchFunctionMode):
         if call.operator.draws and (operands or kwargs.get("generator") is not None):
             return _substitute(call, operands)
         try:
-            result = func(*args, **kwargs)
+            result = initialized(func, func(*args, **kwargs))
         except Exception:
             if not (call.returned or call.operands):
                 raise
@@ -218,8 +216,6 @@ class _Search(TorchFunctionMode):
 
     @staticmethod
     def _differs(call: KeptCall, result: object, operands: list[Tensor]) -> bool:
-        if UNINITIALIZED in getattr(call.operator.function, "__name__", ""):
-            return False
         leaves, expected = _torch.tree_leaves(result), _torch.tree_leaves(call.result)
         if len(leaves) != len(expected):
             return bool(call.returned)
