@@ -156,7 +156,7 @@ def refuse_local_statistics(module: nn.Module, rows: JointCalls) -> None:
         if isinstance(part, _LOCAL_STATISTICS):
 
             def refuse(part: nn.Module, _args: tuple, fqn: str = fqn) -> None:
-                if part.training and not (rows.covers_rows or rows.recorder.is_running):
+                if part.training and not rows.covers_rows:
                     raise RuntimeError(
                         f"{fqn!r} ({type(part).__name__}) normalizes by statistics of the local batch, which is not "
                         "what one device computes: the call is not recorded on the rows of all ranks, as in a "

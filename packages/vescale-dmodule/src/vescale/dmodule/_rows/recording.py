@@ -26,7 +26,7 @@ from .._static.recording.names import Names
 from .._static.recording.search import search
 from .call import RecordedRows, RowsCall
 from .gradient_hooks import GradientHooks
-from .joint import JointRecorder, no_draws_outside_torch
+from .joint import JointRecorder, RanksDifferError, no_draws_outside_torch
 from .values import Output, all_rows, difference, left_in_attributes, outputs_of, tensor_attributes
 
 __all__ = ["RowsRecorder"]
@@ -56,7 +56,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
     ):
         super().__init__(module, call.mesh)
         self.call, self._hook, self._row_wise = call, hook, row_wise
-        self.keeps_draws = False
+        self.keeps_draws = self._has_gradients = False
 
     def record(self, args: tuple, kwargs: dict) -> RecordedRows | None:
         """Record a call, see `JointRecorder.record`; what ``torch.compile`` has compiled runs as it is written."""
@@ -65,20 +65,21 @@ class RowsRecorder(JointRecorder[RecordedRows]):
             return super().record(args, kwargs)
 
     def _end(self) -> None:
-        self.is_running = self.keeps_draws = self.call.checks = self.call.is_open = False
+        self.is_running = self.keeps_draws = self._has_gradients = self.call.checks = self.call.is_open = False
 
     def _works_alone(self, args: tuple, kwargs: dict) -> bool:
         self.call.checks = self.call.is_open = False
         self.keeps_draws = True
         try:
-            self._run(copied(args), copied(kwargs))
+            with torch.enable_grad():
+                self._run(copied(args), copied(kwargs))
         except Exception:
             return False
         return True
 
     def _find(self, args: tuple, kwargs: dict) -> RecordedRows | None:
         parts, generator = self._parts(), generator_fact(self.mesh.device_type)
-        recorder, outputs, moved = self._run_on_dtensors(parts, args, kwargs)
+        recorder, outputs, moved = self._recorded_call(parts, args, kwargs)
         must_be_tried = recorder.drawn or recorder.takes_gradients  # neither is compared in the search
         self._compare([generator] if moved else [])
         mixes = recorder.has_quiet_islands or any(output.must_be_reduced for output in outputs)
@@ -90,6 +91,23 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         self._check(found, parts, args, kwargs, moved=moved)
         self._tell_costs()
         return replace(found, outputs=tuple(output.without_value() for output in outputs))
+
+    def _recorded_call(self, parts: Parts, args: tuple, kwargs: dict) -> tuple[CallRecorder, list[Output], bool]:
+        """Record a call without gradients; with them if it fails, since a forward may take gradients itself."""
+        found = error = None
+        try:
+            found = self._run_on_dtensors(parts, args, kwargs)
+        except RanksDifferError:
+            raise
+        except Exception as raised:
+            error = raised
+        if not highest(float(found is None), self.mesh):
+            return found
+        self._has_gradients = True
+        try:
+            return self._run_on_dtensors(parts, args, kwargs)
+        except Exception as again:
+            raise error or again from again
 
     def _parts(self) -> Parts:
         """Return the parts of the module; what row-wise ones call inside depends on the rows, and is not watched."""
@@ -143,17 +161,18 @@ class RowsRecorder(JointRecorder[RecordedRows]):
             # ranks may have equal rows by chance, so what communicates mixes rows, whatever its values are
             with names.watching(parts.modules), debug.comm_log(mesh=self.mesh) as recorder.log, recorder.recording():
                 hooks = GradientHooks(self.mesh, names)
-                with no_draws_outside_torch(), extension.on_draw(recorder.note_draw), hooks:
-                    return self._run(*all_rows(args, kwargs, self.mesh))
+                with no_draws_outside_torch(), extension.on_draw(recorder.note_draw):
+                    return self._run(*all_rows(args, kwargs, self.mesh), hooks)
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _run(self, args: tuple, kwargs: dict) -> tuple[list[Output], bool]:
+    def _run(self, args: tuple, kwargs: dict, hooks: GradientHooks | None = None) -> tuple[list[Output], bool]:
         """Return the outputs of a call without side effects, and whether it drew random numbers."""
         with without_side_effects(self.module):
             before, attributes = random_position(self.mesh.device_type), tensor_attributes(self.module)
-            with torch.enable_grad():  # a forward may take gradients itself
+            gradients = torch.enable_grad() if self._has_gradients else contextlib.nullcontext()
+            with gradients, hooks or contextlib.nullcontext():
                 outputs = outputs_of(self.module(*args, **kwargs))
             outputs += left_in_attributes(attributes, self.module)
             return outputs, random_position(self.mesh.device_type) != before
