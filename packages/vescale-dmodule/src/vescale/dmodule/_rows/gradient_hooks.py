@@ -3,6 +3,8 @@
 A recording has no backward, so each hook is tried at once, on random numbers for a gradient. It may not draw. It must
 be linear: gradients count N times until the mean over N ranks is taken, and of a value that all ranks have, each has a
 summand of the gradient. On a DTensor on the rows of all ranks it must give what it gives on this rank's part.
+
+Most recordings run without gradients, so a hook that code registers only ``if x.requires_grad`` is not seen.
 """
 
 from __future__ import annotations

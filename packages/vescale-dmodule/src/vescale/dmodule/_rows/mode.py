@@ -48,9 +48,6 @@ class RowsMode(OperatorMode):
         self.call.note_position()
         return result
 
-    def _draws_rows(self, operator: RecordedOperator) -> bool:
-        return operator.draws_rows
-
     def _run_on_dtensors(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> object:
         return whole_extremes(super()._run_on_dtensors(operator, args, kwargs))
 

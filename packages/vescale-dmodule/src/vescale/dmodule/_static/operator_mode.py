@@ -174,7 +174,7 @@ class OperatorMode(TorchFunctionMode):
             return self._run_quietly(func, args, kwargs, shapes)
         if not operator.needs_dtensors:
             return func(*args, **kwargs)  # equal on all ranks
-        if self._draws_rows(operator):
+        if operator.draws_rows:
             with random.local_batch(self.mesh):
                 return func(*args, **kwargs)
         if operator.constants:
@@ -187,10 +187,6 @@ class OperatorMode(TorchFunctionMode):
     def sees(self, function: Callable) -> bool:
         """Return whether some calls of a function are recorded in the module that is running."""
         return function in self.operators.functions and self is _running[-1]
-
-    def _draws_rows(self, _operator: RecordedOperator) -> bool:
-        """Return whether an operator draws for rows on dim 0, which local tensors can do as well."""
-        return False
 
     def _run(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> object:
         if self.call.checks and operator.is_island:
