@@ -85,3 +85,35 @@ def test_without_the_change_the_gradients_differ(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "mul_", lambda self, _other: self)
     with pytest.raises(AssertionError):
         assert_same(steps(model), expected)
+
+
+class Doubled(torch.autograd.Function):
+    """The program's own operator in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ARG004 - autograd's signature
+        return 2 * grad
+
+
+class ChangingView(Changing):
+    """It changes a result that is a view: that of a linear layer with three dims."""
+
+    def forward(self, x):
+        hidden = self.up(self.norm(x[None]))
+        return self.down((hidden + Doubled.apply(hidden)).tanh())[0]
+
+
+@ranks(2)
+def test_own_functions_in_place_are_those_of_one_device():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    expected = steps(ChangingView())
+    for mode in ("eager", "static"):
+        torch.manual_seed(0)
+        assert_same(steps(parallelize_module(ChangingView(), mesh, PLAN, mode=mode)), expected)

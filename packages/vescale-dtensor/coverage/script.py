@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from combos import parse
 from program import DTYPES, RTOL, Input, LineFailed, Program, one_device
+from torch.distributed.tensor import Partial, Placement
 
 __all__ = ["script"]
 
@@ -40,7 +41,12 @@ def _described(number: int, each: Input) -> str:
         value = f"(torch.rand({shape}, generator=generator({number})) < 0.6)"
     else:
         value = f"torch.randint({each.kind.removeprefix('int')}, {shape}, generator=generator({number}))"
-    return f"({value}{order}, {list(parse(each.placements))}, {each.requires_grad})"
+    placements = ", ".join(map(_placement, parse(each.placements)))
+    return f"({value}{order}, [{placements}], {each.requires_grad})"
+
+
+def _placement(placement: Placement) -> str:
+    return f'Partial("{placement.reduce_op}")' if isinstance(placement, Partial) else repr(placement)
 
 
 _SCRIPT = """\
@@ -69,7 +75,11 @@ def program({names}):
 def shard(value, placements, requires_grad):
     whole = [Replicate() if p.is_partial() else p for p in placements]
     value = distribute_tensor(value, mesh, whole, src_data_rank=None)
-    return value.redistribute(placements=placements).detach().requires_grad_(requires_grad)
+    local = value.to_local()
+    if any(p.is_partial("sum") and mesh.get_local_rank(axis) for axis, p in enumerate(placements)):
+        local = torch.zeros_like(local)
+    value = DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+    return value.detach().requires_grad_(requires_grad)
 
 
 def weight(number, out):

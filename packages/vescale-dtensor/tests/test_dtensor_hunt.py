@@ -161,8 +161,9 @@ def test_a_planted_program_gets_its_verdict(kind):
 def test_a_finding_is_a_script_that_runs(tmp_path):
     path = tmp_path / "example.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    inputs = (LONG.inputs[0], program.Input((6,), "float", "P"))
     for lines, status in ((LONG.lines, 0), ((*LONG.lines, "v6 = v5 * (1 + isinstance(x0, DTensor))"), 1)):
-        path.write_text(script.script(program.Program(LONG.mesh, LONG.inputs, lines, 1)))
+        path.write_text(script.script(program.Program(LONG.mesh, inputs, lines, 1)))
         done = subprocess.run(command, text=True, capture_output=True, timeout=120, check=False)
         assert done.returncode == status, done.stderr
         assert ("v6: " in done.stderr) == bool(status)

@@ -221,3 +221,28 @@ def test_equal_values_in_the_first_call_do_not_decide_where_rows_are(kind, rates
     for on_dtensors, difference in run_ranks(compared, 2, kind, 4, rates=rates):
         assert difference < 1e-10
         assert any(on_dtensors)
+
+
+class Shifted(OnRows):
+    """One number in a tensor with a dim, of which the results show nothing."""
+
+    def forward(self, x):
+        return self.lift(x).roll(int(torch.randint(1, TOKENS, (1,))), 1).sum(1)
+
+
+class Branching(OnRows):
+    """One number decides, as in layers that are left out at random."""
+
+    def forward(self, x):
+        x = self.lift(x)
+        for _ in range(3):
+            if torch.rand([]) < self.rate:
+                x = F.dropout(x.tanh(), self.rate)
+        return x
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", [Shifted, Branching])
+def test_numbers_that_belong_to_no_row(kind, size):
+    for _, difference in run_ranks(compared, size, kind, 4):
+        assert difference < 1e-10

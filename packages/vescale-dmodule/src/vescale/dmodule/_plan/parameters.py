@@ -38,8 +38,8 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placements: Placements) -> N
     """Replace every parameter, and every buffer named in ``placements``, by its DTensor.
 
     A deferred module is materialized shard by shard. A real one is sharded from the copy on coordinate 0 of each axis,
-    so ranks cannot start from different values. Names, ties, ``requires_grad``, dtypes and Python attributes of
-    parameters are kept.
+    so ranks cannot start from different values. Names, ties, ``requires_grad``, dtypes, gradient hooks and Python
+    attributes of parameters are kept.
     """
     if is_deferred(module):
         materialize(module, mesh, lambda name, _tensor: placements.get(name))
@@ -62,4 +62,6 @@ def _shard(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) 
     if isinstance(tensor, nn.Parameter):
         shard = nn.Parameter(shard, requires_grad=tensor.requires_grad)
         vars(shard).update({name: value for name, value in vars(tensor).items() if name not in vars(shard)})
+        if shard.requires_grad:
+            _torch.share_hooks(tensor, shard)
     return shard

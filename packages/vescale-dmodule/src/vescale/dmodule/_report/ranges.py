@@ -85,13 +85,13 @@ def watched(
     span = Span(where, meter)
     if stays:
         _torch.hook_first(tensor, lambda gradient: span.end((gradient,), ()))  # after a hook of `convert`
-        num_hooks = _torch.count_hooks(tensor)
+        num_hooks = len(_torch.gradient_hooks(tensor))
     begun = meter.begin() if meter is not None else None
     with record_function(PREFIX + where):
         result = convert(alias, placements, where)
     span.row = meter.forward(begun, where, tensor, result) if meter is not None else None
     if result is alias:
-        if stays and _torch.count_hooks(tensor) > num_hooks:
+        if stays and len(_torch.gradient_hooks(tensor)) > num_hooks:
             _torch.hook_first(tensor, lambda gradient: span.start((gradient,)))
         return tensor  # otherwise nothing happens in either direction
     if records and result.requires_grad:

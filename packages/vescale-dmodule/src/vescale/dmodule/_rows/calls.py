@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ from .._boundary.values import describe_value
 from .._static.recording.compare import maxima
 from .joint import JointRecorder, OwnError
 from .values import WAY_OUT, num_rows
+from .watched_hooks import HookWatch
 
 __all__ = ["JointCalls", "calls_of"]
 
@@ -52,6 +54,7 @@ class JointCalls(ABC, Generic[R]):
     """
 
     recorder: JointRecorder[R]
+    runs_on_rows = True  # whether what code sees in backward are gradients of this rank's rows
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh | None, *, meet: Callable[[str], None] | None):
         self.module, self.mesh = module, mesh
@@ -60,6 +63,8 @@ class JointCalls(ABC, Generic[R]):
         self.is_uneven = self.is_off = False
         self._depth = 0  # calls of the module that are running
         self._failure: RuntimeError | None = None  # of a recording of the call in progress, which should fail itself
+        self._hooks_of_backward = HookWatch(module)
+        self._first_call = contextlib.ExitStack()  # open during the first call of a signature
         self._dropouts = [part for part in module.modules() if isinstance(part, _DROPOUTS)]
 
     def __reduce__(self) -> object:
@@ -101,6 +106,7 @@ class JointCalls(ABC, Generic[R]):
             return
         if self._depth and not _torch.is_in_own_forward(module):  # an interrupted call
             self._depth = 0
+            self._first_call.close()
             self._close(None)
         self._depth += 1
         if self._depth == 1 and not self.recorder.is_running:
@@ -109,7 +115,7 @@ class JointCalls(ABC, Generic[R]):
     def _begin(self, args: tuple, kwargs: dict) -> None:
         recorded = self._failure = None
         if self.module.training and torch.is_grad_enabled() and not (self.is_off or _torch.is_traced()):
-            signature = self._signature(args, kwargs)
+            signature, rows = self._signature(args, kwargs), num_rows(args, kwargs) if self.runs_on_rows else None
             is_new = signature not in self.recorded
             if self.is_uneven:
                 is_even, is_new = self._meet_uneven(num_rows(args, kwargs), is_new=is_new)
@@ -122,7 +128,11 @@ class JointCalls(ABC, Generic[R]):
                 except OwnError as raised:
                     self._failure = raised.error
                 self._warn_of_many()
+                self._hooks_of_backward.refresh()
+                registrations = self._hooks_of_backward.registrations(self.recorder.known_hooks, rows)
+                self._first_call.enter_context(registrations)
             recorded = self.recorded.get(signature)
+            self._hooks_of_backward.begin(rows)
         self._open(recorded)
 
     @torch.compiler.disable
@@ -140,6 +150,7 @@ class JointCalls(ABC, Generic[R]):
             mixes = any(map(self._mixes_rows, self.recorded.values()))
         finally:
             self._depth -= 1
+            self._first_call.close()
             self._close(None)
         if mixes:
             found = "; ".join(self.islands()) or "random numbers that are not drawn for the rows on dim 0"
@@ -169,6 +180,8 @@ class JointCalls(ABC, Generic[R]):
         if not self._depth or torch.compiler.is_compiling():
             return None
         self._depth -= 1
+        if not self._depth:
+            self._first_call.close()
         if not self._depth and self._failure is not None:
             failure, self._failure = self._failure, None
             if result is not None:  # it fails on the rows of other ranks

@@ -6,7 +6,7 @@ import contextlib
 import random as python_random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -49,9 +49,11 @@ class JointRecorder(ABC, Generic[R]):
     Attributes:
         is_running: whether a dry run is in progress.
         own_errors: types of errors that name a way out already.
+        known_hooks: the code of the gradient hooks that the last recording has tried.
     """
 
     own_errors: tuple[type[Exception], ...] = ()
+    known_hooks: Container[Hashable] = ()
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh):
         self.module, self.mesh = module, mesh

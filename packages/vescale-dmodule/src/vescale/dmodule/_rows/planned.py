@@ -43,6 +43,7 @@ from .._static.recording.dry_run import without_side_effects
 from .._static.recording.names import Names
 from ..errors import ImplicitRedistributionError, NotLocalFriendlyError, PlanError
 from .calls import JointCalls
+from .functions import OwnFunctions
 from .joint import JointRecorder, no_draws_outside_torch
 from .values import WAY_OUT, has_rows, num_rows
 
@@ -77,7 +78,7 @@ class PlannedRows(JointCalls[RecordedCall]):
         keeps_results: whether the module returns DTensors on this mesh.
     """
 
-    keeps_results = False
+    keeps_results = runs_on_rows = False
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class PlannedRecorder(JointRecorder[RecordedCall]):
             else:
                 program.prepare(args, kwargs)  # on this rank's rows: what the plan does not allow is refused as ever
             self._fails_alone = False
-            with self._rows.opened():
+            with self._rows.opened(), OwnFunctions(self.mesh).on_dtensors():
                 return self._run_eagerly(args, kwargs) if program is None else self._record(args, kwargs)
 
     def _record(self, args: tuple, kwargs: dict) -> RecordedCall:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
 
 from vescale.dtensor import debug, extension
 from vescale.dtensor.extension import bytes_text, generator_fact, random_position
@@ -25,6 +27,7 @@ from .._static.recording.dry_run import new_run, without_side_effects
 from .._static.recording.names import Names
 from .._static.recording.search import search
 from .call import RecordedRows, RowsCall
+from .functions import OwnFunctions
 from .gradient_hooks import GradientHooks
 from .joint import JointRecorder, RanksDifferError, no_draws_outside_torch
 from .values import Output, all_rows, difference, left_in_attributes, outputs_of, tensor_attributes
@@ -57,6 +60,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         super().__init__(module, call.mesh)
         self.call, self._hook, self._row_wise = call, hook, row_wise
         self.keeps_draws = self._has_gradients = False
+        self._functions, self._draws = OwnFunctions(call.mesh), DrawnShapes(call.mesh)
 
     def record(self, args: tuple, kwargs: dict) -> RecordedRows | None:
         """Record a call, see `JointRecorder.record`; what ``torch.compile`` has compiled runs as it is written."""
@@ -68,8 +72,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         self.is_running = self.keeps_draws = self._has_gradients = self.call.checks = self.call.is_open = False
 
     def _works_alone(self, args: tuple, kwargs: dict) -> bool:
-        self.call.checks = self.call.is_open = False
-        self.keeps_draws = True
+        self.call.checks = self.call.is_open = self.keeps_draws = False
         try:
             with torch.enable_grad():
                 self._run(copied(args), copied(kwargs))
@@ -80,7 +83,8 @@ class RowsRecorder(JointRecorder[RecordedRows]):
     def _find(self, args: tuple, kwargs: dict) -> RecordedRows | None:
         parts, generator = self._parts(), generator_fact(self.mesh.device_type)
         recorder, outputs, moved = self._recorded_call(parts, args, kwargs)
-        must_be_tried = recorder.drawn or recorder.takes_gradients  # neither is compared in the search
+        # none of these is compared in the search
+        must_be_tried = recorder.drawn or recorder.takes_gradients or self._functions
         self._compare([generator] if moved else [])
         mixes = recorder.has_quiet_islands or any(output.must_be_reduced for output in outputs)
         if not mixes and (not must_be_tried or self._runs_alone(recorder, outputs, args, kwargs, moved=moved)):
@@ -140,6 +144,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         while True:
             names = Names()
             recorder = CallRecorder(names, self.mesh, islands, keeps=searches, of_rows=True)
+            recorder.is_inner = lambda: self._functions.is_inside
             outputs, moved = self._recorded(recorder, names, parts, args, kwargs)
             self._compare([recorder.fact()])
             for name in filter(parts.is_eager, recorder.drawn):
@@ -161,7 +166,14 @@ class RowsRecorder(JointRecorder[RecordedRows]):
             # ranks may have equal rows by chance, so what communicates mixes rows, whatever its values are
             with names.watching(parts.modules), debug.comm_log(mesh=self.mesh) as recorder.log, recorder.recording():
                 hooks = GradientHooks(self.mesh, names)
-                with no_draws_outside_torch(), extension.on_draw(recorder.note_draw):
+                self.known_hooks = hooks.known
+                self._draws = DrawnShapes(self.mesh)
+                with (
+                    no_draws_outside_torch(),
+                    extension.on_draw(recorder.note_draw),
+                    self._functions.on_all_rows(names),
+                    self._draws,
+                ):
                     return self._run(*all_rows(args, kwargs, self.mesh), hooks)
         finally:
             for handle in handles:
@@ -184,11 +196,15 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         drawn = (operator for found in recorder.drawn.values() for operator in found)
         if not all(operator.draws_rows or not operator.drawn_on for operator in drawn):
             return False  # equal values would be an accident: masks of a small rate have few zeros
-        self.keeps_draws = True
-        mine, drew = self._run(copied(args), copied(kwargs))
+        if not self._draws.have_dims:
+            return False
+        self.keeps_draws, own = True, DrawnShapes(self.mesh)
+        with self._functions.on_own_rows(), own:
+            mine, drew = self._run(copied(args), copied(kwargs))
         self.keeps_draws = False
-        differs = drew != moved or difference(outputs, mine, self.mesh) is not None
-        return not highest(float(differs), self.mesh)
+        differs = drew != moved or self._functions.difference or difference(outputs, mine, self.mesh)
+        differs = differs or not own.are_rows_of(self._draws)
+        return not highest(float(bool(differs)), self.mesh)
 
     def _check(self, found: RecordedRows, parts: Parts, args: tuple, kwargs: dict, *, moved: bool) -> None:
         """Run a call as later calls will run, and compare it with the recorded one. Collective over the ranks.
@@ -199,7 +215,8 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         self._hook(found.operators)
         self.call.open(found)
         self.call.checks, self.call.num_bytes = True, 0
-        mine, drew = self._run(copied(args), copied(kwargs))
+        with self._functions.on_own_rows():
+            mine, drew = self._run(copied(args), copied(kwargs))
         self.call.checks = self.call.is_open = False
         differs = difference(found.outputs, mine, self.mesh)
         if highest(float(differs is not None), self.mesh):
@@ -207,10 +224,39 @@ class RowsRecorder(JointRecorder[RecordedRows]):
             recorder = CallRecorder(names, self.mesh, {}, keeps=False, nudges=True, of_rows=True)
             nudged, _ = self._recorded(recorder, names, parts, args, kwargs)
             differs = differs and difference(found.outputs, mine, self.mesh, nudged)
+        differs = differs or self._functions.difference
         if drew != moved:
             differs = f"it {'draws' if moved else 'does not draw'} random numbers for the rows of all ranks alone"
         if differs is not None:
             raise RuntimeError(differs)
+
+
+class DrawnShapes(TorchFunctionMode):
+    """The global shapes of what random operators return while the mode is active, in the order of their calls."""
+
+    def __init__(self, mesh: DeviceMesh):
+        super().__init__()
+        self._mesh = mesh
+        self._shapes: list[list[torch.Size]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        before = random_position(self._mesh.device_type)
+        result = func(*args, **(kwargs or {}))
+        if random_position(self._mesh.device_type) != before:
+            self._shapes.append([leaf.shape for leaf in _torch.tree_leaves(result) if isinstance(leaf, Tensor)])
+        return result
+
+    @property
+    def have_dims(self) -> bool:
+        """Whether none is a single number, which belongs to no rows."""
+        return all(shape for shapes in self._shapes for shape in shapes)
+
+    def are_rows_of(self, whole: DrawnShapes) -> bool:
+        """Return whether each has fewer rows than its counterpart for the rows of all ranks."""
+        if len(self._shapes) != len(whole._shapes):
+            return False
+        pairs = (pair for both in zip(self._shapes, whole._shapes, strict=True) for pair in zip(*both, strict=False))
+        return all(mine != theirs for mine, theirs in pairs)
 
 
 def _mixes_in_compiled_code(found: RecordedRows, compiled: list[str]) -> str:

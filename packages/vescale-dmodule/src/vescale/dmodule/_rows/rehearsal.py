@@ -43,6 +43,7 @@ from .._static.recording.compare import is_close, maxima
 from .._static.recording.dry_run import without_side_effects
 from .._static.recording.names import Names
 from .calls import calls_of
+from .functions import OwnFunctions
 from .known import known_row_wise
 from .mixing import COUNTED_MEANS, MixingNotes
 from .planned import OnAxis, PlannedRows, RowWisePart, placement_of_rows
@@ -105,6 +106,7 @@ class Rehearsal:
         self._module, self._row_wise = module, {*row_wise, *known_row_wise(module)}
         self._ghost = _torch.ghost_mesh(device_type, AXIS)
         self._planned: _PlannedRehearsal | None = None
+        self._functions = OwnFunctions(self._ghost)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -164,6 +166,11 @@ class Rehearsal:
             if anywhere(not found.is_clean):
                 again = self._tried(call, args, kwargs, alone, splits_constants=True)
                 found = found if anywhere(not again.is_clean) else again
+            if anywhere(bool(self._functions)):
+                with self._functions.on_own_rows():
+                    self._as_it_is(call, args, kwargs)
+                if found.is_clean and self._functions.difference is not None:
+                    found = replace(found, mixing=(self._functions.difference,))
             return replace(found, written=tuple(alone.buffers))
 
     def _as_it_is(self, call: Callable[[tuple, dict], Tensor | None], args: tuple, kwargs: dict) -> _Alone:
@@ -202,6 +209,7 @@ class Rehearsal:
             if planned is None:
                 log: Sized = OnAxis(stack.enter_context(debug.comm_log(mesh=self._ghost)), AXIS)
                 args, kwargs = all_rows(args, kwargs, self._ghost)
+                stack.enter_context(self._functions.on_all_rows(names))
             else:
                 args, kwargs = planned.distribute(args, kwargs)
                 stack.enter_context(planned.rehearsing())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.overrides import TorchFunctionMode
@@ -93,6 +93,7 @@ class KeptCall:
         shape: of that result, the same on all ranks.
         trained: the operands that are parameters.
         cuts: mesh axes along which ranks have parts of an operand or of the result.
+        is_inner: whether it is a call of the forward of an ``autograd.Function``, of which only the results count.
     """
 
     operator: RecordedOperator
@@ -106,6 +107,7 @@ class KeptCall:
     shape: tuple[int, ...]
     trained: list[Tensor]
     cuts: set[int]
+    is_inner: bool
 
 
 class CallRecorder(TorchFunctionMode):
@@ -127,6 +129,7 @@ class CallRecorder(TorchFunctionMode):
         communicating: calls whose backward redistributed an operand implicitly.
         mesh: of the recorded layouts.
         log: of collectives, if operators that communicate in their own rules count as communicating.
+        is_inner: whether calls are those of the forward of an ``autograd.Function`` (see ``_rows.functions``).
     """
 
     def __init__(
@@ -153,6 +156,7 @@ class CallRecorder(TorchFunctionMode):
         self.communicating: set[Place] = set()
         self.takes_gradients = False
         self.log: Sized = ()
+        self.is_inner: Callable[[], bool] = bool
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -256,8 +260,9 @@ class CallRecorder(TorchFunctionMode):
             averages=any(map(self._is_mean, (*operands, *_torch.tree_leaves(result)))),
             whole=() if places else self._whole(result),
             shape=tuple(result.shape) if isinstance(result, Tensor) else (),
-            trained=[t for t in operands if isinstance(t, DTensor) and t.is_leaf and t.requires_grad],
+            trained=[t for t in operands if isinstance(t, nn.Parameter) and isinstance(t, DTensor) and t.requires_grad],
             cuts=_cut_axes((*operands, *_torch.tree_leaves(result))),
+            is_inner=self.is_inner(),
         )
 
     def _is_mean(self, leaf: object) -> bool:

@@ -177,7 +177,7 @@ class _Search(TorchFunctionMode):
                 return part
         elif call.operator.draws:
             return _substitute(call, operands)
-        elif not self._differs(call, mine, operands):
+        elif not self._differs(call, mine, operands) or (call.is_inner and not call.communicates):
             return mine
         self._found.add(place)
         return _substitute(call, operands)

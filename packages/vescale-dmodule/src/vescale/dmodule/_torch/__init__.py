@@ -1,4 +1,4 @@
-"""The only file of ``vescale.dmodule`` that uses private names of torch."""
+"""The only folder of ``vescale.dmodule`` that uses private names of torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import functools
 import itertools
 import operator
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -25,6 +24,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale.dtensor.extension import group_of_ranks, name_group, waits_of
 
+from .hooks import (
+    direct_apply,
+    functions_applied_by,
+    gradient_hooks,
+    has_global_hooks,
+    have_backward_hooks,
+    hook_first,
+    hook_tables,
+    hooks_registered_by,
+    module_hook_tables,
+    share_hooks,
+    without_hooks,
+)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -37,15 +50,18 @@ __all__ = [
     "awaited",
     "backward_number",
     "compiled_parts",
-    "count_hooks",
     "direct_apply",
     "flat_group",
     "for_each",
+    "functions_applied_by",
     "ghost_mesh",
+    "gradient_hooks",
     "has_dispatch_mode",
     "has_global_hooks",
+    "have_backward_hooks",
     "hook_first",
     "hook_tables",
+    "hooks_registered_by",
     "in_backward",
     "is_compiler_error",
     "is_full_cache",
@@ -64,6 +80,7 @@ __all__ = [
     "repeated",
     "replicate_plain_operands",
     "run_backward",
+    "share_hooks",
     "sum_later",
     "tensor_tables",
     "train_flags",
@@ -236,48 +253,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def hook_tables(leaf: Tensor) -> tuple[dict, dict]:
-    """Return the tables of the gradient hooks and of the post-accumulate hooks of a leaf; create missing tables.
-
-    Later registrations use the same tables.
-    """
-    if leaf._backward_hooks is None:
-        leaf._backward_hooks = OrderedDict()
-    if leaf._post_accumulate_grad_hooks is None:
-        leaf._post_accumulate_grad_hooks = OrderedDict()
-    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
-
-
-def hook_first(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
-    """Register a gradient hook of a tensor that runs before those that it has."""
-    others = list((tensor._backward_hooks or {}).items())
-    for key, _ in others:  # autograd uses the insertion order, not that of an OrderedDict
-        del tensor._backward_hooks[key]
-    tensor.register_hook(hook)
-    tensor._backward_hooks.update(others)
-
-
-def count_hooks(tensor: Tensor) -> int:
-    """Return the number of gradient hooks of a tensor."""
-    return len(tensor._backward_hooks or ())
-
-
-@contextlib.contextmanager
-def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Remove the gradient hooks of some leaf tensors while the context is open."""
-    hooked = [t for t in tensors if t._backward_hooks or t._post_accumulate_grad_hooks]
-    kept = [(t, t._backward_hooks, t._post_accumulate_grad_hooks) for t in hooked]
-    for tensor in hooked:
-        # torch ignores an assignment of None to the second
-        tensor._backward_hooks, tensor._post_accumulate_grad_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
-        for tensor, before, after in kept:
-            tensor._backward_hooks = OrderedDict() if before is None else before
-            tensor._post_accumulate_grad_hooks = OrderedDict() if after is None else after
-
-
 def _needs_operators(tensor: Tensor) -> bool:
     """Return whether collectives must run as operators: under a compiler or dispatch mode, or for a complex tensor."""
     return torch.compiler.is_compiling() or has_dispatch_mode() or tensor.is_complex()
@@ -354,15 +329,6 @@ def sum_later(group: dist.ProcessGroup) -> Callable[[Tensor], dist.Work | None]:
     return lambda tensor: group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
 
-def direct_apply(function: type[torch.autograd.Function]) -> Callable:
-    """Return ``function.apply`` without its support of ``torch.func`` transforms, which takes half its time.
-
-    Backward calls ``function.backward`` directly. A compiler must trace ``function.apply`` instead.
-    """
-    function._backward_cls.apply = function.backward
-    return super(torch.autograd.Function, function).apply
-
-
 def flat_group(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
     """Return the ranks that differ from this one along ``axes`` only, in the order of their coordinates.
 
@@ -415,11 +381,6 @@ def ordinary_call(module: nn.Module) -> Callable:
     return module._call_impl
 
 
-def has_global_hooks() -> bool:
-    """Return whether hooks for the calls of all modules are registered."""
-    return nn.modules.module._has_any_global_hook()
-
-
 def is_in_own_forward(module: nn.Module) -> bool:
     """Return whether another call of ``module`` encloses the running one; for hooks of the running call."""
     frame, num_calls = sys._getframe(1), 0
@@ -428,11 +389,6 @@ def is_in_own_forward(module: nn.Module) -> bool:
         num_calls += is_call and frame.f_locals.get("self") is module
         frame = frame.f_back
     return num_calls > 1
-
-
-def module_hook_tables(module: nn.Module) -> list[dict]:
-    """Return the tables of the forward and backward hooks of a module, without submodules."""
-    return [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
 
 
 def is_full_cache(error: Exception) -> bool:

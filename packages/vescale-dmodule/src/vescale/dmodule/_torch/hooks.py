@@ -1,0 +1,137 @@
+"""Hooks of tensors and of modules, and ``autograd.Function``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+__all__ = [
+    "direct_apply",
+    "functions_applied_by",
+    "gradient_hooks",
+    "has_global_hooks",
+    "have_backward_hooks",
+    "hook_first",
+    "hook_tables",
+    "hooks_registered_by",
+    "module_hook_tables",
+    "share_hooks",
+    "without_hooks",
+]
+
+
+def hook_tables(leaf: Tensor) -> tuple[dict, dict]:
+    """Return the tables of the gradient hooks and of the post-accumulate hooks of a leaf; create missing tables.
+
+    Later registrations use the same tables.
+    """
+    if leaf._backward_hooks is None:
+        leaf._backward_hooks = OrderedDict()
+    if leaf._post_accumulate_grad_hooks is None:
+        leaf._post_accumulate_grad_hooks = OrderedDict()
+    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
+
+
+def hook_first(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Register a gradient hook of a tensor that runs before those that it has."""
+    others = list((tensor._backward_hooks or {}).items())
+    for key, _ in others:  # autograd uses the insertion order, not that of an OrderedDict
+        del tensor._backward_hooks[key]
+    tensor.register_hook(hook)
+    tensor._backward_hooks.update(others)
+
+
+def gradient_hooks(tensor: Tensor) -> dict[int, Callable]:
+    """Return the table of the gradient hooks of a tensor; an empty one if it has none yet."""
+    return tensor._backward_hooks or {}
+
+
+def have_backward_hooks(modules: Iterable[nn.Module], tensors: Iterable[Tensor]) -> bool:
+    """Return whether any of the modules has hooks for backward, or any of the tensors gradient hooks."""
+    return any(t._backward_hooks for t in tensors) or any(m._backward_hooks or m._backward_pre_hooks for m in modules)
+
+
+def share_hooks(source: Tensor, target: Tensor) -> None:
+    """Give a leaf the tables of the gradient hooks of another one, so that handles remove them from both."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+    if source._post_accumulate_grad_hooks:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+@contextlib.contextmanager
+def hooks_registered_by(convert: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Register ``convert(hook)`` in place of each gradient hook while the context is open."""
+    stock = Tensor.register_hook
+
+    def register_hook(tensor: Tensor, hook: Callable) -> RemovableHandle:
+        return stock(tensor, convert(hook))
+
+    Tensor.register_hook = register_hook
+    try:
+        yield
+    finally:
+        Tensor.register_hook = stock
+
+
+@contextlib.contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Remove the gradient hooks of some leaf tensors while the context is open."""
+    hooked = [t for t in tensors if t._backward_hooks or t._post_accumulate_grad_hooks]
+    kept = [(t, t._backward_hooks, t._post_accumulate_grad_hooks) for t in hooked]
+    for tensor in hooked:
+        # torch ignores an assignment of None to the second
+        tensor._backward_hooks, tensor._post_accumulate_grad_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for tensor, before, after in kept:
+            tensor._backward_hooks = OrderedDict() if before is None else before
+            tensor._post_accumulate_grad_hooks = OrderedDict() if after is None else after
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable:
+    """Return ``function.apply`` without its support of ``torch.func`` transforms, which takes half its time.
+
+    Backward calls ``function.backward`` directly. A compiler must trace ``function.apply`` instead.
+    """
+    function._backward_cls.apply = function.backward
+    return super(torch.autograd.Function, function).apply
+
+
+@contextlib.contextmanager
+def functions_applied_by(apply: Callable[[type, Callable, tuple], object]) -> Iterator[None]:
+    """Apply each ``autograd.Function`` by ``apply(function, stock, args)`` while the context is open.
+
+    Code may have kept ``function.apply`` before, which finds the method behind it in a base class at each call.
+    """
+    base = torch.autograd.function._SingleLevelFunction
+    before = vars(base).get("apply")
+
+    def instead(function: type, *args: object, **kwargs: object) -> object:
+        return apply(function, functools.partial(super(base, function).apply, **kwargs), args)
+
+    base.apply = classmethod(instead)
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.apply
+        else:
+            base.apply = before
+
+
+def module_hook_tables(module: nn.Module) -> list[dict]:
+    """Return the tables of the forward and backward hooks of a module, without submodules."""
+    return [module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks]
+
+
+def has_global_hooks() -> bool:
+    """Return whether hooks for the calls of all modules are registered."""
+    return nn.modules.module._has_any_global_hook()
