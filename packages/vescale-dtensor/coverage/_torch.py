@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -138,6 +139,9 @@ def _counting(function):
 class NoisySums(TorchDispatchMode):
     """Changes the results of `SUMS`, and what each operator reads of some tensors, by a relative noise.
 
+    Zeros in complex results get one sign: kernels give them another one for one element than for several, and on a
+    branch cut it decides.
+
     Args:
         share: How much of it, and with which sign.
         unit: How large it is; in coarse dtypes as large as rounding errors of sums.
@@ -159,6 +163,11 @@ class NoisySums(TorchDispatchMode):
             for result in results if isinstance(results, tuple) else (results,):
                 if result is not None and (result.is_floating_point() or result.is_complex()):
                     result.mul_(self._factor(result))
+        if not op._schema._is_view_op():
+            for result in results if isinstance(results, tuple) else (results,):
+                if isinstance(result, Tensor) and result.is_complex() and not result.is_conj():
+                    parts = torch.view_as_real(result)
+                    parts.copy_(torch.where(parts == 0, math.copysign(0.0, self._share), parts))
         return results
 
     def _read(self, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -51,6 +51,14 @@ def test_programs_that_another_order_of_additions_changes_have_no_result():
         assert program.is_steady(program.Program((2,), inputs, lines[:1], 0)) is not None
 
 
+def test_programs_on_a_branch_cut_have_no_result():
+    """Whether the square root of a negative number is above or below the real axis is the sign of a zero."""
+    lines = ("v0 = x0.to(torch.complex128)", "v0.narrow(2,0,1).neg_()", "v1 = v0.sqrt()")
+    for changed, is_steady in ((lines, False), ((*lines[:2], "v1 = v0.abs()"), True)):
+        inputs = (program.Input((4, 1, 1), "float", "S0"),)
+        assert (program.is_steady(program.Program((2,), inputs, changed, 0)) is not None) is is_steady
+
+
 def test_sums_over_ranks_that_are_added_up_twice_have_no_result():
     """Three addends have several orders, two have one; an operator reads its operand once, and what it writes is it."""
     looked_up = ("v0 = F.embedding(x1, x0)", "v1 = v0 > x0[x1]")
