@@ -177,13 +177,13 @@ def test_uneven_rows_of_a_module_that_mixes_them():
 
 @ranks(2)
 def test_statistics_of_a_local_batch():
-    """A compiled module is not recorded."""
+    """Compiled code is not recorded."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     module[0].compile(backend="eager")
     model = DDP(module, mesh)
     with pytest.raises(
-        RuntimeError, match=r"'1' \(BatchNorm1d\) normalizes by statistics of the local batch.*per_rank"
+        RuntimeError, match=r"torch.compile has compiled module '0'.*batch_norm on .* in module '1'.*per_rank"
     ):
         model(torch.ones(4, 3))
     model.eval()(torch.ones(4, 3))

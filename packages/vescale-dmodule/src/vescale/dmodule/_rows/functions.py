@@ -77,7 +77,7 @@ class OwnFunctions:
         return any(found is not None for found in self._found)
 
     @contextlib.contextmanager
-    def on_all_rows(self, names: Names) -> Iterator[None]:
+    def on_all_rows(self, names: Names, *, has_gradients: bool = False) -> Iterator[None]:
         """Run the backward of functions that are applied to DTensors while the context is open."""
         self._found = []
 
@@ -86,11 +86,11 @@ class OwnFunctions:
             name = f"{_text(function)} in {describe(names.running)}"
             self._found.append(self._on_all_rows(name, result, args))
 
-        with self._noted(note):
+        with self._noted(note, has_gradients=has_gradients):
             yield
 
     @contextlib.contextmanager
-    def on_own_rows(self) -> Iterator[None]:
+    def on_own_rows(self, *, has_gradients: bool = False) -> Iterator[None]:
         """Compare the backward of functions that are applied while the context is open."""
         self._position, self.difference = 0, None
 
@@ -101,7 +101,7 @@ class OwnFunctions:
             if found is not None and self.difference is None:
                 self.difference = self._compared(found, result)
 
-        with self._noted(compare):
+        with self._noted(compare, has_gradients=has_gradients):
             yield
 
     @contextlib.contextmanager
@@ -119,26 +119,26 @@ class OwnFunctions:
             if node is not None and not is_linear(lambda seeds: _gradients(node, seeds), like):
                 raise RuntimeError(f"the backward of {_text(function)} {NOT_LINEAR}")
 
-        with self._noted(refuse):
+        with self._noted(refuse, has_gradients=True):
             yield
 
     @contextlib.contextmanager
-    def _noted(self, note: Callable[[type, object, tuple], None]) -> Iterator[None]:
+    def _noted(self, note: Callable[[type, object, tuple], None], *, has_gradients: bool) -> Iterator[None]:
         def apply(function: type, stock: Callable, args: tuple) -> object:
             if self.is_inside or function.__module__.startswith(("torch.", "vescale.")):
                 return stock(*args)
-            self.is_inside, has_gradients = True, torch.is_grad_enabled()
+            self.is_inside, is_grad_enabled = True, torch.is_grad_enabled()
             try:
                 _set_grad_enabled(True)
-                used = args if has_gradients else _differentiable(args)
+                used = args if is_grad_enabled else _differentiable(args)
                 result = stock(*used)
                 note(function, result, args)
             finally:
-                _set_grad_enabled(has_gradients)
+                _set_grad_enabled(is_grad_enabled)
                 self.is_inside = False
             return _as_given(args, used, result)
 
-        with _torch.functions_applied_by(apply):
+        with _torch.functions_applied_by(apply, has_gradients=has_gradients):
             yield
 
     def _on_all_rows(self, name: str, result: object, args: tuple) -> Applied | None:

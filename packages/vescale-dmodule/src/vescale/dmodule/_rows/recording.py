@@ -171,7 +171,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
                 with (
                     no_draws_outside_torch(),
                     extension.on_draw(recorder.note_draw),
-                    self._functions.on_all_rows(names),
+                    self._functions.on_all_rows(names, has_gradients=self._has_gradients),
                     self._draws,
                 ):
                     return self._run(*all_rows(args, kwargs, self.mesh), hooks)
@@ -199,7 +199,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         if not self._draws.have_dims:
             return False
         self.keeps_draws, own = True, DrawnShapes(self.mesh)
-        with self._functions.on_own_rows(), own:
+        with self._functions.on_own_rows(has_gradients=self._has_gradients), own:
             mine, drew = self._run(copied(args), copied(kwargs))
         self.keeps_draws = False
         differs = drew != moved or self._functions.difference or difference(outputs, mine, self.mesh)
@@ -215,7 +215,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         self._hook(found.operators)
         self.call.open(found)
         self.call.checks, self.call.num_bytes = True, 0
-        with self._functions.on_own_rows():
+        with self._functions.on_own_rows(has_gradients=self._has_gradients):
             mine, drew = self._run(copied(args), copied(kwargs))
         self.call.checks = self.call.is_open = False
         differs = difference(found.outputs, mine, self.mesh)

@@ -106,18 +106,46 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable:
 
 
 @contextlib.contextmanager
-def functions_applied_by(apply: Callable[[type, Callable, tuple], object]) -> Iterator[None]:
+def functions_applied_by(
+    apply: Callable[[type, Callable, tuple], object], *, has_gradients: bool = False
+) -> Iterator[None]:
     """Apply each ``autograd.Function`` by ``apply(function, stock, args)`` while the context is open.
 
-    Code may have kept ``function.apply`` before, which finds the method behind it in a base class at each call.
+    Code may have kept ``function.apply`` before. Until torch 2.13 it finds the method behind it in a base class at each
+    call. Since then it is bound to the function alone, which looks up its forward: that applies the function again.
+
+    Args:
+        apply: makes the call.
+        has_gradients: whether backward of the calls runs, which the second way does not allow.
     """
-    base = torch.autograd.function._SingleLevelFunction
-    before = vars(base).get("apply")
+    is_python = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+    base = torch.autograd.function._SingleLevelFunction if is_python else torch.autograd.Function
+    before, meta, depth = vars(base).get("apply"), type(base), 0
+    getter = vars(meta).get("__getattribute__")
 
     def instead(function: type, *args: object, **kwargs: object) -> object:
-        return apply(function, functools.partial(super(base, function).apply, **kwargs), args)
+        nonlocal depth
+        depth += 1
+        try:
+            return apply(function, functools.partial(super(base, function).apply, **kwargs), args)
+        finally:
+            depth -= 1
+
+    def look_up(function: type, name: str) -> object:
+        value = type.__getattribute__(function, name)
+        if name != "forward" or depth or function.__module__.startswith(("torch.", "vescale.")):
+            return value
+        if has_gradients:
+            raise RuntimeError(
+                f"{function.__qualname__} (torch.autograd.Function) was applied by a method that the program has kept "
+                f"before; call {function.__qualname__}.apply(...) itself"
+            )
+        takes_context = function.setup_context is torch.autograd.function._SingleLevelFunction.setup_context
+        return lambda *args: instead(function, *args[takes_context:])
 
     base.apply = classmethod(instead)
+    if not is_python:
+        meta.__getattribute__ = look_up
     try:
         yield
     finally:
@@ -125,6 +153,11 @@ def functions_applied_by(apply: Callable[[type, Callable, tuple], object]) -> It
             del base.apply
         else:
             base.apply = before
+        if not is_python:
+            if getter is None:
+                del meta.__getattribute__
+            else:
+                meta.__getattribute__ = getter
 
 
 def module_hook_tables(module: nn.Module) -> list[dict]:

@@ -30,11 +30,13 @@ carriers: list[Carrier] = []
 
 def checkpoint_patch() -> PatchGroup:
     """Return the patch of both kinds of checkpoints, reentrant and not."""
+    name = "_checkpoint_without_reentrant_generator"
+    since_2_14 = f"{name}_impl"
     return PatchGroup(
         "torch.utils.checkpoint: CheckpointFunction, _checkpoint_without_reentrant_generator",
         [
             AttributePatch((checkpoint.CheckpointFunction,), "forward", _reentrant),
-            AttributePatch((checkpoint,), "_checkpoint_without_reentrant_generator", _not_reentrant),
+            AttributePatch((checkpoint,), since_2_14 if hasattr(checkpoint, since_2_14) else name, _not_reentrant),
         ],
     )
 
