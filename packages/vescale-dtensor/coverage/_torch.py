@@ -139,8 +139,8 @@ def _counting(function):
 class NoisySums(TorchDispatchMode):
     """Changes the results of `SUMS`, and what each operator reads of some tensors, by a relative noise.
 
-    Zeros in complex results get one sign: kernels give them another one for one element than for several, and on a
-    branch cut it decides.
+    Zeros in results of complex operands get one sign: kernels give them another one for one element than for several,
+    and on a branch cut it decides.
 
     Args:
         share: How much of it, and with which sign.
@@ -163,7 +163,7 @@ class NoisySums(TorchDispatchMode):
             for result in results if isinstance(results, tuple) else (results,):
                 if result is not None and (result.is_floating_point() or result.is_complex()):
                     result.mul_(self._factor(result))
-        if not op._schema._is_view_op():
+        if not op._schema._is_view_op() and any(isinstance(t, Tensor) and t.is_complex() for t in tree_leaves(args)):
             for result in results if isinstance(results, tuple) else (results,):
                 if isinstance(result, Tensor) and result.is_complex() and not result.is_conj():
                     parts = torch.view_as_real(result)
