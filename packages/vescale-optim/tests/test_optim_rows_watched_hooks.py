@@ -1,5 +1,7 @@
 """Hooks for backward that no recording sees change gradients as on one device, or are refused in backward."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,6 +60,14 @@ def with_gradients(hook):
     return lambda: Net(hook)
 
 
+class Both(Net):
+    """The recording sees one hook without code of its own, and not the other."""
+
+    def forward(self, x):
+        (2 * self.lift.bias).register_hook(functools.partial(torch.mul, 2))
+        return super().forward(x)
+
+
 def noisy(grad):
     return grad + torch.randn_like(grad)
 
@@ -87,6 +97,11 @@ REFUSED = {
     "counts rows of a module": (before_module(lambda grad: (grad / len(grad),)), f"{MODULE} 'out'", ROWS_MIXED),
     "draws for a module": (before_module(lambda grad: (noisy(grad),)), f"{MODULE} 'out'", "draws random numbers"),
     "mixes rows in a forward": (with_gradients(lambda grad: grad - grad.mean(0)), FORWARD, ROWS_MIXED),
+    "clips in a forward, beside another hook": (
+        lambda: Both(functools.partial(torch.clamp, min=-1e-3, max=1e-3)),
+        FORWARD,
+        LINEAR,
+    ),
     "clips in a forward": (with_gradients(lambda grad: grad.clamp(-1e-3, 1e-3)), FORWARD, LINEAR),
 }
 

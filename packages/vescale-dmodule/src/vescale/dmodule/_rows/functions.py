@@ -26,7 +26,7 @@ from .. import _torch
 from .._boundary.edges import wrapped
 from .._static.parts import describe
 from .._static.recording.names import Names
-from .watched_hooks import Gradients, are_close, is_linear
+from .watched_hooks import Gradients, are_close, is_linear, is_of_program
 
 __all__ = ["OwnFunctions"]
 
@@ -125,7 +125,7 @@ class OwnFunctions:
     @contextlib.contextmanager
     def _noted(self, note: Callable[[type, object, tuple], None], *, has_gradients: bool) -> Iterator[None]:
         def apply(function: type, stock: Callable, args: tuple) -> object:
-            if self.is_inside or function.__module__.startswith(("torch.", "vescale.")):
+            if self.is_inside or not is_of_program(function):
                 return stock(*args)
             self.is_inside, is_grad_enabled = True, torch.is_grad_enabled()
             try:

@@ -10,7 +10,7 @@ Most recordings run without gradients, so a hook that code registers only ``if x
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class GradientHooks(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh, names: Names):
         super().__init__()
         self._mesh, self._names = mesh, names
-        self.known: set[Hashable] = set()
+        self.known: list[object] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -54,7 +54,7 @@ class GradientHooks(TorchFunctionMode):
             result.remove()
             hook = args[1] if len(args) > 1 else kwargs["hook"]
             self._try(hook, args[0])
-            self.known.add(code_of(hook))
+            self.known.append(code_of(hook))
         return result
 
     @_torch.unseen

@@ -6,7 +6,7 @@ import contextlib
 import random as python_random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -53,7 +53,7 @@ class JointRecorder(ABC, Generic[R]):
     """
 
     own_errors: tuple[type[Exception], ...] = ()
-    known_hooks: Container[Hashable] = ()
+    known_hooks: Container[object] = ()
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh):
         self.module, self.mesh = module, mesh

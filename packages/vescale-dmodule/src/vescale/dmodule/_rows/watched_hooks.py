@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +26,27 @@ from .._static.parts import describe
 from .._static.recording.compare import is_close
 from .values import WAY_OUT
 
-__all__ = ["Gradients", "HookWatch", "are_close", "code_of", "is_linear"]
+__all__ = ["Gradients", "HookWatch", "are_close", "code_of", "is_linear", "is_of_program"]
 
 Hook = Callable[..., "Tensor | Sequence[Tensor | None] | None"]
 Gradients = tuple[Tensor | None, ...]
 SCALES = [2.0**n for n in range(-30, 16, 5)]  # a hook that clips, or ignores small numbers, is not linear at some
 
 
-def _is_of_program(hook: Callable) -> bool:
-    """Return whether a hook belongs neither to torch nor to a package of vescale."""
+def is_of_program(code: Callable) -> bool:
+    """Return whether a hook, or a class, belongs neither to torch nor to a package of vescale."""
+    return not (getattr(_unwrapped(code), "__module__", None) or "").startswith(("torch.", "vescale."))
+
+
+def code_of(hook: Callable) -> object:
+    """Return what is the same for a hook that is made again in each call; the hook itself if it has no such code."""
+    return getattr(_unwrapped(hook), "__code__", hook)
+
+
+def _unwrapped(hook: Callable) -> Callable:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    return not (getattr(hook, "__module__", None) or "").startswith(("torch.", "vescale."))
+    return hook
 
 
 def is_linear(hook: Callable[[Gradients], Gradients], like: Gradients) -> bool:
@@ -81,7 +90,7 @@ class HookWatch:
             _watch_all(_torch.gradient_hooks(parameter), f"a hook (register_hook) of parameter {name!r}", None)
 
     @contextlib.contextmanager
-    def registrations(self, known: Container[Hashable], rows: int | None) -> Iterator[None]:
+    def registrations(self, known: Container[object], rows: int | None) -> Iterator[None]:
         """Watch the hooks of gradients that are registered while the context is open, but those that are known."""
 
         def instead(hook: Hook) -> Hook:
@@ -90,11 +99,6 @@ class HookWatch:
 
         with _torch.hooks_registered_by(instead):
             yield
-
-
-def code_of(hook: Callable) -> Hashable:
-    """Return what is the same for a hook that is made again in each call."""
-    return getattr(hook, "__code__", type(hook))
 
 
 def _watch_all(table: dict[int, Hook], name: str, rows: int | None) -> None:
@@ -110,7 +114,7 @@ def watch(hook: Hook, name: str, rows: int | None) -> Hook:
         name: for messages.
         rows: number of rows of this rank; None where gradients are whole, or of what all ranks have.
     """
-    return hook if isinstance(hook, _Watched) or not _is_of_program(hook) else _Watched(hook, name, rows)
+    return hook if isinstance(hook, _Watched) or not is_of_program(hook) else _Watched(hook, name, rows)
 
 
 class _Watched:
