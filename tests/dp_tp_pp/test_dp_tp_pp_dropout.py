@@ -53,10 +53,10 @@ class Net(nn.Module):
         return loss + 0 * torch.rand(len(target)).sum() if self.outside else loss
 
 
-def build(dtype=torch.float32, **options):
+def build(dtype=torch.float32, *, num_rows=ROWS, **options):
     torch.manual_seed(0)
     model = Net(**options).to(dtype)
-    return model, {"x": torch.randn(ROWS, 3, dtype=dtype), "target": torch.randn(ROWS, 2, dtype=dtype)}
+    return model, {"x": torch.randn(num_rows, 3, dtype=dtype), "target": torch.randn(num_rows, 2, dtype=dtype)}
 
 
 def one_process(model, batch, count, *, whole=False, per_microbatch=False):
@@ -72,7 +72,7 @@ def one_process(model, batch, count, *, whole=False, per_microbatch=False):
             with random.micro_batches(1 if per_microbatch else count) as part:
                 for m in range(count):
                     with part(0 if per_microbatch else m):
-                        loss = model(**{name: value.chunk(count)[m] for name, value in batch.items()}) / count
+                        loss = model(**{name: value.tensor_split(count)[m] for name, value in batch.items()}) / count
                         loss.backward()
                     total = total + loss.detach()
         losses.append(total.detach())
@@ -130,25 +130,34 @@ def test_checkpointed_blocks(schedule, stream):
     check_equal(PipelinePlan(schedule, 4), stream=stream, recomputes=True)
 
 
+@pytest.mark.parametrize("stream", ["torch", "philox"])
+@ranks(2)
+def test_micro_batches_of_other_sizes_and_of_their_own(stream):
+    check_equal(PipelinePlan("zb_h1", 3), stream=stream, per_microbatch=True, num_rows=10)
+
+
 @ranks(2)
 def test_any_order_of_the_actions():
     text = "0F0 1F0 0F1 1F1 1I1 0B1 1I0 0B0 1W1 1W0\n2F0 2F1 2I1 2I0 2W1 2W0"
     check_equal(PipelinePlan(Schedule.parse(text), 2))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_whole_batch(num_ranks):
-    """The values are those of one forward over the batch, up to the order of additions."""
+@pytest.mark.parametrize("stream", ["torch", "philox"])
+@pytest.mark.parametrize(
+    "num_ranks, schedule, num_rows", [(1, "1f1b", 8), (1, "1f1b", 7), (2, "zb_v", 10), (3, "1f1b", 9)]
+)
+def test_the_whole_batch(num_ranks, schedule, num_rows, stream):
+    """The values are those of one forward over the batch, up to the order of additions, for any number of rows."""
 
     @ranks(num_ranks)
     def check():
-        model, batch = build(torch.float64)
+        model, batch = build(torch.float64, num_rows=num_rows)
         reference = copy.deepcopy(model)
-        with random.fork(seed=5):
+        with random.stream(stream, seed=5):
             expected = one_process(reference, batch, 4, whole=True)
             following = torch.rand(3)
-        with random.fork(seed=5):
-            losses = pipeline(model, batch, PipelinePlan("1f1b", 4))
+        with random.stream(stream, seed=5):
+            losses = pipeline(model, batch, PipelinePlan(schedule, 4))
             assert torch.equal(torch.rand(3), following)
         for loss, other in zip(losses, expected, strict=True):
             torch.testing.assert_close(loss, other, rtol=1e-10, atol=0)
@@ -160,12 +169,12 @@ def test_the_whole_batch(num_ranks):
 
 
 @pytest.mark.parametrize("stream", ["torch", "philox"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule, num_rows", [("1f1b", 8), ("zb_h1", 8), ("zb_h1", 14)])
 @ranks(4)
-def test_data_parallel_ranks(schedule, stream):
+def test_data_parallel_ranks(schedule, num_rows, stream):
     """Ranks draw their rows of every micro-batch, although modules that do not draw run unwatched."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    model, batch = build(torch.float64)
+    model, batch = build(torch.float64, num_rows=num_rows)
     reference = copy.deepcopy(model)
     with random.stream(stream, seed=5):
         expected = one_process(reference, batch, 1, whole=True)
@@ -195,7 +204,7 @@ def test_other_draws_are_found(broken, monkeypatch):
     else:
         kind = draws._package()
         part = kind.part
-        monkeypatch.setattr(kind, "part", staticmethod(lambda _, count: part(0, count)))
+        monkeypatch.setattr(kind, "part", staticmethod(lambda _, *others: part(0, *others)))
     with pytest.raises((AssertionError, RuntimeError)):
         check_equal(PipelinePlan("1f1b", 2))
 

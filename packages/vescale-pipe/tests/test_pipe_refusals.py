@@ -316,8 +316,8 @@ def test_a_seed_in_a_module(pipeline_mesh):
 @pytest.mark.parametrize(
     "batch, match",
     [
-        (torch.ones(5, 4), r"input #0: expected a multiple of num_microbatches=2 rows, got 5 \(shape \[5, 4\]\)"),
-        (torch.ones(0, 4), "input #0: .* rows, got 0"),
+        (torch.ones(1, 4), r"input #0: expected a row for each of num_microbatches=2, got 1 \(shape \[1, 4\]\)"),
+        (torch.ones(0, 4), "input #0: .* num_microbatches=2, got 0"),
         (torch.ones(4, 4, requires_grad=True), "input #0: .*got requires_grad=True; pass #0.detach"),
         (
             {"x": torch.ones(4, 4), "y": [torch.ones(2, 4)]},

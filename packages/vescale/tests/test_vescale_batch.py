@@ -71,12 +71,12 @@ def test_slices_share_memory_with_the_batch():
         (
             {"input_ids": torch.zeros(6, 2)},
             {"dp": 4},
-            "expected a multiple of dp * num_microbatches = 4 * 1 = 4 sequences, got 6 in input_ids; change the batch",
+            "expected a multiple of dp = 4 sequences, got 6 in input_ids; change the batch",
         ),
         (
             {"x": torch.zeros(4)},
             {"dp": 2, "num_microbatches": 4},
-            "expected a multiple of dp * num_microbatches = 2 * 4 = 8 sequences, got 4 in x",
+            "expected at least dp * num_microbatches = 2 * 4 = 8 sequences, got 4 in x",
         ),
         (
             {"x": torch.zeros(4), "y": torch.zeros(6)},
@@ -102,8 +102,8 @@ def test_only_dicts_are_batches():
 
 
 def labels(*masked):
-    """Four rows of five labels, the first ``masked[i]`` of row i not counting."""
-    rows = torch.ones(4, 5, dtype=torch.int64)
+    """Rows of five labels, the first ``masked[i]`` of row i not counting."""
+    rows = torch.ones(len(masked), 5, dtype=torch.int64)
     for row, count in zip(rows, masked, strict=True):
         row[:count] = -100
     return rows
@@ -121,6 +121,14 @@ def test_unequally_masked_slices_are_refused(name):
     text = refusal({"x": torch.ones(4, 5), name: labels(0, 0, 3, 3)}, dp=2)
     assert f"expected equally many counted targets (not -100) in the 2 slices of {name!r}, got [10, 4]" in text
     assert "put num_items_in_batch=<counted targets> into the batch" in text
+
+
+def test_slices_of_other_sizes_are_compared_by_rows():
+    rows = labels(0, 0, 0, 0, 0, 0)
+    first, _ = slices({"labels": rows}, dp=2, num_microbatches=2)  # of 2, 1, 2 and 1 rows
+    assert torch.equal(first["labels"], rows[:3])
+    text = refusal({"labels": labels(0, 0, 3, 0, 0, 3)}, dp=2, num_microbatches=2)
+    assert "in the 4 slices of 'labels', of [2, 1, 2, 1] rows, got [10, 2, 10, 2]" in text
 
 
 def test_slices_of_micro_batches_and_of_shifted_targets_are_compared():

@@ -223,7 +223,5 @@ def test_statistics_of_micro_batches_are_refused():
 @ranks(2)
 def test_batch_that_does_not_divide_is_refused_on_every_rank():
     model, _ = vescale.parallelize(vescale.Plan(dp=2), build(), torch.optim.SGD)
-    with pytest.raises(
-        ValueError, match=r"expected a multiple of dp \* num_microbatches = 2 \* 1 = 2 sequences, got 3"
-    ):
+    with pytest.raises(ValueError, match=r"expected a multiple of dp = 2 sequences, got 3"):
         model.local_batch({"x": torch.zeros(3, 8)})

@@ -206,13 +206,15 @@ def check_draws(kind: Any) -> None:
     stream = _attribute(kind, "stream")()
     assert isinstance(stream, str), f"stream: expected the name of the stream in force, got {stream!r}"
     whole, after = torch.rand(4, 3), torch.get_rng_state()
-    parts = []
-    for index in range(2):
-        with _attribute(kind, "moving")("cpu"):
-            torch.set_rng_state(before)
-        with _attribute(kind, "part")(index, 2):
-            parts.append(torch.rand(2, 3))
-    assert torch.equal(torch.cat(parts), whole), f"part: expected {whole}, got {parts}"
+    for shares in ([(0, 2, 1), (1, 2, 1)], [(0, 4, 3), (3, 4, 1)]):
+        parts = []
+        for index, count, size in shares:
+            with _attribute(kind, "moving")("cpu"):
+                torch.set_rng_state(before)
+            share = (index, count) if size == 1 else (index, count, size)
+            with _attribute(kind, "part")(*share):
+                parts.append(torch.rand(4 // count * size, 3))
+        assert torch.equal(torch.cat(parts), whole), f"part: expected {whole}, got {parts}"
     assert torch.equal(torch.get_rng_state(), after), "part: expected the generator where the batch leaves it"
     if stream != "torch":
         torch.set_rng_state(before)

@@ -5,12 +5,13 @@ Every rank gets the same global batch and takes its own slice along dim 0:
     rows of the global batch    | 0 1 2 3 | 4 5 6 7 |        dp = 2: coord 0 takes rows 0-3, coord 1 rows 4-7
     micro-batches of a rank     | 0 1 | 2 3 |                 num_microbatches = 2, in this order
 
-The loss of the run is the mean of the slices' means. It equals the mean over the global batch only if all slices have
-the same number of counted targets. Integers of -100 are targets that losses ignore, under whatever name they come, so
+If the rows of a rank do not divide by the number of micro-batches, the first ones have one row more. The loss of the
+run is the mean of the slices' means, by their rows. It equals the mean over the global batch only if all slices have
+equally many counted targets per row. Integers of -100 are targets that losses ignore, under whatever name they come, so
 slices with different numbers of them raise an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatch
 
     Raises:
         TypeError: ``batch`` is not a mapping.
-        ValueError: there is no tensor to slice, tensors differ in dim 0, their length is not divisible by
-            ``dp * num_microbatches``, or the slices have different numbers of counted targets.
+        ValueError: there is no tensor to slice, tensors differ in dim 0, their length is not divisible by ``dp``, or
+            gives a rank fewer rows than micro-batches, or the slices have different numbers of counted targets per row.
     """
     if not isinstance(batch, Mapping):
         raise TypeError(
@@ -52,33 +53,46 @@ def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatch
             "tensor one row per sequence"
         )
     first, length = next(iter(lengths.items()))
-    if length % (dp * num_microbatches):
+    if length % dp:
         raise ValueError(
-            f"local_batch: expected a multiple of dp * num_microbatches = {dp} * {num_microbatches} = "
+            f"local_batch: expected a multiple of dp = {dp} sequences, got {length} in {first}; change the batch size "
+            "or the plan"
+        )
+    rows = length // dp
+    if rows < num_microbatches:
+        raise ValueError(
+            f"local_batch: expected at least dp * num_microbatches = {dp} * {num_microbatches} = "
             f"{dp * num_microbatches} sequences, got {length} in {first}; change the batch size or the plan"
         )
+    least, rest = divmod(rows, num_microbatches)
+    sizes = [least + (index < rest) for index in range(num_microbatches)] * dp
     if _NUM_ITEMS not in batch:
         for name in lengths:
-            check_equal_weight(name, batch[name], slices=dp * num_microbatches)
-    rows = length // dp
+            check_equal_weight(name, batch[name], sizes=sizes)
     return {key: value[coord * rows : (coord + 1) * rows] if key in lengths else value for key, value in batch.items()}
 
 
-def check_equal_weight(name: str, targets: Tensor, *, slices: int) -> None:
-    """Raise `ValueError` unless every slice of ``targets`` has the same number of counted targets.
+def check_equal_weight(name: str, targets: Tensor, *, sizes: Sequence[int]) -> None:
+    """Raise `ValueError` unless every slice of ``targets`` has the same number of counted targets per row.
 
     Integers of -100 are not counted. A causal model drops the first target of each sequence, so the numbers must be
     equal both with and without the first column.
+
+    Args:
+        name: of the targets, for the message.
+        targets: of the global batch.
+        sizes: rows of each slice.
     """
-    if slices == 1 or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+    if len(sizes) == 1 or targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         return
     counted = (targets != IGNORED_TARGET).reshape(targets.shape[0], -1)
     for columns in (counted, counted[:, 1:]):
-        counts = columns.reshape(slices, -1).sum(dim=1)
-        if int(counts.min()) != int(counts.max()):
+        counts = [int(part.sum()) for part in columns.split(list(sizes))]
+        if any(count * sizes[0] != counts[0] * size for count, size in zip(counts, sizes, strict=True)):
+            of = f"slices of {name!r}" if len(set(sizes)) == 1 else f"slices of {name!r}, of {list(sizes)} rows"
             raise ValueError(
-                f"local_batch: expected equally many counted targets (not {IGNORED_TARGET}) in the {slices} slices of "
-                f"{name!r}, got {counts.tolist()}: the mean of their means is not the mean over the global batch; "
+                f"local_batch: expected equally many counted targets (not {IGNORED_TARGET}) in the {len(sizes)} {of}, "
+                f"got {counts}: the mean of their means is not the mean over the global batch; "
                 "mask each slice equally, or divide by the number in the whole batch: put "
                 f"{_NUM_ITEMS}=<counted targets> into the batch, if the model's loss takes it (Hugging Face models do)"
             )

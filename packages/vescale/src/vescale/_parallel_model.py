@@ -30,8 +30,8 @@ class StepOutput:
     """Output of a forward with micro-batches, a pipeline or a ``loss_fn``.
 
     Attributes:
-        loss: mean over this rank's part of the batch, a 0-dim tensor equal on every stage; ``loss.backward()``
-            accumulates the gradients.
+        loss: mean over the rows of this rank's part of the batch, a 0-dim tensor equal on every stage;
+            ``loss.backward()`` accumulates the gradients.
         losses: loss of each micro-batch as the model or ``loss_fn`` gave it, detached, ``[num_microbatches]``, equal on
             every stage.
     """
@@ -101,8 +101,7 @@ class ParallelModel(nn.Module):
             batch: the model's arguments for the global batch, equal on every rank. Tensors are sliced along dim 0.
 
         Raises:
-            ValueError: the batch does not divide into ``dp * num_microbatches`` parts with equally many counted
-                targets.
+            ValueError: the batch does not divide by ``dp``, or into parts with equally many counted targets per row.
         """
         axis = self.mesh["dp"]
         local = slice_batch(

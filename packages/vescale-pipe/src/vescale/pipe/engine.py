@@ -38,12 +38,13 @@ from torch.distributed.tensor import DTensor
 from ._checked import checked
 from ._lost_ranks import first_line
 from ._run.backward import GradientSum, HookGate, connect
-from ._run.draws import DrawRules, unequal_generators
-from ._run.microbatch import checksum, describe_inputs, digest, num_rows, split_inputs
+from ._run.draws import DrawRules
+from ._run.microbatch import Inputs, equal_shares, num_rows, shares_of, split_inputs, split_sizes
 from ._run.mode import RunState
 from ._run.program import Program, Transfer
+from ._run.programs import Programs
 from ._run.result import BatchLoss, BatchRows
-from ._run.rows import RowChecks
+from ._run.rows import LossRule, RowChecks
 from ._run.step import Pipeline, Step
 from ._run.ties import TiedWeights
 from ._run.timing import Stopwatch, Timing
@@ -142,7 +143,6 @@ class PipelineEngine:
         self._meshes = tuple(meshes)
         self._state = RunState()
         self._gate = HookGate()
-        self._programs: dict[int, Program] = {}
         self._current = Program()
         self._failure: BaseException | None = None
         self.losses: torch.Tensor | None = None
@@ -163,6 +163,7 @@ class PipelineEngine:
         )
         self._ties = TiedWeights(model, self.split.ties if self.split else (), self._placement, self._transport)
         self._draws = DrawRules(self._transport.device, self.num_stages, are_parts=not per_microbatch)
+        self._programs = Programs(self._placement, self._transport, self._draws, self._ties)
         outside = [] if self.split is None else outside_modules(model, self.split.stages)
         self._pipeline = Pipeline(
             self.schedule,
@@ -176,7 +177,7 @@ class PipelineEngine:
             self._state,
             loss_of=self.loss_of,
             find_mesh=self.find_mesh,
-            forget=self.forget,
+            forget=self._programs.forget,
             attributes=functools.partial(self._attributes, outside, loss_fn),
             outside=outside,
         )
@@ -187,7 +188,9 @@ class PipelineEngine:
         return tuple(self._current.transfers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run one step and return its loss on every stage, the mean over micro-batches.
+        """Run one step and return its loss on every stage: the mean over rows, or their sum, as that of the batch.
+
+        With ``per_microbatch=True`` it is the mean over micro-batches.
 
         With gradients enabled, ``loss.backward()`` on the returned loss accumulates the step's gradients into the
         parameters. Under ``torch.no_grad()`` only the forwards run.
@@ -253,28 +256,32 @@ class PipelineEngine:
                 "with a new engine"
             )
         microbatches = split_inputs(args, kwargs, self.plan.num_microbatches)
+        sizes = split_sizes(args, kwargs, self.plan.num_microbatches)
+        shares = shares_of(sizes) if self._draws.are_parts else equal_shares(len(sizes))
         self._transport.step += 1
         parameters = self._parameters()
-        program = self._program_for(*microbatches[0], _form_of(parameters), outputs_of)
+        mode = f"{self._mode_text()}, outputs={outputs_of}"
+        programs = self._programs.of(microbatches, sizes, mode, _form_of(parameters))
+        self._current = programs[0]
         step = None
         try:
-            if program.rule is None:
-                program.rule = self.rows.rule_of(functools.partial(self._rehearsed, pipeline), *microbatches[0])
-            result: BatchLoss | BatchRows = BatchRows(len(microbatches))
+            rule = self._rule_of(pipeline, programs, microbatches)
+            result: BatchLoss | BatchRows = BatchRows()
             if outputs_of is None:
                 is_last = self._placement.is_here(self.num_stages - 1)
-                result = BatchLoss(program.rule, self.rows, is_here=is_last, count=len(microbatches))
-            with self._ties.active(program.ties), self.rows.rehearsed():
+                result = BatchLoss(rule, self.rows, is_here=is_last, shares=shares)
+            with self._ties.active(programs[0].ties), self.rows.rehearsed():
                 total = GradientSum(parameters if torch.is_grad_enabled() else dict.fromkeys(parameters, ()))
                 self._gate.guard(total.parameters)
-                step = Step(pipeline, microbatches, program, total, result)
+                step = Step(pipeline, microbatches, programs, shares, total, result)
                 with contextlib.closing(step):
                     step.run()
         except BaseException as error:
             self._transport.drop_sends()
             # a recording fails on all ranks with nothing in flight, unless one of them is interrupted or lost; later
             # failures may leave unreceived messages
-            is_under_way = self.num_stages > 1 and step is not None and program.recorded
+            is_recorded = all(program.recorded for program in programs)
+            is_under_way = self.num_stages > 1 and step is not None and is_recorded
             if is_under_way or not isinstance(error, Exception) or self._transport.has_failed():
                 self._failure = error
                 self._transport.report(error, "the first micro-batch" if step is None else step.where)
@@ -311,47 +318,22 @@ class PipelineEngine:
 
     # --- programs ---
 
-    def _program_for(self, args: tuple, kwargs: dict, stage_form: str, outputs_of: str | None) -> Program:
-        """Return the program of this input signature. It is recorded on all stages or on none.
+    def _rule_of(self, pipeline: Pipeline, programs: Sequence[Program], microbatches: Sequence[Inputs]) -> LossRule:
+        """Return how losses of micro-batches make that of the batch, which a rehearsal of each program shows.
 
         Raises:
-            PipelineError: the stages got different inputs.
+            PipelineError: rows are mixed, or micro-batches with other numbers of rows have other rules.
         """
-        form = f"{describe_inputs(args, kwargs)}; {self._mode_text()}, outputs={outputs_of}"
-        key = digest(form)
-        program = self._programs.get(key)
-        if program is None or program.stage_form != stage_form:
-            program = None  # to be recorded
-        if self.num_stages == 1:
-            self._programs[key] = program = program or Program(stage_form=stage_form, recorded=True)
-            return program
-        place = self._draws.generators.read().checksum
-        arrivals = self._transport.gather_integers([key, int(program is None), place])
-        if any(other != key for other, _, _ in arrivals):
-            forms = self._transport.gather_objects(form)
-            lines = "\n".join(f"  {self._placement.name_of(rank)}: {text}" for rank, text in enumerate(forms))
+        for program, inputs in zip(programs, microbatches, strict=True):
+            if program.rule is None:
+                program.rule = self.rows.rule_of(functools.partial(self._rehearsed, pipeline), *inputs)
+        rule, *others = dict.fromkeys(program.rule for program in programs if program.rule is not None)
+        if others:
             raise PipelineError(
-                f"expected the same inputs on every stage, got different ones; pass the same batch:\n{lines}"
+                "expected a loss that is a mean over rows, or a sum, in all micro-batches, got others for other "
+                f"numbers of rows ({rule} and {others[0]}); use a multiple of num_microbatches={len(programs)} rows"
             )
-        if program is not None and program.draws and any(other != place for _, _, other in arrivals):
-            raise unequal_generators()
-        if program is None or any(stale for _, stale, _ in arrivals):
-            self._check_same_elements(args, kwargs)
-            program = self._programs[key] = Program(stage_form=stage_form, ties=self._ties.agree())
-        self._current = program
-        return program
-
-    def _check_same_elements(self, args: tuple, kwargs: dict) -> None:
-        sums = self._transport.gather_integers([checksum(args, kwargs)])
-        if any(other != sums[0] for other in sums):
-            raise PipelineError(
-                "expected the same inputs on every stage, got the same shapes with different elements; pass the same "
-                "batch to all ranks of the pipeline axis (shard the data over the data-parallel axis only)"
-            )
-
-    def forget(self, program: Program) -> None:
-        """Drop a program after a failed recording; the next step records again."""
-        self._programs = {key: kept for key, kept in self._programs.items() if kept is not program}
+        return rule
 
     def _mode_text(self) -> str:
         device = self._transport.device.type
@@ -384,9 +366,9 @@ class PipelineEngine:
         if self.num_stages == 1:
             return loss_of(args, kwargs)
         rehearsed = dataclasses.replace(pipeline, loss_of=loss_of)
-        step = Step(rehearsed, [(args, kwargs)], Program(), GradientSum({}), BatchRows(1))
-        with contextlib.closing(step), step.recording() as recorder:
-            return step.record_forward(recorder)[1]
+        step = Step(rehearsed, [(args, kwargs)], [Program()], equal_shares(1), GradientSum({}), BatchRows())
+        with contextlib.closing(step), step.recording(0) as recorder:
+            return step.record_forward(recorder, 0)[1]
 
     # --- used by a step ---
 

@@ -56,7 +56,8 @@ class PipelinePlan:
               and ``placement``;
             - a ``Schedule``, made by ``search_schedule`` for instance, or its text. Its own communication is left out.
 
-        num_microbatches: number of equal chunks of a batch, taken along dim 0.
+        num_microbatches: number of chunks of a batch, taken along dim 0. If it does not divide the rows, the first
+            chunks have one row more than the others.
         split: where stages begin. One of
 
             - ``"uniform"``: the entries of the model's longest ``ModuleList`` are distributed evenly;

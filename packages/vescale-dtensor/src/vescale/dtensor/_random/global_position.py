@@ -34,11 +34,19 @@ __all__ = ["WINDOWS", "BatchWindow", "GlobalPosition", "fills_memory", "local_of
 
 @dataclass(frozen=True)
 class BatchWindow:
-    """Part ``index`` of ``count`` equal parts of the global batch, along dim 0; ``ranks`` hold the parts in order."""
+    """Some of ``count`` equal parts of the global batch, along dim 0.
+
+    Args:
+        index: the first part.
+        count: the number of parts of the batch.
+        ranks: those that hold one part each, in order; none for micro-batches.
+        size: the number of parts from the first on.
+    """
 
     index: int
     count: int
     ranks: tuple[int, ...] = ()
+    size: int = 1
 
 
 # The batch windows around the running code, innermost first (set by `random.local_batch`, `random.micro_batches`).
@@ -189,16 +197,22 @@ def _in_memory(position: GlobalPosition, stride: tuple[int, ...]) -> GlobalPosit
 
 @functools.lru_cache(maxsize=4096)
 def _cut(position: GlobalPosition, window: BatchWindow) -> GlobalPosition:
-    """Return the position in the global batch for a tensor that is one part of it."""
+    """Return the position in the global batch for a tensor that is a part of it."""
     rows, *others = position.shape
-    shift = position.shift + window.index * rows
-    shape = (rows * window.count, *others)
+    of_part = rows // window.size
+    shift = position.shift + window.index * of_part
+    shape = (of_part * window.count, *others)
     return GlobalPosition(shape, position.order, position.is_contiguous, position.pieces, shift)
 
 
 def _check_window(op: object, tensor: Tensor, window: BatchWindow, *, logical: bool) -> None:
     if tensor.ndim == 0:
         way_out = "a tensor without dims has no batch dim: call it outside random.local_batch"
+    elif tensor.shape[0] % window.size:
+        way_out = (
+            f"dim 0 of size {tensor.shape[0]} is no multiple of {window.size}, which a micro-batch of "
+            f"{window.size}/{window.count} of the batch has: use micro-batches of equal sizes"
+        )
     elif isinstance(tensor, DTensor) and len(rank_set(tensor.device_mesh).intersection(window.ranks)) > 1:
         way_out = "its mesh spans the axis of random.local_batch already: use one of the two"
     elif not logical and tensor.shape[0] == 1 and tensor.numel() > 0 and tensor.stride(0) != tensor.numel():

@@ -8,6 +8,7 @@ equal.
 from __future__ import annotations
 
 import contextlib
+import math
 
 import torch
 
@@ -49,9 +50,16 @@ class PipelineDraws:
         torch.set_rng_state(philox_state.write(philox_state.Position(seed, number), torch.get_rng_state()))
 
     @staticmethod
-    def part(index: int, count: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which dim 0 of every tensor drawn is part ``index`` of ``count`` parts of the batch."""
-        return window(BatchWindow(index, count))
+    def part(index: int, count: int, size: int = 1) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which dim 0 of every tensor drawn is a part of the batch.
+
+        Args:
+            index: the first of the equal parts that it is.
+            count: number of equal parts of the batch.
+            size: number of parts that it is.
+        """
+        unit = math.gcd(index, count, size)
+        return window(BatchWindow(index // unit, count // unit, size=size // unit))
 
     @staticmethod
     def moving(device_type: str) -> contextlib.AbstractContextManager[None]:

@@ -20,14 +20,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .._torch import OperatorMode, has_own_generator, is_random
 from .generators import NOWHERE, Distance, Generators, Position, UnknownDistanceError
+from .microbatch import Share
 from .values import PipelineError
 
 GROUP, NAME = "vescale.pipe", "draws"  # of the entry point
@@ -52,6 +53,12 @@ class Chain:
 
     def __bool__(self) -> bool:
         return bool(self.calls or self.rest)
+
+
+class Drawing(Protocol):
+    """The program of a micro-batch; ``draws`` is None until it is recorded."""
+
+    draws: Chain | None
 
 
 @dataclass(frozen=True)
@@ -166,45 +173,53 @@ class StepDraws:
 
     Args:
         rules: those of the engine.
-        chain: what a micro-batch draws; None if that is to be recorded.
-        count: number of micro-batches.
+        programs: those of the micro-batches, with what they draw, which is recorded if it is not known.
+        shares: those of the micro-batches.
     """
 
-    def __init__(self, rules: DrawRules, chain: Chain | None, count: int) -> None:
-        self.chain = chain
-        self._rules, self._generators, self._count = rules, rules.generators, count
-        self._cuts = rules.cuts(count)
+    def __init__(self, rules: DrawRules, programs: Sequence[Drawing], shares: Sequence[Share]) -> None:
+        self._programs, self._shares = programs, shares
+        self._first: dict[int, int] = {}  # of each program, its first micro-batch
+        for microbatch, program in enumerate(programs):
+            self._first.setdefault(id(program), microbatch)
+        self._rules, self._generators = rules, rules.generators
+        self._cuts = rules.cuts(len(programs))
         # a loop over micro-batches in one process draws by itself as it should
         self._is_on = rules.num_stages > 1 or self._cuts
         self._start = self._generators.read() if self._is_on else None
         self._walks: dict[int, Walk] = {}
         self._end: Position | None = None
 
-    @property
-    def draws(self) -> bool:
-        """Whether something draws, as far as is known."""
-        return self._is_on and (self.chain is None or bool(self.chain))
+    def draw(self, program: Drawing) -> bool:
+        """Return whether micro-batches of a program draw something, as far as is known."""
+        return self._is_on and (program.draws is None or bool(program.draws))
 
     @contextlib.contextmanager
     def forward(self, microbatch: int) -> Iterator[Course | None]:
         """Run the forward of a micro-batch, or that of one of its stages, in this context."""
-        if not self.draws:
+        program = self._programs[microbatch]
+        if not self.draw(program):
+            others_draw = self._is_on and len(self._first) > 1
+            before = self._generators.read() if others_draw else None
             yield None
+            if others_draw and self._generators.read() != before:
+                raise otherwise("a micro-batch")
             return
         with self._part(microbatch):
             if self._rules.num_stages == 1:
-                yield from self._alone()
+                yield from self._alone(program)
                 return
-            walk = None if self.chain is None else self._walk(microbatch)
+            walk = None if program.draws is None else self._walk(microbatch)
             start = self._start_of(microbatch)
             self._generators.write(start)
-            course = Course(self._generators, start, walk, refuses=self._rules.refuses(self._count))
+            refuses = self._rules.refuses(len(self._programs))
+            course = Course(self._generators, start, walk, refuses=refuses)
             yield course
             course.end()
-        if self.chain is None:
-            self.chain = course.chain
+        if program.draws is None:
+            program.draws = course.chain
 
-    def _alone(self) -> Iterator[None]:
+    def _alone(self, program: Drawing) -> Iterator[None]:
         """Run a micro-batch of a pipeline of one stage: no record is needed to skip what others draw."""
         assert self._start is not None
         self._generators.write(self._start)
@@ -213,13 +228,13 @@ class StepDraws:
         if self._end is not None and end != self._end:
             raise otherwise("its forward")
         self._end = end
-        if self.chain is None:
-            self.chain = Chain() if end == self._start else Chain(rest=Distance(numbers=1))
+        if program.draws is None:
+            program.draws = Chain() if end == self._start else Chain(rest=Distance(numbers=1))
 
     @contextlib.contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
         """Run the backward of a micro-batch: parts of the forward may be repeated, and draw the same."""
-        if not self.draws:
+        if not self.draw(self._programs[microbatch]):
             yield
             return
         with self._part(microbatch):
@@ -231,27 +246,37 @@ class StepDraws:
                     "after the forward of the whole batch; draw in the forward"
                 )
 
-    def guard(self, where: Callable[[], str]) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for the user's code that refuses generators of its own in the first micro-batch."""
-        return RandomGuard(where) if self._is_on and self.chain is None else contextlib.nullcontext()
+    def guard(self, microbatch: int, where: Callable[[], str]) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for the user's code that refuses generators of its own where draws are recorded."""
+        is_recorded = self._is_on and self._programs[microbatch].draws is None
+        return RandomGuard(where) if is_recorded else contextlib.nullcontext()
 
     def finish(self) -> None:
         """Leave the generators where one process leaves them."""
         if not self._is_on:
             return
-        if not self.draws:
+        draw = [self.draw(self._programs[microbatch]) for microbatch in self._first.values()]
+        if not any(draw):
             if self._generators.read() != self._start:
                 raise otherwise("the step")
-        elif self._rules.num_stages == 1:
-            assert self._end is not None
-            self._generators.write(self._end)
+            return
+        if self._rules.num_stages == 1:
+            end, is_same = self._end, all(draw)
         else:
-            self._generators.write(self._walk(self._count - 1).end)
+            end = self._walk(len(self._programs) - 1).end
+            is_same = all(self._walk(microbatch).end == end for microbatch in self._first.values())
+        if self._rules.are_parts and not is_same:
+            raise otherwise("micro-batches of other sizes")
+        assert end is not None
+        self._generators.write(end)
 
     def _part(self, microbatch: int) -> contextlib.AbstractContextManager[Any]:
         if not self._cuts:
             return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[Any] = self._rules.package.part(microbatch, self._count)
+        share = self._shares[microbatch]
+        # a share of one part is what packages without shares of several know
+        parts = (share.index, share.count, share.size)[: 2 if share.size == 1 else 3]
+        context: contextlib.AbstractContextManager[Any] = self._rules.package.part(*parts)
         return context
 
     def _start_of(self, microbatch: int) -> Position:
@@ -261,16 +286,23 @@ class StepDraws:
         return self._walk(microbatch - 1).end
 
     def _walk(self, microbatch: int) -> Walk:
-        assert self.chain is not None
-        number = 0 if self._rules.are_parts else microbatch
-        for each in range(len(self._walks), number + 1):  # each starts where the one before ends
-            here, moved, calls = self._start_of(each), self._generators.moved, {}
-            for index, (gap, own) in self.chain.calls.items():
-                before = moved(here, gap)
-                here = moved(before, own)
-                calls[index] = before, here
-            self._walks[each] = Walk(calls, moved(here, self.chain.rest))
-        return self._walks[number]
+        first = 0
+        if self._rules.are_parts:  # those of one program walk alike
+            first = microbatch = self._first[id(self._programs[microbatch])]
+        for each in range(first, microbatch + 1):  # each starts where the one before ends
+            if each not in self._walks:
+                self._walks[each] = self._new_walk(each)
+        return self._walks[microbatch]
+
+    def _new_walk(self, microbatch: int) -> Walk:
+        chain = self._programs[microbatch].draws
+        assert chain is not None
+        here, moved, calls = self._start_of(microbatch), self._generators.moved, {}
+        for index, (gap, own) in chain.calls.items():
+            before = moved(here, gap)
+            here = moved(before, own)
+            calls[index] = before, here
+        return Walk(calls, moved(here, chain.rest))
 
 
 def otherwise(where: str) -> PipelineError:

@@ -26,8 +26,9 @@ class Mail:
     Args:
         transport: this rank's communication.
         placement: the rank of every stage.
-        program: the recorded transfers; while it is recorded, all ranks send and receive each message at once.
-        schedule: the actions that are left of the step; None while the program is recorded.
+        programs: those of the micro-batches, with the recorded transfers; while one is recorded, all ranks send and
+            receive each message at once.
+        schedule: the actions that are left of the step; None while a program is recorded.
         backward: whether the schedule's backward actions run.
     """
 
@@ -35,12 +36,12 @@ class Mail:
         self,
         transport: Transport,
         placement: Placement,
-        program: Program,
+        programs: Sequence[Program],
         schedule: Schedule | None = None,
         *,
         backward: bool = False,
     ) -> None:
-        self._transport, self._placement, self._program = transport, placement, program
+        self._transport, self._placement, self._programs = transport, placement, programs
         self._backward = backward
         self._here: dict[Letter, torch.Tensor] = {}
         self._arriving: dict[Letter, Arrival] = {}
@@ -80,10 +81,11 @@ class Mail:
 
     def _stages(self, letter: Letter) -> tuple[int, int]:
         """Return the stages of sender and receiver."""
-        index, _, is_gradient = letter
-        transfer = self._program.transfers[index]
+        index, microbatch, is_gradient = letter
+        program = self._programs[microbatch]
+        transfer = program.transfers[index]
         if is_gradient:
-            return transfer.destination, self._program.gradient_to(index)
+            return transfer.destination, program.gradient_to(index)
         return transfer.source, transfer.destination
 
     def _begin_until(self, letter: Letter) -> None:
@@ -91,8 +93,8 @@ class Mail:
         source = self._placement.ranks[sender]
         while letter not in self._arriving:
             following = letter if self._expected is None else next(self._expected[source])
-            index, _, is_gradient = following
-            meta = self._program.transfers[index].meta
+            index, microbatch, is_gradient = following
+            meta = self._programs[microbatch].transfers[index].meta
             meta = gradient_meta(meta) if is_gradient else meta
             self._arriving[following] = self._transport.receive(
                 *meta.local_layout,
@@ -103,18 +105,20 @@ class Mail:
             )
 
     def _needed(self, action: Action) -> Iterator[Letter]:
+        program = self._programs[action.microbatch]
         if action.kind == FORWARD:
-            return ((index, action.microbatch, False) for index in self._program.to_stage(action.stage))
-        return ((index, action.microbatch, True) for index in self._program.gradients_to_stage(action.stage))
+            return ((index, action.microbatch, False) for index in program.to_stage(action.stage))
+        return ((index, action.microbatch, True) for index in program.gradients_to_stage(action.stage))
 
     def _letters_from(self, actions: Iterable[Action]) -> Iterator[Letter]:
         """Yield the messages to this rank of a rank's actions, in the order in which that rank sends them."""
         for action in actions:
+            program = self._programs[action.microbatch]
             indices: Sequence[int] = ()
             if action.kind == FORWARD:
-                indices = self._program.from_stage(action.stage)
+                indices = program.from_stage(action.stage)
             elif self._backward and action.kind != WEIGHT_GRAD:
-                indices = self._program.gradients_from_stage(action.stage)
+                indices = program.gradients_from_stage(action.stage)
             for index in indices:
                 letter = (index, action.microbatch, action.kind != FORWARD)
                 if self._placement.is_here(self._stages(letter)[1]):

@@ -3,20 +3,60 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from .tree import flatten
 
+Inputs = tuple[tuple, dict]  # positional and keyword arguments of a call
 
-def split_inputs(args: tuple, kwargs: dict, count: int) -> list[tuple[tuple, dict]]:
-    """Return ``count`` pairs (args, kwargs), with tensors split along dim 0 into equal chunks.
 
-    All other arguments, including 0-dim tensors, are the same in every pair.
+@dataclass(frozen=True)
+class Share:
+    """What a micro-batch is of its batch: parts ``index`` to ``index + size`` of ``count`` equal parts."""
+
+    index: int
+    count: int
+    size: int = 1
+
+    @classmethod
+    def of_rows(cls, start: int, num_rows: int, total: int) -> Share:
+        """Return the share of ``num_rows`` rows from ``start`` on, of ``total`` rows, in the fewest parts."""
+        unit = math.gcd(start, num_rows, total)
+        return cls(start // unit, total // unit, num_rows // unit)
+
+
+def equal_shares(count: int) -> list[Share]:
+    """Return the shares of ``count`` micro-batches that are alike."""
+    return [Share(index, count) for index in range(count)]
+
+
+def shares_of(sizes: Sequence[int]) -> list[Share]:
+    """Return the share of each micro-batch by its number of rows."""
+    total, starts = sum(sizes), accumulate(sizes, initial=0)
+    return [Share.of_rows(start, size, total) for start, size in zip(starts, sizes, strict=False)]
+
+
+def split_sizes(args: tuple, kwargs: dict, count: int) -> list[int]:
+    """Return the number of rows of each micro-batch of ``split_inputs``; 1 if the inputs have no rows."""
+    least, rest = divmod(num_rows(args, kwargs) or count, count)
+    return [least + (index < rest) for index in range(count)]
+
+
+def split_inputs(args: tuple, kwargs: dict, count: int) -> list[Inputs]:
+    """Return ``count`` pairs (args, kwargs), with tensors split along dim 0 into chunks of equally many rows.
+
+    If ``count`` does not divide the number of rows, the first chunks have one row more than the others. All other
+    arguments, including 0-dim tensors, are the same in every pair.
 
     Raises:
-        ValueError: a tensor's dim 0 is not divisible or differs from another tensor's, or a tensor requires a gradient.
+        ValueError: a tensor's dim 0 is shorter than ``count`` or differs from another tensor's, or a tensor requires a
+            gradient.
     """
     leaves, structure = flatten((args, kwargs))
     names = _leaf_names(args, kwargs)
@@ -34,7 +74,8 @@ def split_inputs(args: tuple, kwargs: dict, count: int) -> list[tuple[tuple, dic
                 "the batch's rows, or register it as a buffer of the model"
             )
     chunks = [
-        leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else [leaf] * count for leaf in leaves
+        leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else [leaf] * count
+        for leaf in leaves
     ]
     return [structure.rebuild([chunk[m] for chunk in chunks]) for m in range(count)]
 
@@ -53,9 +94,9 @@ def _check_input(name: str, tensor: torch.Tensor, count: int) -> None:
         )
     if tensor.dim() == 0:
         return
-    if tensor.shape[0] == 0 or tensor.shape[0] % count:
+    if tensor.shape[0] < count:
         raise ValueError(
-            f"input {name}: expected a multiple of num_microbatches={count} rows, got {tensor.shape[0]} (shape "
+            f"input {name}: expected a row for each of num_microbatches={count}, got {tensor.shape[0]} (shape "
             f"{list(tensor.shape)}); change the batch size or num_microbatches"
         )
     placements = tensor.placements if isinstance(tensor, DTensor) else ()

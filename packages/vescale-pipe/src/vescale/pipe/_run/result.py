@@ -5,9 +5,12 @@ The last stage has them, and sends one tensor to all stages at the end of the st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from .microbatch import Share
 from .rows import LossRule, RowChecks, unequal_counts
 from .values import TensorMeta
 
@@ -19,7 +22,7 @@ class BatchLoss:
         rule: how they make it.
         rows: checks of what mixes rows.
         is_here: whether this rank runs the last stage.
-        count: the number of micro-batches.
+        shares: those of the micro-batches.
 
     Attributes:
         counts: notes the targets of micro-batches, where they may differ.
@@ -27,11 +30,11 @@ class BatchLoss:
         losses: those of the micro-batches.
     """
 
-    def __init__(self, rule: LossRule, rows: RowChecks, *, is_here: bool, count: int) -> None:
+    def __init__(self, rule: LossRule, rows: RowChecks, *, is_here: bool, shares: Sequence[Share]) -> None:
         self.counts = rows.target_counts() if is_here and rule.counts_targets else None
         self.value: torch.Tensor
         self.losses: torch.Tensor
-        self._rule, self._rows, self._count = rule, rows, count
+        self._rule, self._rows, self._shares = rule, rows, shares
         self._of_microbatch: dict[int, torch.Tensor] = {}
         self._differs = False
 
@@ -39,18 +42,18 @@ class BatchLoss:
         """Return what a micro-batch adds to the loss, divided before its backward as by ``(loss / n).backward()``."""
         plain = _plain(loss)
         self._of_microbatch[microbatch] = plain.detach()
-        return self._rule.part(plain)
+        return self._rule.part(plain, self._shares[microbatch])
 
     def combined(self) -> torch.Tensor:
         """Return what the last stage sends: the sum, in order, whether numbers of targets differ, and the losses."""
         losses = [self._of_microbatch[microbatch] for microbatch in sorted(self._of_microbatch)]
-        first, *others = map(self._rule.part, losses)
-        differs = self.counts is not None and self._rows.differ(self.counts)
+        first, *others = map(self._rule.part, losses, self._shares)
+        differs = self.counts is not None and self._rows.differ(self.counts, self._shares)
         return torch.stack([sum(others, first), first.new_tensor(differs), *losses])
 
-    def empty(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
-        """Return a tensor for what the last stage sends; ``meta`` is that of one micro-batch's result."""
-        return torch.zeros(2 + self._count, dtype=meta.dtype, device=device)
+    def empty(self, metas: Sequence[TensorMeta], device: torch.device) -> torch.Tensor:
+        """Return a tensor for what the last stage sends; ``metas`` are those of the micro-batches' results."""
+        return torch.zeros(2 + len(metas), dtype=metas[0].dtype, device=device)
 
     def take(self, numbers: torch.Tensor) -> None:
         """Take what the last stage has sent."""
@@ -72,9 +75,8 @@ class BatchRows:
 
     counts = None
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         self.value: torch.Tensor
-        self._count = count
         self._of_microbatch: dict[int, torch.Tensor] = {}
 
     def add(self, microbatch: int, rows: torch.Tensor) -> torch.Tensor:
@@ -86,10 +88,10 @@ class BatchRows:
         """Return what the last stage sends: all rows."""
         return torch.cat([self._of_microbatch.pop(microbatch) for microbatch in sorted(self._of_microbatch)])
 
-    def empty(self, meta: TensorMeta, device: torch.device) -> torch.Tensor:
-        """Return a tensor for what the last stage sends; ``meta`` is that of one micro-batch's result."""
-        rows, *others = meta.shape
-        return torch.empty(self._count * rows, *others, dtype=meta.dtype, device=device)
+    def empty(self, metas: Sequence[TensorMeta], device: torch.device) -> torch.Tensor:
+        """Return a tensor for what the last stage sends; ``metas`` are those of the micro-batches' results."""
+        num_rows, others = sum(meta.shape[0] for meta in metas), metas[0].shape[1:]
+        return torch.empty(num_rows, *others, dtype=metas[0].dtype, device=device)
 
     def take(self, rows: torch.Tensor) -> None:
         """Take what the last stage has sent."""

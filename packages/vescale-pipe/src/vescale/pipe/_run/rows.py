@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from .microbatch import Share
 from .transport import Transport
 from .values import PipelineError
 
@@ -46,19 +47,20 @@ class LossRule:
     """How the losses of micro-batches make that of the batch.
 
     Attributes:
-        divisor: of each loss: the number of micro-batches for a mean over rows, 1 for a sum.
+        is_mean: whether a loss is a mean over rows, not a sum.
         factor: of each loss: 1 for a mean; for a sum the number of data-parallel ranks, whose mean is taken later.
         counts_targets: whether it is a mean over targets of which some may be ignored.
     """
 
-    divisor: int
+    is_mean: bool = True
     factor: int = 1
     counts_targets: bool = False
 
-    def part(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return what a micro-batch adds to the loss of the batch."""
-        part = loss if self.divisor == 1 else loss / self.divisor
-        return part if self.factor == 1 else part * self.factor
+    def part(self, loss: torch.Tensor, share: Share) -> torch.Tensor:
+        """Return what a micro-batch adds to the loss of the batch, of which it is a share."""
+        factor = self.factor * (share.size if self.is_mean else 1)
+        part = loss if factor == 1 else loss * factor
+        return part / share.count if self.is_mean and share.count > 1 else part
 
 
 class RowChecks:
@@ -106,7 +108,7 @@ class RowChecks:
         Raises:
             PipelineError: on every stage, if rows are mixed, or the call cannot be rehearsed.
         """
-        mean = LossRule(self._num_microbatches)
+        mean = LossRule()
         if self._kind is not None and self._rehearsal is None:
             self._begin(self._kind)
         if self._rehearsal is None:
@@ -131,7 +133,7 @@ class RowChecks:
             if unique := dict.fromkeys(itertools.chain.from_iterable(texts)):
                 raise PipelineError(self._refusal("; ".join(unique))) from found.error
         _, counts, is_sum = every[self._last_rank]
-        return LossRule(1, num_ranks) if is_sum else LossRule(self._num_microbatches, counts_targets=counts)
+        return LossRule(is_mean=False, factor=num_ranks) if is_sum else LossRule(counts_targets=counts)
 
     def _begin(self, kind: Any) -> None:
         self._kind = None
@@ -162,11 +164,18 @@ class RowChecks:
         """Return what notes the targets of a step whose loss is a mean over them."""
         return TargetCounts(self._rehearsal.counted_means)
 
-    def differ(self, counts: TargetCounts) -> bool:
-        """Return whether parts of the batch have different numbers of targets. Collective over data-parallel ranks."""
+    def differ(self, counts: TargetCounts, shares: Sequence[Share]) -> bool:
+        """Return whether a part of the batch has more or fewer targets than its share.
+
+        Collective over data-parallel ranks.
+        """
         each = counts.of_microbatches()
-        number = zlib.crc32(repr(each[0]).encode())
-        most, least, differs = self._rehearsal.highest([number, -number, float(any(c != each[0] for c in each))])
+        number, first = zlib.crc32(repr(each[0]).encode()), [count * shares[0].count for count in each[0]]
+        differs = any(
+            [count * share.count * shares[0].size for count in own] != [count * share.size for count in first]
+            for own, share in zip(each, shares, strict=True)
+        )
+        most, least, differs = self._rehearsal.highest([number, -number, float(differs)])
         return bool(differs) or most != -least
 
     def _anywhere(self, flag: bool) -> bool:
@@ -194,18 +203,20 @@ class TargetCounts(TorchFunctionMode):
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         super().__init__()
         self._functions = functions
-        self._found: list[list[torch.Tensor]] = []
+        self._found: dict[int, list[torch.Tensor]] = {}
+        self._current: list[torch.Tensor] = []
 
     @contextmanager
-    def microbatch(self) -> Iterator[None]:
-        """Note those of the next micro-batch while the context is open."""
-        self._found.append([])
+    def microbatch(self, index: int) -> Iterator[None]:
+        """Note those of a micro-batch while the context is open."""
+        self._current = self._found[index] = []
         with self:
             yield
 
     def of_microbatches(self) -> list[list[float]]:
         """Return the numbers of each micro-batch, in order of the calls."""
-        return [torch.stack(counts).tolist() if counts else [] for counts in self._found]
+        each = (counts for _, counts in sorted(self._found.items()))
+        return [torch.stack(counts).tolist() if counts else [] for counts in each]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -213,7 +224,7 @@ class TargetCounts(TorchFunctionMode):
         if func in self._functions:
             given = inspect.signature(func).bind(*args, **kwargs).arguments
             if given.get("reduction", "mean") == "mean":
-                self._found[-1].append(_weight_of_targets(given))
+                self._current.append(_weight_of_targets(given))
         return func(*args, **kwargs)
 
 
@@ -242,7 +253,7 @@ def unequal_counts(each: list[list[float]]) -> PipelineError:
     """
     listed = f" {each}" if each else ""
     return PipelineError(
-        "expected equally many counted targets in all micro-batches, and on all data-parallel ranks, got others"
+        "expected equally many counted targets per row in all micro-batches, and on all data-parallel ranks, got others"
         f"{listed}, so that the mean of their means is not that of the batch; ignore equally many in each, or sum the "
         f"losses and divide by the number in the whole batch (num_items_in_batch of Hugging Face models), {WAY_OUT}"
     )

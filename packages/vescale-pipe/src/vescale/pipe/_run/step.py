@@ -28,6 +28,7 @@ from .crossings import Crossings
 from .draws import Course, DrawRules, StepDraws
 from .frame import Frame
 from .mail import Letter, Mail
+from .microbatch import Inputs, Share
 from .mode import RunState, TraceMode
 from .program import Program
 from .recorder import Recorder
@@ -90,15 +91,17 @@ class Pipeline:
 class Step:
     """One step in progress: runs this rank's actions in order.
 
-    ``_saved`` holds each micro-batch's boundary and loss from its forward to its backward, which frees its activations;
-    ``_split`` what is left of a backward between I and W.
+    ``_programs`` are those of the micro-batches: the same one for the same number of rows. ``_saved`` holds each
+    micro-batch's boundary and loss from its forward to its backward, which frees its activations; ``_split`` what is
+    left of a backward between I and W.
     """
 
     def __init__(
         self,
         pipeline: Pipeline,
-        microbatches: list[tuple[tuple, dict]],
-        program: Program,
+        microbatches: list[Inputs],
+        programs: Sequence[Program],
+        shares: Sequence[Share],
         total: GradientSum,
         result: BatchLoss | BatchRows,
     ) -> None:
@@ -107,31 +110,34 @@ class Step:
         self._pipeline = pipeline
         self._transport, self._placement = pipeline.transport, pipeline.placement
         self._microbatches: list[Any] = list(microbatches)
-        self._program = program
+        self._programs = programs
         self._last_stage = self._placement.num_stages - 1
         self._saved: dict[tuple[int, int], tuple[Boundary, torch.Tensor | None]] = {}
         self._split: dict[tuple[int, int], StageBackward] = {}
-        self._draws = StepDraws(pipeline.draws, program.draws, len(microbatches))
-        self._mail = Mail(self._transport, self._placement, program)
+        self._draws = StepDraws(pipeline.draws, programs, shares)
+        self._mail = Mail(self._transport, self._placement, programs)
         self._attributes = pipeline.attributes()
         self._hooks = contextlib.ExitStack()
         self._is_hooked = False
-        self._begun: set[int] = set()  # stages whose tapes have been looked at
+        self._begun: set[tuple[int, int]] = set()  # stages and programs whose tapes have been looked at
         self.where = "the first micro-batch"
 
     def run(self) -> None:
         """Run the schedule. Afterwards the result is shared and ``total`` holds the gradients."""
         schedule, ties = self._pipeline.schedule, self._pipeline.ties
-        ties.lend(self._program.ties)
+        ties.lend(self._programs[0].ties)
         constants = self._constants()
-        watch = self._transport.watch if self._program.recorded else None
-        if not self._program.recorded:
-            self._record()
-            schedule = _without_first(schedule)
+        recorded = []
+        for microbatch, program in enumerate(self._programs):
+            if not program.recorded:
+                self._record(microbatch)
+                recorded.append(microbatch)
+        watch = None if recorded else self._transport.watch
+        schedule = _without(schedule, recorded)
         actions = self._actions(schedule)
         if self._placement.num_stages > 1:
             backward = self.has_backward
-            self._mail = Mail(self._transport, self._placement, self._program, schedule, backward=backward)
+            self._mail = Mail(self._transport, self._placement, self._programs, schedule, backward=backward)
         if watch is not None:
             self._transport.gather_integers([0])  # so that all ranks begin at the same time
             watch.begin()
@@ -148,16 +154,15 @@ class Step:
                     self._backward(action)
         self.where = "the end"
         self._check_constants(constants)
-        ties.collect(self._program.ties, self.total)
+        ties.collect(self._programs[0].ties, self.total)
         self._transport.wait_sends()
         self._draws.finish()
-        self._program.draws = self._draws.chain
         self._share_result()
 
     @property
     def has_backward(self) -> bool:
         """Whether gradients are computed."""
-        return self._program.loss_meta.requires_grad
+        return self._programs[0].loss_meta.requires_grad
 
     def close(self) -> None:
         """Remove the hooks of the step."""
@@ -168,15 +173,15 @@ class Step:
     def _forward(self, stage: int, microbatch: int) -> None:
         boundary, loss = Boundary(), None
         args, kwargs = self._microbatches[microbatch]
-        with self._counted(stage), self._draws.forward(microbatch) as course:
+        with self._counted(microbatch, stage), self._draws.forward(microbatch) as course:
             if self._placement.num_stages == 1:
-                with self._draws.guard(lambda: "the model"):
+                with self._draws.guard(microbatch, lambda: "the model"):
                     loss = self._pipeline.loss_of(args, kwargs)
-                self._program.loss = meta_of(loss)
+                self._programs[microbatch].loss = meta_of(loss)
             else:
                 crossings = self._crossings([stage], microbatch)
                 boundary = crossings.boundaries[stage]
-                tape, is_due = self._tape_of(stage)
+                tape, is_due = self._tape_of(stage, self._programs[microbatch])
                 slots = None if tape is None or is_due else tape.prepared(args, kwargs)
                 if tape is not None and slots is not None:
                     loss = tape.run(slots, crossings.send, crossings.receive)
@@ -188,14 +193,14 @@ class Step:
         if self.has_backward:
             self._saved[stage, microbatch] = boundary, part
 
-    def _tape_of(self, stage: int) -> tuple[Tape | None, bool]:
+    def _tape_of(self, stage: int, program: Program) -> tuple[Tape | None, bool]:
         """Return the tape of a stage, if it can be run, and whether a new one is due."""
-        program, state = self._program, self._pipeline.state
-        if self._draws.draws:
+        state = self._pipeline.state
+        if self._draws.draw(program):
             return None, False
-        tape = program.tapes.get(stage)
-        is_first, is_other = stage not in self._begun, state.latest.get(stage) is not program
-        self._begun.add(stage)
+        tape, begun = program.tapes.get(stage), (stage, id(program))
+        is_first, is_other = begun not in self._begun, state.latest.get(stage) is not program
+        self._begun.add(begun)
         state.latest[stage] = program
         if tape is None or program.attributes != self._attributes:
             return None, True
@@ -220,11 +225,11 @@ class Step:
         with pipeline.modules.only([stage]):
             loss = self._follow([stage], microbatch, crossings, course, recorder=None, tape=tape)
         if tape is not None:
-            self._keep(stage, tape)
+            self._keep(stage, self._programs[microbatch], tape)
         return loss
 
-    def _keep(self, stage: int, tape: Tape) -> None:
-        program, attributes = self._program, self._pipeline.attributes()
+    def _keep(self, stage: int, program: Program, tape: Tape) -> None:
+        attributes = self._pipeline.attributes()
         if any(map(has_forward_hooks, self._pipeline.outside)):
             tape.refuse("modules outside of units have hooks")
         if attributes != self._attributes:
@@ -238,7 +243,7 @@ class Step:
             logger.info("stage %d runs the user's code in every micro-batch: %s", stage, tape.reason)
 
     def _crossings(self, stages: Sequence[int], microbatch: int) -> Crossings:
-        return Crossings(self._mail, self._program, stages, microbatch, self._pipeline.find_mesh)
+        return Crossings(self._mail, self._programs[microbatch], stages, microbatch, self._pipeline.find_mesh)
 
     def _follow(
         self,
@@ -254,15 +259,14 @@ class Step:
         pipeline = self._pipeline
         self._hook_units()
         args, kwargs = self._microbatches[microbatch]
-        frame = Frame(
-            self._transport, crossings, self._program, stages=stages, recorder=recorder, tape=tape, course=course
-        )
+        program = self._programs[microbatch]
+        frame = Frame(self._transport, crossings, program, stages=stages, recorder=recorder, tape=tape, course=course)
         mode = pipeline.state.mode = TraceMode(frame)
         if tape is not None:
             tape.begin(args, kwargs)
         try:
             with mode.active(), contextlib.ExitStack() as watches:
-                watches.enter_context(self._draws.guard(lambda: mode.current_module))
+                watches.enter_context(self._draws.guard(microbatch, lambda: mode.current_module))
                 if tape is not None:
                     watches.enter_context(tape.taking_down())
                     watches.enter_context(Births(tape, mode.outside))
@@ -281,71 +285,76 @@ class Step:
             self._hooks.enter_context(hooked_units(self._pipeline.modules.units, self._pipeline.state))
             self._is_hooked = True
 
-    def _counted(self, stage: int | None = None) -> contextlib.AbstractContextManager[None]:
+    def _counted(self, microbatch: int, stage: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Note the targets that a forward of the last stage counts."""
         if self._result.counts is None or stage not in (None, self._last_stage):
             return contextlib.nullcontext()
-        return self._result.counts.microbatch()
+        return self._result.counts.microbatch(microbatch)
 
-    # --- the first micro-batch ---
+    # --- the first micro-batch of a program ---
 
-    def _record(self) -> None:
-        """Run the first micro-batch, forward and backward, in lockstep with all ranks, and record it."""
-        self._pipeline.state.latest.update(dict.fromkeys(self._placement.mine, self._program))
-        with self.recording() as recorder:
-            boundaries, loss = self.record_forward(recorder)
+    def _record(self, microbatch: int) -> None:
+        """Run a micro-batch, forward and backward, in lockstep with all ranks, and record it."""
+        program = self._programs[microbatch]
+        self._pipeline.state.latest.update(dict.fromkeys(self._placement.mine, program))
+        with self.recording(microbatch) as recorder:
+            boundaries, loss = self.record_forward(recorder, microbatch)
             read = recorder.synchronize("constants", None, self._pipeline.state.constants_read)
-            self._program.constants = frozenset().union(*read)
+            program.constants = frozenset().union(*read)
             if len(self._placement.mine) > 1 and self._pipeline.attributes() != self._attributes:
                 raise PipelineError(
                     "expected code outside of stage modules that leaves the attributes of its modules alone, since it "
                     "runs once for each stage of a rank, got other values after the forward; change them in a module "
                     "with parameters, or between steps"
                 )
-            self._microbatches[0] = None
-            part = None if loss is None else self._result.add(0, loss)
+            self._microbatches[microbatch] = None
+            part = None if loss is None else self._result.add(microbatch, loss)
             if self.has_backward:
-                self._record_backward(recorder, boundaries, part)
-                self._program.ties = self._pipeline.ties.uses(self._program.ties, self.total)
-        self._program.recorded = True
-        for transfer in self._program.transfers if self._placement.is_here(0) else ():
+                self._record_backward(recorder, boundaries, part, microbatch)
+                ties = self._programs[0].ties  # sizes of micro-batches change none
+                program.ties = ties if microbatch else self._pipeline.ties.uses(ties, self.total)
+        program.recorded = True
+        for transfer in program.transfers if self._placement.is_here(0) else ():
             logger.info("%s", transfer)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Recorder]:
+    def recording(self, microbatch: int) -> Iterator[Recorder]:
         """Return what synchronizes all ranks; an error inside reaches them all, and the program is dropped."""
         recorder = Recorder(self._transport, self._placement)
         try:
             yield recorder
         except Exception as error:
-            self._pipeline.forget(self._program)
+            self._pipeline.forget(self._programs[microbatch])
             recorder.fail(error)
             raise
 
-    def record_forward(self, recorder: Recorder) -> tuple[dict[int, Boundary], torch.Tensor | None]:
-        """Run and record the forward of the first micro-batch, of all stages of this rank."""
-        crossings = self._crossings(self._placement.mine, 0)
-        with self._counted(), self._draws.forward(0) as course:
-            loss = self._follow(self._placement.mine, 0, crossings, course, recorder=recorder, tape=None)
+    def record_forward(self, recorder: Recorder, microbatch: int) -> tuple[dict[int, Boundary], torch.Tensor | None]:
+        """Run and record the forward of a micro-batch, of all stages of this rank."""
+        mine = self._placement.mine
+        crossings = self._crossings(mine, microbatch)
+        with self._counted(microbatch), self._draws.forward(microbatch) as course:
+            loss = self._follow(mine, microbatch, crossings, course, recorder=recorder, tape=None)
         for stage, own in self.total.of_stage.items():
             split = self._pipeline.split
             frees = any(getattr(getattr(p, "_vescale_memory", None), "frees", False) for p in own)
             if frees or any(map(is_hooked, own)) or (split and recorder.hooked & {*split.stages[stage]}):
-                self._program.whole.add(stage)
+                self._programs[microbatch].whole.add(stage)
         return crossings.boundaries, loss
 
-    def _record_backward(self, recorder: Recorder, boundaries: dict[int, Boundary], part: torch.Tensor | None) -> None:
-        program, here = self._program, self._placement.is_here
+    def _record_backward(
+        self, recorder: Recorder, boundaries: dict[int, Boundary], part: torch.Tensor | None, microbatch: int
+    ) -> None:
+        program, here = self._programs[microbatch], self._placement.is_here
         arrived: dict[int, torch.Tensor] = {}
         for stage in reversed(range(self._placement.num_stages)):
             dead: list[int] = []
             found: dict[int, torch.Tensor | None] = {}
             if here(stage):
                 boundary = boundaries.pop(stage)
-                backward = self._stage_backward(stage, boundary, part, arrived.pop)
-                with self._draws.backward(0):
+                backward = self._stage_backward(program, stage, boundary, part, arrived.pop)
+                with self._draws.backward(microbatch):
                     received, weights = backward.run()
-                self.total.add(stage, 0, weights)
+                self.total.add(stage, microbatch, weights)
                 found = dict(zip((index for index, _ in boundary.received), received, strict=True))
                 dead = [index for index, gradient in found.items() if gradient is None]
                 del boundary, backward
@@ -353,9 +362,9 @@ class Step:
             program.dead.update(every[self._placement.ranks[stage]])
             for index in program.gradients_from_stage(stage):
                 if here(stage):
-                    self._send_gradient(index, 0, found[index])
+                    self._send_gradient(index, microbatch, found[index])
                 if here(program.gradient_to(index)):
-                    arrived[index] = self._received_gradient((index, 0, True))
+                    arrived[index] = self._received_gradient((index, microbatch, True))
 
     # --- backward ---
 
@@ -369,11 +378,12 @@ class Step:
             self.total.add(stage, microbatch, self._split.pop((stage, microbatch)).run_weights())
             return
         boundary, part = self._saved.pop((stage, microbatch))
+        program = self._programs[microbatch]
         backward = self._stage_backward(
-            stage, boundary, part, lambda index: self._received_gradient((index, microbatch, True))
+            program, stage, boundary, part, lambda index: self._received_gradient((index, microbatch, True))
         )
         if action.kind == INPUT_GRAD:
-            received = backward.run_inputs(whole=stage in self._program.whole)
+            received = backward.run_inputs(whole=stage in program.whole)
             self._split[stage, microbatch] = backward
         else:
             received, weights = backward.run()
@@ -383,9 +393,13 @@ class Step:
             self.total.add(stage, microbatch, weights)
 
     def _stage_backward(
-        self, stage: int, boundary: Boundary, loss: torch.Tensor | None, gradient_of: Callable[[int], torch.Tensor]
+        self,
+        program: Program,
+        stage: int,
+        boundary: Boundary,
+        loss: torch.Tensor | None,
+        gradient_of: Callable[[int], torch.Tensor],
     ) -> StageBackward:
-        program = self._program
         roots = []
         if loss is not None and stage == self._last_stage:
             roots.append((get_gradient_edge(loss), torch.ones_like(loss)))
@@ -398,13 +412,14 @@ class Step:
         return StageBackward(roots, [edge for _, edge in boundary.received], self.total.of_stage[stage])
 
     def _received_gradient(self, letter: Letter) -> torch.Tensor:
-        meta = gradient_meta(self._program.transfers[letter[0]].meta)
+        meta = gradient_meta(self._programs[letter[1]].transfers[letter[0]].meta)
         mesh = None if meta.sharded is None else self._pipeline.find_mesh(meta.sharded.axis_names)
         return from_local_part(self._mail.receive(letter), meta, mesh)
 
     def _send_gradient(self, index: int, microbatch: int, gradient: torch.Tensor | None) -> None:
-        transfer = self._program.transfers[index]
-        if index in self._program.dead:
+        program = self._programs[microbatch]
+        transfer = program.transfers[index]
+        if index in program.dead:
             if gradient is not None:
                 raise PipelineError(
                     f"expected no gradient for {transfer.value}, {transfer.meta}, as in the first micro-batch, got "
@@ -433,7 +448,8 @@ class Step:
         for name, (tensor, version) in before.items():
             if name not in after or after[name][0] is not tensor or after[name][1] != version:
                 written.add(name)
-        for name in sorted(self._program.constants & written):
+        read = frozenset().union(*(program.constants for program in self._programs))
+        for name in sorted(read & written):
             raise PipelineError(
                 f"expected buffer `{name}` to stay as it is, since code outside of stage modules reads it on other "
                 "stages, which have copies, got a write in its module; return it from the module, or make it a "
@@ -444,26 +460,29 @@ class Step:
 
     def _actions(self, schedule: Schedule) -> tuple[Action, ...]:
         actions = schedule.actions(self._placement.rank)
-        if self._program.loss is not None and not self.has_backward:
+        if self._programs[0].loss is not None and not self.has_backward:
             return tuple(action for action in actions if action.kind == FORWARD)
         return actions
 
     def _share_result(self) -> None:
         """Send what the last stage has of all micro-batches to all stages."""
-        meta = self._program.loss_meta
+        metas = [program.loss_meta for program in self._programs]
         if self._placement.is_here(self._last_stage):
-            tensor, expected = self._result.combined(), self._result.empty(meta, torch.device("meta"))
+            tensor, expected = self._result.combined(), self._result.empty(metas, torch.device("meta"))
             if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
                 raise PipelineError(
                     f"expected a result of shape {list(expected.shape)} and dtype {expected.dtype}, as recorded, got "
                     f"{list(tensor.shape)} and {tensor.dtype}; select the same output for the same inputs"
                 )
         else:
-            tensor = self._result.empty(meta, self._transport.device_of(meta.device_type))
+            tensor = self._result.empty(metas, self._transport.device_of(metas[0].device_type))
         self._result.take(self._transport.broadcast(tensor, self._placement.last_rank))
 
 
-def _without_first(schedule: Schedule) -> Schedule:
-    """Return a schedule without the actions of the first micro-batch."""
-    ranks = tuple(tuple(a for a in schedule.actions(rank) if a.microbatch) for rank in range(schedule.num_ranks))
-    return Schedule(schedule.num_stages, schedule.num_microbatches, ranks)
+def _without(schedule: Schedule, microbatches: Sequence[int]) -> Schedule:
+    """Return a schedule without the actions of some micro-batches."""
+    if not microbatches:
+        return schedule
+    ranks = (schedule.actions(rank) for rank in range(schedule.num_ranks))
+    left = tuple(tuple(action for action in own if action.microbatch not in microbatches) for own in ranks)
+    return Schedule(schedule.num_stages, schedule.num_microbatches, left)
