@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP
-from vescale_testing import run_ranks
+from vescale_testing import RankFailure, run_ranks
 
 ROWS, WIDTH, STEPS = 4, 6, 3
 
@@ -88,6 +88,14 @@ class LastRows(Average):
         return (x if before is None else x + 0.5 * before).square().mean()
 
 
+class CountedRows(Average):
+    """A number of rows that goes into a buffer alone."""
+
+    def forward(self, x):
+        self.average += x.shape[0]
+        return self.lift(x).square().mean()
+
+
 class Iterated(nn.Module):
     """A parametrization that changes state at each access to the weight."""
 
@@ -99,7 +107,7 @@ class Iterated(nn.Module):
         return self.lift(x).square().mean()
 
 
-KINDS = (Average, Plain, Metric, Extreme, OwnLoss, SummedLoss, LastRows, Iterated)
+KINDS = (Average, Plain, Metric, Extreme, OwnLoss, SummedLoss, LastRows, CountedRows, Iterated)
 
 
 def trained(model, module, batches, rows):
@@ -147,10 +155,36 @@ def test_they_are_those_of_one_device(kind, size):
         assert max(found) < 1e-10, found
 
 
-@pytest.mark.parametrize("kind", [Average, Plain, Metric, Extreme, OwnLoss, SummedLoss])
+@pytest.mark.parametrize("kind", [Average, Plain, Metric, Extreme, OwnLoss, SummedLoss, CountedRows])
 def test_ranks_that_are_worlds_of_their_own_differ(kind):
     for found in run_ranks(differences, 2, kind, per_rank=True):
         assert max(found) > 1e-4, found
+
+
+class HiddenOffset(nn.Module):
+    """Statistics of rows move with an offset that the normalized rows do not show.
+
+    The offset is the gradient of a mean, which is another one for other numbers of rows.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        x = self.lift(x)
+        rows = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(rows.tanh().mean(), rows)
+        return self.norm(x + gradient.abs().mean()).square().mean()
+
+
+def test_what_results_do_not_show_is_compared():
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(differences, 2, HiddenOffset)
+    for error in failure.value.exceptions.values():
+        assert isinstance(error, RuntimeError)
+        assert "attribute 'norm.running_mean' is another one on the rows of one rank" in str(error)
 
 
 class Logged(Average):

@@ -7,7 +7,8 @@ first call with a new signature runs a few more times before, forward and withou
 
     record     on DTensors: rows are Shard(0) on the data-parallel axis, everything else is equal on all ranks
     search     on this rank's rows: which operators give something else than their part of the recorded result?
-    compare    on this rank's rows, as later calls will run: the outputs must be parts of the recorded ones
+    compare    on this rank's rows, as later calls will run: the outputs, and what the call leaves or writes in
+               attributes and buffers, must be parts of the recorded ones
 
     nothing mixes rows, draws are slices of a global draw    later calls are plain calls
     otherwise                                                those operators run on DTensors at their place: islands

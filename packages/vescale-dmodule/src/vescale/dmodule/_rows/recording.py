@@ -30,7 +30,7 @@ from .call import RecordedRows, RowsCall
 from .functions import OwnFunctions
 from .gradient_hooks import GradientHooks
 from .joint import JointRecorder, RanksDifferError, no_draws_outside_torch
-from .values import Output, all_rows, difference, left_in_attributes, outputs_of, tensor_attributes
+from .values import Output, all_rows, attributes_before, difference, left_in_attributes, outputs_of
 
 __all__ = ["RowsRecorder"]
 
@@ -84,7 +84,8 @@ class RowsRecorder(JointRecorder[RecordedRows]):
         parts, generator = self._parts(), generator_fact(self.mesh.device_type)
         recorder, outputs, moved = self._recorded_call(parts, args, kwargs)
         # none of these is compared in the search
-        must_be_tried = recorder.drawn or recorder.takes_gradients or self._functions
+        leaves = any(output.attribute is not None for output in outputs)
+        must_be_tried = recorder.drawn or recorder.takes_gradients or self._functions or leaves
         self._compare([generator] if moved else [])
         mixes = recorder.has_quiet_islands or any(output.must_be_reduced for output in outputs)
         if not mixes and (not must_be_tried or self._runs_alone(recorder, outputs, args, kwargs, moved=moved)):
@@ -182,7 +183,7 @@ class RowsRecorder(JointRecorder[RecordedRows]):
     def _run(self, args: tuple, kwargs: dict, hooks: GradientHooks | None = None) -> tuple[list[Output], bool]:
         """Return the outputs of a call without side effects, and whether it drew random numbers."""
         with without_side_effects(self.module):
-            before, attributes = random_position(self.mesh.device_type), tensor_attributes(self.module)
+            before, attributes = random_position(self.mesh.device_type), attributes_before(self.module)
             gradients = torch.enable_grad() if self._has_gradients else contextlib.nullcontext()
             with gradients, hooks or contextlib.nullcontext():
                 outputs = outputs_of(self.module(*args, **kwargs))

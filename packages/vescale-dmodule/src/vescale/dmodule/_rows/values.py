@@ -22,12 +22,12 @@ __all__ = [
     "Output",
     "all_rows",
     "argument_facts",
+    "attributes_before",
     "difference",
     "has_rows",
     "left_in_attributes",
     "num_rows",
     "outputs_of",
-    "tensor_attributes",
 ]
 
 WAY_OUT = (
@@ -92,10 +92,12 @@ def has_rows(tensor: Tensor, rows: int | None) -> bool:
 
 # ------------------------------------------------------------------------------------------------- results
 
+Attribute = tuple[str, str]  # names of a module and of its attribute
+
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that a call returns, or that it leaves in an attribute.
+    """A tensor that a call returns, or that it leaves, or writes, in an attribute.
 
     Attributes:
         value: what this rank has of it.
@@ -107,7 +109,7 @@ class Output:
     value: Tensor
     shape: torch.Size
     placements: tuple[Placement, ...] | None
-    attribute: tuple[str, str] | None = None
+    attribute: Attribute | None = None
 
     def without_value(self) -> Output:
         """Return the same without the value, to be kept."""
@@ -137,17 +139,23 @@ def outputs_of(result: object) -> list[Output]:
     return found
 
 
-def _output(tensor: Tensor, attribute: tuple[str, str] | None = None) -> Output:
+def _output(tensor: Tensor, attribute: Attribute | None = None) -> Output:
     placements = tuple(tensor.placements) if isinstance(tensor, DTensor) else None
     local = tensor if placements is None else _torch.local_of(tensor)
     return Output(local.detach().clone(), tensor.shape, placements, attribute)
 
 
-Attributes = dict[tuple[str, str], Tensor]
+def attributes_before(module: nn.Module) -> dict[Attribute, tuple[Tensor, Tensor | None]]:
+    """Return the tensors in attributes of a module and of its parts, but no parameters, with copies of plain ones."""
+    tensors = _tensor_attributes(module).items()
+    return {where: (tensor, tensor.detach().clone() if _is_comparable(tensor) else None) for where, tensor in tensors}
 
 
-def tensor_attributes(module: nn.Module) -> Attributes:
-    """Return the tensors in attributes of a module and of its parts, but no parameters, by names."""
+def _is_comparable(tensor: Tensor) -> bool:
+    return is_plain(tensor) and tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def _tensor_attributes(module: nn.Module) -> dict[Attribute, Tensor]:
     return {
         (name, key): value
         for name, part in module.named_modules()
@@ -157,17 +165,23 @@ def tensor_attributes(module: nn.Module) -> Attributes:
     }
 
 
-def left_in_attributes(before: Attributes, module: nn.Module) -> list[Output]:
-    """Return the tensors that a call has left in attributes in place of other values, in the order of their names.
+def left_in_attributes(before: dict[Attribute, tuple[Tensor, Tensor | None]], module: nn.Module) -> list[Output]:
+    """Return the tensors that a call has left in attributes, or has written there, in the order of their names.
 
-    What it writes into a tensor is not among them.
+    Later operators may hide from its results what has gone into them: a norm hides an offset, which its running
+    statistics have.
 
     Raises:
         RuntimeError: it has left a summand in a list or dict.
     """
     _refuse_summands_in_containers(module)
-    now = tensor_attributes(module).items()
-    return sorted((_output(value, where) for where, value in now if before.get(where) is not value), key=_name)
+
+    def is_other(where: Attribute, now: Tensor) -> bool:
+        tensor, values = before.get(where, (None, None))
+        return tensor is not now or (values is not None and not torch.equal(values, now))
+
+    now = _tensor_attributes(module).items()
+    return sorted((_output(value, where) for where, value in now if is_other(where, value)), key=_name)
 
 
 def _refuse_summands_in_containers(module: nn.Module) -> None:
