@@ -26,7 +26,7 @@ from .. import _torch
 from .._boundary.edges import wrapped
 from .._static.parts import describe
 from .._static.recording.names import Names
-from .watched_hooks import Gradients, are_close, is_linear, is_of_program
+from .watched_hooks import Gradients, are_close, fixed_numbers, is_linear, is_of_program
 
 __all__ = ["OwnFunctions"]
 
@@ -205,8 +205,7 @@ class OwnFunctions:
         local = _torch.local_of(output) if isinstance(output, DTensor) else output
         if not output.requires_grad:
             return torch.zeros_like(local)
-        generator = torch.Generator().manual_seed(self._mesh.get_local_rank() if placement.is_shard() else 0)
-        numbers = torch.randn(local.shape, generator=generator, dtype=torch.float64)
+        numbers = fixed_numbers(local.shape, self._mesh.get_local_rank() if placement.is_shard() else 0)
         return numbers.to(local.device, local.dtype)
 
     def _whole(self, seed: Tensor | None, output: object, placement: Placement | None) -> Tensor | None:

@@ -25,7 +25,7 @@ from .._boundary.edges import wrapped
 from .._static.parts import describe
 from .._static.recording.compare import is_close
 from .._static.recording.names import Names
-from .watched_hooks import code_of, is_linear
+from .watched_hooks import code_of, fixed_numbers, is_linear
 
 __all__ = ["GradientHooks"]
 
@@ -65,8 +65,7 @@ class GradientHooks(TorchFunctionMode):
             RuntimeError: it draws, or gives something else on this rank's rows.
         """
         local = _torch.local_of(value) if isinstance(value, DTensor) else value
-        numbers = torch.randn(local.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        gradient = numbers.to(local.device, local.dtype)
+        gradient = fixed_numbers(local.shape, 0).to(local.device, local.dtype)
         with torch.no_grad():
             before = random_position(self._mesh.device_type)
             try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 
 import torch
@@ -26,7 +27,7 @@ from .._static.parts import describe
 from .._static.recording.compare import is_close
 from .values import WAY_OUT
 
-__all__ = ["Gradients", "HookWatch", "are_close", "code_of", "is_linear", "is_of_program"]
+__all__ = ["Gradients", "HookWatch", "are_close", "code_of", "fixed_numbers", "is_linear", "is_of_program"]
 
 Hook = Callable[..., "Tensor | Sequence[Tensor | None] | None"]
 Gradients = tuple[Tensor | None, ...]
@@ -176,22 +177,30 @@ class _Watched:
         )
 
 
-def _numbers(like: Gradients, scale: float, seed: int) -> Gradients:
-    generator = torch.Generator().manual_seed(seed)
+def fixed_numbers(shape: Sequence[int], seed: int) -> Tensor:
+    """Return numbers between -1 and 1, float64, the same for the same seed.
 
-    def numbers(gradient: Tensor) -> Tensor:
+    No random operator makes them: modes around the program would take it for one of the program.
+    """
+    angles = torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64) * 12.9898 + 78.233 * seed
+    return (angles.sin() * 43758.5453).frac().view(tuple(shape))
+
+
+def _numbers(like: Gradients, scale: float, seed: int) -> Gradients:
+    def numbers(index: int, gradient: Tensor) -> Tensor:
         local = _torch.local_of(gradient) if isinstance(gradient, DTensor) else gradient
         if not (local.is_floating_point() or local.is_complex()):
             return torch.zeros_like(local)
-        dtype = torch.complex128 if local.is_complex() else torch.float64
-        values = torch.randn(local.shape, generator=generator, dtype=dtype)
+        values = fixed_numbers(local.shape, 2 * (len(like) * seed + index))
+        if local.is_complex():
+            values = torch.complex(values, fixed_numbers(local.shape, 2 * (len(like) * seed + index) + 1))
         values = (min(scale, torch.finfo(local.dtype).max ** 0.5) * values).to(local.device, local.dtype)
         if not isinstance(gradient, DTensor):
             return values
         placements = tuple(Replicate() if p.is_partial() else p for p in gradient.placements)
         return wrapped(values, gradient.device_mesh, placements, shape=gradient.shape)
 
-    return tuple(None if gradient is None else numbers(gradient) for gradient in like)
+    return tuple(None if gradient is None else numbers(index, gradient) for index, gradient in enumerate(like))
 
 
 def _map(function: Callable[[Tensor, Tensor], Tensor], one: Gradients, other: Gradients) -> Gradients:
