@@ -285,6 +285,12 @@ def families(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
+def small_models(session: nox.Session) -> None:
+    """Train small models that do one thing with their rows, on ranks, against one process: `-- --models drop`."""
+    run_composed(session, "python", "tests/small_models/sweep.py", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none", requires=["composed"])
 def bench(session: nox.Session) -> None:
     """Run the benchmarks (name some after --)."""
     run_composed(session, "python", "benchmarks/run.py", *session.posargs)

@@ -167,9 +167,10 @@ class CallRecorder(TorchFunctionMode):
         place = self._place()
         island = self._islands.get(place)
         if island is not None and island.operands:
-            shards = {id(operands[i]): self._sharded(operands[i], island.operands[i]) for i in island.operands}
-            args, kwargs = _torch.tree_map(lambda leaf: shards.get(id(leaf), leaf), (args, kwargs))
-            operands = [shards.get(id(tensor), tensor) for tensor in operands]
+            moved = {id(t): self._lifted(t) for t in operands if isinstance(t, DTensor)}
+            moved |= {id(operands[i]): self._sharded(operands[i], island.operands[i]) for i in island.operands}
+            args, kwargs = _torch.tree_map(lambda leaf: moved.get(id(leaf), leaf), (args, kwargs))
+            operands = [moved.get(id(tensor), tensor) for tensor in operands]
         described = [_describe(tensor, self.mesh) for tensor in operands]
         operator = RecordedOperator(func, described, draws=False, over_rows=self._over_rows)
         if island is not None:
@@ -291,8 +292,10 @@ class CallRecorder(TorchFunctionMode):
 
     def _sharded(self, tensor: Tensor, placements: tuple[Placement, ...]) -> DTensor:
         tensor = tensor if isinstance(tensor, DTensor) else as_dtensor(tensor, self.mesh)
-        tensor = lift(tensor, self.mesh) if tensor.device_mesh.ndim < self.mesh.ndim else tensor
-        return tensor.redistribute(placements=placements)
+        return self._lifted(tensor).redistribute(placements=placements)
+
+    def _lifted(self, tensor: DTensor) -> DTensor:
+        return lift(tensor, self.mesh) if tensor.device_mesh.ndim < self.mesh.ndim else tensor
 
     def _whole(self, result: object) -> tuple[int, ...]:
         if not isinstance(result, Tensor) or (result.requires_grad and not self._of_rows):
