@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.overrides import TorchFunctionMode
 
 from vescale.dtensor import extension
@@ -405,8 +405,9 @@ def _note_total(operator: RecordedOperator, place: int, grad: Tensor) -> None:
 def _watch(result: DTensor, operator: RecordedOperator, mesh: DeviceMesh) -> None:
     """Note the layout of the gradient of a result, or of an operand that the operator wrote.
 
-    On local tensors the gradient of a shard is the shard of the gradient, also where DTensor makes a full one. On the
-    axis of rows the placement of the result decides it.
+    On local tensors the gradient of a shard is the shard of the gradient, also where DTensor makes a full one, and that
+    of a whole value is whole, also where DTensor makes a shard. On the axis of rows the placement of the result decides
+    it.
     """
     position = len(operator.gradients)
     operator.gradients.append(None)
@@ -423,7 +424,7 @@ def _watch(result: DTensor, operator: RecordedOperator, mesh: DeviceMesh) -> Non
     def note(grad: Tensor) -> None:
         if isinstance(grad, DTensor):
             pairs = zip(placements, grad.placements, strict=True)
-            layout = tuple(own if own.is_shard() else here for own, here in pairs)
+            layout = tuple(own if own.is_shard() else Replicate() if here.is_shard() else here for own, here in pairs)
             operator.gradients[position] = (*ahead, *layout[len(ahead) - mesh.ndim :])
 
     result.register_hook(note)
