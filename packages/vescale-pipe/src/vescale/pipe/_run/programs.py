@@ -50,6 +50,10 @@ class Programs:
             of_size[size] = self._new(form, stage_form, microbatches[index]) if program is None or stale else program
         return [of_size[size] for size in sizes]
 
+    def __len__(self) -> int:
+        """Return the number of programs that are known."""
+        return len(self._of_form)
+
     def forget(self, program: Program) -> None:
         """Drop a program after a failed recording; the next step records again."""
         self._of_form = {form: kept for form, kept in self._of_form.items() if kept is not program}
