@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale.dtensor import init_device_mesh, random
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.pipe import PipelineEngine, PipelineError, PipelinePlan, Schedule
-from vescale.pipe._run import draws
+from vescale.pipe._run import draws, rows
 from vescale_testing import ranks
 
 WIDTH, ROWS, STEPS = 6, 8, 3
@@ -181,10 +181,10 @@ def test_data_parallel_ranks(schedule, num_rows, stream):
     engine = PipelineEngine(model, mesh["pp"], PipelinePlan(schedule, 2))
     ddp = DDP(model, mesh["dp"])
     optimizer = DistributedOptimizer(torch.optim.AdamW, model=ddp, lr=0.1)
-    rows = {name: value.chunk(2)[mesh["dp"].get_local_rank()] for name, value in batch.items()}
+    mine = {name: value.chunk(2)[mesh["dp"].get_local_rank()] for name, value in batch.items()}
     with random.stream(stream, seed=5):
         for loss in expected:
-            found = engine(**rows)
+            found = engine(**mine)
             found.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -215,6 +215,55 @@ def test_states_that_differ_are_refused():
     torch.manual_seed(dist.get_rank())
     with pytest.raises(PipelineError, match="expected the same state of the random generators on every stage"):
         pipeline(model, batch, PipelinePlan("1f1b", 2))
+
+
+class DropsSomeSizes(nn.Linear):
+    """A layer that drops values if it gets some number of rows."""
+
+    def __init__(self, sizes):
+        super().__init__(WIDTH, WIDTH)
+        self.sizes = sizes
+
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.5, training=len(x) in self.sizes))
+
+
+def square(x):
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_draws_of_some_sizes_alone_are_refused(num_ranks, monkeypatch):
+    """One process draws for the whole batch, or it does not.
+
+    A rehearsal, which has other numbers of rows, is left out.
+    """
+    place = "its forward" if num_ranks == 1 else "micro-batches of other sizes"
+    monkeypatch.setattr(rows, "_rehearsal_type", lambda: None)
+
+    @ranks(num_ranks)
+    def check():
+        mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("pp",))
+        model = nn.Sequential(DropsSomeSizes({4}), DropsSomeSizes({4}))
+        engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 2), loss_fn=square)
+        with pytest.raises(PipelineError, match=f"more, fewer or others in {place}"):
+            engine(torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+    check()
+
+
+@ranks(2)
+def test_draws_of_a_size_that_did_not_draw_are_refused():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = nn.Sequential(DropsSomeSizes({4}), DropsSomeSizes({4}))
+    engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 2), loss_fn=square, per_microbatch=True)
+    x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(0))
+    engine(x).backward()
+    for layer in model:
+        if isinstance(layer, DropsSomeSizes):
+            layer.sizes.add(3)
+    with pytest.raises(PipelineError, match="more, fewer or others in a micro-batch"):
+        engine(x)
 
 
 @ranks(1)

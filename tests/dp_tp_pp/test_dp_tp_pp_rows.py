@@ -131,6 +131,16 @@ def test_targets_are_counted_in_every_step():
 
 
 @ranks(2)
+def test_a_loss_that_depends_on_the_number_of_rows_is_refused():
+    _, model, x, target = build(lambda x, _: x.square().mean() if len(x) % 5 == 0 else x.square().sum())
+    engine, _, _ = engine_of(model, 1, 2, 2)
+    text = "got a mean over rows in the first one and a sum over rows in one with fewer rows; use a multiple"
+    with pytest.raises(PipelineError, match=text):
+        engine(x[:9], target[:9])
+    engine(x[:10], target[:10])
+
+
+@ranks(2)
 def test_a_loss_function_mixes_rows():
     _, model, x, _ = build(lambda x, _: x)
     engine, _, _ = engine_of(model, 1, 2, 2, loss_fn=lambda x: F.cross_entropy(x @ x.t(), torch.arange(len(x))))

@@ -228,6 +228,25 @@ def test_an_axis_of_size_one_changes_nothing():
     assert torch.equal(drawn[1], torch.randperm(5))
 
 
+@pytest.mark.parametrize("stream", ["torch", "philox"])
+def test_parts_of_several_sizes(stream):
+    """The draws of parts of 2/5 and 3/5 of a batch are its rows; other numbers of rows are refused."""
+    with random.stream(stream, seed=3):
+        whole = torch.rand(10, 2)
+    parts = []
+    for first, size in ((0, 2), (2, 3)):
+        with random.stream(stream, seed=3), extension.PipelineDraws.part(first, 5, size):
+            parts.append(torch.rand(2 * size, 2))
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(torch.cat(parts[::-1]), whole)
+    text = (
+        "dim 0 of size 3 is no multiple of 2, which a micro-batch of 2/5 of the batch has: use micro-batches of equal"
+    )
+    with random.stream(stream, seed=3), extension.PipelineDraws.part(0, 5, 2):
+        with pytest.raises(UnsupportedRandomOperator, match=text):
+            torch.rand(3)
+
+
 @ranks(2)
 def test_the_context_ends_with_an_exception():
     axis = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

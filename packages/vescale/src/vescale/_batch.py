@@ -87,7 +87,7 @@ def check_equal_weight(name: str, targets: Tensor, *, sizes: Sequence[int]) -> N
         return
     counted = (targets != IGNORED_TARGET).reshape(targets.shape[0], -1)
     for columns in (counted, counted[:, 1:]):
-        counts = [int(part.sum()) for part in columns.split(list(sizes))]
+        counts = torch.stack([part.sum() for part in columns.split(list(sizes))]).tolist()  # the host waits once
         if any(count * sizes[0] != counts[0] * size for count, size in zip(counts, sizes, strict=True)):
             of = f"slices of {name!r}" if len(set(sizes)) == 1 else f"slices of {name!r}, of {list(sizes)} rows"
             raise ValueError(

@@ -330,8 +330,9 @@ class PipelineEngine:
         rule, *others = dict.fromkeys(program.rule for program in programs if program.rule is not None)
         if others:
             raise PipelineError(
-                "expected a loss that is a mean over rows, or a sum, in all micro-batches, got others for other "
-                f"numbers of rows ({rule} and {others[0]}); use a multiple of num_microbatches={len(programs)} rows"
+                "expected a loss that is the same mean over rows or targets, or a sum over rows, in all micro-batches, "
+                f"got {rule} in the first one and {others[0]} in one with fewer rows; use a multiple of "
+                f"num_microbatches={len(programs)} rows"
             )
         return rule
 

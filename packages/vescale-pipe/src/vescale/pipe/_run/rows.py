@@ -56,6 +56,10 @@ class LossRule:
     factor: int = 1
     counts_targets: bool = False
 
+    def __str__(self) -> str:
+        of = "targets" if self.counts_targets else "rows"
+        return f"a mean over {of}" if self.is_mean else "a sum over rows"
+
     def part(self, loss: torch.Tensor, share: Share) -> torch.Tensor:
         """Return what a micro-batch adds to the loss of the batch, of which it is a share."""
         factor = self.factor * (share.size if self.is_mean else 1)
