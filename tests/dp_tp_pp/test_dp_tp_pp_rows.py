@@ -46,6 +46,7 @@ REFUSED = {
     "masked mean": (lambda x, t: (x.sum(-1) * (t > 0)).sum() / (t > 0).sum(), "div in the root module"),
     "mean times rows": (lambda x, _: x.square().mean() * len(x), "neither a mean nor a sum"),
 }
+UNEVEN = [(1, 1, 5), (1, 2, 7), (2, 2, 5)]  # micro-batches of two sizes
 LAYOUTS = [(1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 2, 3), (4, 1, 2)]  # dp, pp, micro-batches
 
 
@@ -81,7 +82,7 @@ def check_equal(name, dp, pp, num_microbatches):
         torch.testing.assert_close(parameter.grad, gradients[n], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *UNEVEN], ids=str)
 def test_means_and_sums_are_those_of_one_device(layout):
     @ranks(layout[0] * layout[1])
     def check():
