@@ -94,8 +94,13 @@ class _Copy:
         return dispatch.from_spec(self.base_memory.tensor(storage), self.base_spec)
 
     def gathered(self, base: DTensor, op: dispatch.Op | None) -> Tensor:
-        """Return the present values of the base, in the placements of the copy and in memory of its own."""
+        """Return the present values of the base, in the placements and the layout of the copy, in their own memory."""
         moved = dispatch.redistributed(base, self.placements, for_op=op)
+        _, shape, strides = self.memory.place
+        is_base = dispatch.storage_key(moved) == dispatch.storage_key(dispatch.local_tensor(base))
+        if tuple(moved.shape) == shape and (is_base or moved.stride() != strides):
+            laid_out = torch.empty_strided(shape, strides, dtype=moved.dtype, device=moved.device)
+            moved = laid_out.copy_(moved)
         if (moved.storage_offset(), tuple(moved.shape), moved.stride()) != self.memory.place:
             raise UnsupportedOperator.for_operands(
                 op, (base,), "it writes to a view made before the tensor's memory layout changed: make the view again"

@@ -127,16 +127,22 @@ def gather_in_layout(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     def lay_out(tensor: DTensor) -> DTensor:
         everywhere = [Replicate()] * tensor.device_mesh.ndim
         whole = dispatch.redistributed(tensor, everywhere, for_op=op)
-        if whole.stride() != tensor.stride():
+        if not _same_layout(whole, tensor):
             memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=whole.dtype, device=whole.device)
             whole = memory.copy_(whole)
         return dispatch.wrap(whole, tensor.device_mesh, everywhere, tensor)
 
     laid_out = map_leaves(lay_out, (args, kwargs), DTensor)
     result = gather(op, *laid_out)
-    if dispatch.is_view(op) and _was_cut(args[0]):
+    if dispatch.is_view(op):
         remember_copy(args[0], laid_out[0][0].placements, dispatch.local_tensor(laid_out[0][0]))
     return result
+
+
+def _same_layout(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether the elements lie alike in memory; the stride of a dim with one element does not matter."""
+    strides = zip(tensor.shape, tensor.stride(), other.stride(), strict=True)
+    return all(size == 1 or one == another for size, one, another in strides)
 
 
 _SCATTER = torch.ops.aten.as_strided_scatter
