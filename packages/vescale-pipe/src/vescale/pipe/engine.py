@@ -209,7 +209,7 @@ class PipelineEngine:
         assert isinstance(result, BatchLoss)
         result.check()
         self.losses = result.losses
-        return connect(result.value, step.total, self._gate) if step.has_backward else result.value
+        return connect(result.value, step.total, step.reductions, self._gate) if step.has_backward else result.value
 
     @checked
     def outputs(self, *args: Any, select: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any) -> torch.Tensor:

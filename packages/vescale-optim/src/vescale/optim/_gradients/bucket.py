@@ -34,7 +34,7 @@ from .._ranks.axis import Pending
 from .._ranks.data_axes import DataAxes
 from .partials import Agreement, Form
 from .placeholder import ShardedGradient, aligned, check_strided
-from .reduction import Reduction
+from .reduction import ReducibleBucket, Reduction
 from .rules import ReduceRules
 
 __all__ = ["FlatBucket", "FlatSlot"]
@@ -99,7 +99,7 @@ class FlatSlot:
         if dims is None:
             local, dims = aligned_gradient(self.param, local, placements), ()
         with torch.no_grad():
-            self._read_grad()
+            self.read_grad()
             if not self.unreduced:
                 self._store(local, dims)
             elif form is None or self._join(dims):
@@ -113,7 +113,7 @@ class FlatSlot:
         dims = self.form.dims_of(placements)
         return dims if dims is None or not dims or self.form.admits(dims) else None
 
-    def _read_grad(self) -> None:
+    def read_grad(self) -> None:
         """Drop the buffered gradient unless ``param.grad`` is still the published one; take an assigned gradient."""
         grad = self.param.grad
         if grad is not None and grad is self.published:
@@ -150,9 +150,33 @@ class FlatSlot:
         """Set ``param.grad`` to its value between backward passes."""
         self.param.grad = self.published
 
+    @property
+    def has_local(self) -> bool:
+        """Whether there is a gradient that has not been reduced."""
+        return self.param.grad is not None and (self.unreduced or self.param.grad is not self.published)
+
+    @property
+    def lies_in_grads(self) -> bool:
+        """Whether ``grads`` has a gradient of the parameter."""
+        if self.param.grad is None or self.param.grad is not self.published:
+            return False
+        return self.unreduced or (self.reduced and not self.bucket.sharded)
+
+    def take_out(self) -> tuple:
+        """Let the parameter have no gradient for a while; return what `put_back` needs."""
+        state = self.param.grad, self.unreduced, self.reduced, () if self.form is None else self.form.over
+        self.put_back((None, False, False, ()))
+        return state
+
+    def put_back(self, state: tuple) -> None:
+        """Let the parameter have the gradient that `take_out` has taken from it."""
+        self.param.grad, self.unreduced, self.reduced, over = state
+        if self.form is not None:
+            self.form.over = over
+
     def settle(self) -> None:
         """Before a reduction: set the slot in ``grads`` to zero if this backward brought no gradient."""
-        self._read_grad()
+        self.read_grad()
         if not self.unreduced:
             self.local_view.zero_()
             if self.form is not None:
@@ -261,19 +285,22 @@ class FlatBucket:
             return
         if self._kept is None:
             self._kept = torch.empty_like(self.grads)
-        self._place(self._kept, slot).copy_(self._place(self.grads, slot))
+        place = slot.kept_part
+        self._place(self._kept, place).copy_(place)
 
-    def _place(self, buffer: Tensor, slot: FlatSlot) -> Tensor:
-        start = slot.local_view.storage_offset()
-        return buffer[start : start + slot.local_view.numel()]
+    @staticmethod
+    def _place(buffer: Tensor, part: Tensor) -> Tensor:
+        """Return what lies in a buffer where a part lies in another of the same layout."""
+        start = part.storage_offset()
+        return buffer[start : start + part.numel()]
 
-    def reduce(self) -> Reduction:
-        """Start the reduction of ``grads``."""
+    def reduce(self, target: ReducibleBucket | None = None) -> Reduction:
+        """Start the reduction of ``grads``; the mean goes to ``target``, by default this bucket."""
         self.allocate()
         for slot in self.slots:
             slot.settle()
         self._conform()
-        return Reduction(self)
+        return Reduction(self if target is None else target)
 
     def _conform(self) -> None:
         """Make the local gradients partial sums over the same axes on all data-parallel ranks."""
@@ -282,30 +309,42 @@ class FlatBucket:
             if slot.form is not None:
                 slot.form.conform(slot.local_view)
 
-    def store(self, mean: Tensor) -> None:
-        """Store the mean, of this coord's shard or (ZeRO 0) of the bucket, or add it to the reduced gradient."""
+    def store(self, mean: Tensor, *, is_whole: bool = False) -> None:
+        """Store the mean, of this coord's shard or (ZeRO 0) of the bucket, or add it to the reduced gradient.
+
+        With ``is_whole`` no part of it is a partial sum, to which one rank alone would add what it has.
+        """
         target = self.grad_shard if self.sharded else self.grads
         if not self.accumulates:
             target.copy_(mean)  # a no-op for the same memory
         else:
             for slot in self.slots:
-                self._add(slot, mean)
+                self._add(slot, mean, is_whole=is_whole)
         self._kept = None
         for slot in self.slots:
             slot.unreduced = False
             slot.reduced = True
         self.release()
 
-    def _add(self, slot: FlatSlot, mean: Tensor) -> None:
-        place = slot.grad_part if self.sharded else slot.local_view.view(-1)
-        start = place.storage_offset()
-        fresh = mean[start : start + place.numel()]
-        if not slot.reduced or (slot.form is not None and slot.form.is_silent):
+    def take(self, mean: Tensor) -> None:
+        """Store a mean that has been reduced apart from this bucket, or add it to the reduced gradient."""
+        for slot in self.slots:
+            slot.read_grad()
+        self.store(mean, is_whole=True)
+
+    def cut(self, mean: Tensor) -> list[Tensor]:
+        """Return each parameter's part of a mean, as `FlatSlot.kept_part` is one of the reduced gradient."""
+        return [self._place(mean, slot.kept_part) for slot in self.slots]
+
+    def _add(self, slot: FlatSlot, mean: Tensor, *, is_whole: bool) -> None:
+        place = slot.kept_part
+        fresh = self._place(mean, place)
+        if not slot.reduced or (slot.form is not None and slot.form.is_silent and not is_whole):
             place.copy_(fresh)
         elif self.sharded:
             place.add_(fresh)
         else:
-            torch.add(self._place(self._kept, slot), fresh, out=place)
+            torch.add(self._place(self._kept, place), fresh, out=place)
 
     def gather_values(self) -> Pending | None:
         """Start the all-gather of the updated shards into ``values``."""

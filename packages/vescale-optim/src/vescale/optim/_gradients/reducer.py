@@ -32,6 +32,11 @@ Note: several gradients of one parameter
     DTensor itself. Such a parameter never counts as complete. So its bucket, and those after it, are launched at the
     end.
 
+Note: gradients that come reduced
+    A pipeline reduces gradients before the backward that brings them (`early.py`). That backward launches no bucket,
+    unless a rank has other gradients, too, of a penalty on weights say: the all-reduce of used parameters tells all
+    ranks. The means are added when these are reduced.
+
 Note: nested backward
     Reentrant activation checkpointing runs a backward inside a node of another. If buckets are incomplete when the
     inner backward ends, the outer one completes them.
@@ -40,7 +45,7 @@ Note: nested backward
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,12 +53,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
-from vescale.dtensor.extension import attach_gradient_receiver, gets_several_gradients
+from vescale.dtensor.extension import attach_gradient_receiver, gets_several_gradients, has_gradient_hooks
 
 from .. import _torch
 from .._ranks.axis import Axis
 from .._ranks.checks import BackwardChecks
 from .bucket import FlatBucket, FlatSlot
+from .early import Delivery, EarlyReduction
 from .partials import Agreement, sum_partials
 from .reduction import Reduction
 
@@ -72,6 +78,7 @@ class _Round:
     def __init__(self, buckets: Sequence[FlatBucket]):
         self.backwards: set[int] = set()
         self.missing = [len(bucket.slots) for bucket in buckets]
+        self.deliveries: list[Delivery] = []
         self.arrived: set[FlatSlot] = set()  # parameters whose gradients are complete
         self.next_bucket = 0
         self.in_flight: deque[Reduction] = deque()  # in launch order
@@ -136,6 +143,27 @@ class Reducer:
         if self.overlap:
             self._launch_complete()
 
+    def begin(self, groups: Sequence[Iterable[Tensor]]) -> EarlyReduction | None:
+        """Return what reduces the gradients of a step before its backward, or None where the backward reduces them.
+
+        Args:
+            groups: as for `EarlyReduction`.
+        """
+        if self.axis.size == 1 or not self.synchronizes or any(has_gradient_hooks(slot.param) for slot in self.slots):
+            return None
+        return EarlyReduction(self.buckets, groups, overlap=self.overlap, deliver=self._deliver)
+
+    def _deliver(self, delivery: Delivery) -> None:
+        if not self.synchronizes:
+            raise RuntimeError(
+                "expected the backward() of a pipeline's step outside of no_sync(), as the step itself, which has "
+                "reduced its gradients, got one inside; run both inside of no_sync() or none"
+            )
+        self.has_received = True
+        self._round = self._round or _Round(self.buckets)
+        self._round.deliveries.append(delivery)
+        self._watch_end()
+
     def _join_round(self, slot: FlatSlot) -> None:
         if not self.synchronizes and self._round is None:
             return
@@ -146,6 +174,10 @@ class Reducer:
                 "backward() ended with an exception: call zero_grad() of the DDP module; or reentrant activation "
                 "checkpointing uses the parameter twice or leaves others unused: pass use_reentrant=False"
             )
+        self._watch_end()
+
+    def _watch_end(self) -> None:
+        """Call `_backward_ended` at the end of the running backward, once."""
         number = _torch.backward_number()
         if number not in self._round.backwards:
             self._round.backwards.add(number)
@@ -186,20 +218,31 @@ class Reducer:
         now = self._round
         if now is None or (_torch.backward_is_nested() and any(now.missing)):
             return
-        while now.next_bucket < len(self.buckets):
-            self._launch_next()
+        if not now.deliveries:
+            self._launch_rest()
         self.has_reduced = True
         facts = self.checks.facts()
-        used = torch.tensor([*map(_use, self.slots), *self.checks.numbers(facts)], dtype=torch.int32)
+        uses = self._uses(now.deliveries)
+        others = [self._has_others(now)] if now.deliveries else []
+        used = torch.tensor([*others, *uses, *self.checks.numbers(facts)], dtype=torch.int32)
         pending = None
-        if self.find_unused:
+        if self.find_unused or now.deliveries:
             pending = self._hosts.all_reduce(used, dist.ReduceOp.MAX, what="the parameters that were used")
-        now.finish()
-        if pending is not None:
+        if now.deliveries:
             pending.wait()
-        sum_partials(self._distributed)
+            if used[0]:
+                self._launch_rest()
+        now.finish()
+        if pending is not None and not now.deliveries:
+            pending.wait()
+        if now.next_bucket:
+            sum_partials(self._distributed)
+        if now.deliveries:
+            scaled = ([mean * factor for mean in means] for _, means, factor in now.deliveries)
+            for bucket, (first, *more) in zip(self.buckets, zip(*scaled, strict=True), strict=True):
+                bucket.take(sum(more, first))
         self._round = None
-        numbers = used.tolist()
+        numbers = used.tolist()[len(others) :]
         uses = numbers[: len(self.slots)]
         for slot, use in zip(self.slots, uses, strict=True):
             if use:
@@ -210,6 +253,24 @@ class Reducer:
         if not self.find_unused:
             self.checks.check_in_turn(facts)
         self._check_complete()
+
+    def _launch_rest(self) -> None:
+        while self._round.next_bucket < len(self.buckets):
+            self._launch_next()
+
+    def _has_others(self, now: _Round) -> bool:
+        """Return whether this rank has launched buckets, or has gradients that have not been reduced."""
+        return bool(now.next_bucket) or any(slot.has_local for slot in self.slots)
+
+    def _uses(self, deliveries: Sequence[Delivery]) -> list[int]:
+        """Return 0 for each parameter that this rank has not used, otherwise 1 or more: see `Form.take_request`."""
+        brought = set().union(*(delivery.used for delivery in deliveries))
+        return [
+            (1 if slot.form is None else 1 + slot.form.take_request())
+            if slot.param.grad is not None or slot in brought
+            else 0
+            for slot in self.slots
+        ]
 
     def _check_complete(self) -> None:
         """Raise errors of this backward, after its collectives, so that no other rank waits."""
@@ -258,10 +319,3 @@ class _SlotReceiver(NamedTuple):
     def receive(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
         """Pass a gradient to the reducer."""
         self.reducer.receive(self.slot, local, placements)
-
-
-def _use(slot: FlatSlot) -> int:
-    """Return 0 for a parameter that this rank has not used, otherwise 1 or more: see `Form.take_request`."""
-    if slot.param.grad is None:
-        return 0
-    return 1 if slot.form is None else 1 + slot.form.take_request()

@@ -34,7 +34,7 @@ from .._ranks.axis import Axis, Pending
 from .._ranks.data_axes import DataAxes
 from .rules import average_
 
-__all__ = ["Reduction", "ScatteredSum"]
+__all__ = ["ReducibleBucket", "Reduction", "ScatteredSum"]
 
 
 class ReducibleBucket(Protocol):
@@ -46,7 +46,7 @@ class ReducibleBucket(Protocol):
         ordered: Whether ranks are added in the order of the batch.
         wire_dtype: Dtype in which gradients are sent and added.
         grads: The local gradients, flat.
-        grad_shard: This rank's shard of the reduced gradients (ZeRO 1 to 3).
+        grad_shard: This rank's shard of the reduced gradients (ZeRO 1 to 3); None for new memory.
         accumulates: Whether the mean is added to a reduced gradient.
     """
 
@@ -55,7 +55,7 @@ class ReducibleBucket(Protocol):
     ordered: bool
     wire_dtype: torch.dtype
     grads: Tensor
-    grad_shard: Tensor
+    grad_shard: Tensor | None
 
     @property
     def accumulates(self) -> bool: ...

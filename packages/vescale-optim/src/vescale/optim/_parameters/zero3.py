@@ -87,15 +87,15 @@ class _Bucket(FlatBucket):
             start = part.storage_offset() - self.sharded_values.shard.storage_offset()
             slot.grad_part = self._home[start : start + part.numel()]
 
-    def store(self, mean: Tensor) -> None:
+    def store(self, mean: Tensor, *, is_whole: bool = False) -> None:
         """Store the mean of this coord's shard, on the host with offload, or add it to the reduced gradient."""
         if self._host is None:
-            super().store(mean)
+            super().store(mean, is_whole=is_whole)
             return
         if self.accumulates:
             mean = mean.to(self._home.device)  # the host waits
             for slot in self.slots:
-                self._add(slot, mean)
+                self._add(slot, mean, is_whole=is_whole)
         else:
             self._host.keep(self._home, mean)
         for slot in self.slots:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -313,9 +313,18 @@ class GradientSum:
         """The sums, in the order of the parameters."""
         return [total for own in self._sums.values() for total in own.totals]
 
-    def add(self, stage: int, microbatch: int, gradients: Gradients) -> None:
-        """Add one micro-batch's gradients of a stage; they are summed in the order of micro-batches."""
-        self._sums[stage].add(microbatch, gradients)
+    def add(self, stage: int, microbatch: int, gradients: Gradients) -> int:
+        """Add one micro-batch's gradients of a stage, and return how many micro-batches its sums have.
+
+        They are summed in the order of micro-batches.
+        """
+        return self._sums[stage].add(microbatch, gradients)
+
+    def take(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return the sum of a parameter, and forget it."""
+        found = list(self.of(parameter).values())
+        self.replace(parameter, None)
+        return found[0] if found else None
 
     def of(self, parameter: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the sums of a parameter, by the stages that have computed one."""
@@ -338,11 +347,12 @@ class _StageSum:
         self._waiting: dict[int, Gradients] = {}
         self._next = 0
 
-    def add(self, microbatch: int, gradients: Gradients) -> None:
+    def add(self, microbatch: int, gradients: Gradients) -> int:
         self._waiting[microbatch] = gradients
         while self._next in self._waiting:
             self._add(self._waiting.pop(self._next))
             self._next += 1
+        return self._next
 
     def _add(self, gradients: Gradients) -> None:
         for i, gradient in enumerate(gradients):
@@ -366,28 +376,49 @@ class _Accumulate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, gate: HookGate, anchor: torch.Tensor, totals: list, *parameters: torch.Tensor
+        ctx: Any,
+        loss: torch.Tensor,
+        gate: HookGate,
+        reductions: Reduced,
+        anchor: torch.Tensor,
+        totals: list,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        del anchor, parameters
-        ctx.gate = gate
-        ctx.save_for_backward(*totals)  # a second backward fails unless retain_graph is set, as in plain torch
+        del anchor
+        ctx.gate, ctx.reductions, ctx.count = gate, reductions, len(parameters)
+        # a second backward fails unless retain_graph is set, as in plain torch
+        ctx.save_for_backward(*totals, *reductions.means)
+        reductions.means = []
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         ctx.gate.graph_task = graph_task_id()
-        totals = ctx.saved_tensors
-        return None, None, None, None, *(None if total is None else total * gradient for total in totals)
+        totals, means = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        ctx.reductions.deliver(means, gradient)
+        return None, None, None, None, None, *(None if total is None else total * gradient for total in totals)
 
 
-def connect(loss: torch.Tensor, total: GradientSum, gate: HookGate) -> torch.Tensor:
+class Reduced(Protocol):
+    """Gradients that need no more than to be added; see `reductions.Reductions`."""
+
+    means: list[torch.Tensor]
+
+    def __contains__(self, parameter: torch.Tensor) -> bool: ...
+    def deliver(self, means: Sequence[torch.Tensor], factor: torch.Tensor) -> None: ...
+
+
+def connect(loss: torch.Tensor, total: GradientSum, reductions: Reduced, gate: HookGate) -> torch.Tensor:
     """Return the step's loss, connected to this rank's parameters by one autograd node.
 
     ``backward`` then accumulates into the parameters as in plain torch, with post-accumulate hooks and loss scaling.
+    Those that are reduced get their means.
     """
     anchor = torch.zeros((), requires_grad=True)
-    connected: torch.Tensor = _Accumulate.apply(loss, gate, anchor, total.totals, *total.parameters)
+    left = [(p, own) for p, own in zip(total.parameters, total.totals, strict=True) if p not in reductions]
+    parameters, totals = zip(*left, strict=True) if left else ((), ())
+    connected: torch.Tensor = _Accumulate.apply(loss, gate, reductions, anchor, list(totals), *parameters)
     return connected
 
 

@@ -23,7 +23,7 @@ from .._stages.placement import Placement
 from .._stages.split import StageSplit
 from .._stages.stub import StageModules
 from .._torch import has_forward_hooks, version_of
-from .backward import Boundary, GradientSum, StageBackward, is_hooked
+from .backward import Boundary, Gradients, GradientSum, StageBackward, is_hooked
 from .crossings import Crossings
 from .draws import Course, DrawRules, StepDraws
 from .frame import Frame
@@ -32,6 +32,7 @@ from .microbatch import Inputs, Share
 from .mode import RunState, TraceMode
 from .program import Program
 from .recorder import Recorder
+from .reductions import Reductions
 from .result import BatchLoss, BatchRows
 from .rows import RowChecks
 from .tape import Births, Tape
@@ -121,9 +122,11 @@ class Step:
         self._is_hooked = False
         self._begun: set[tuple[int, int]] = set()  # stages and programs whose tapes have been looked at
         self.where = "the first micro-batch"
+        own = pipeline.schedule.actions(self._placement.rank)
+        self.reductions = Reductions(total.of_stage, own, pipeline.ties.weights())
 
     def run(self) -> None:
-        """Run the schedule. Afterwards the result is shared and ``total`` holds the gradients."""
+        """Run the schedule. Afterwards the result is shared; ``total`` and ``reductions`` hold the gradients."""
         schedule, ties = self._pipeline.schedule, self._pipeline.ties
         ties.lend(self._programs[0].ties)
         constants = self._constants()
@@ -158,6 +161,8 @@ class Step:
         self._transport.wait_sends()
         self._draws.finish()
         self._share_result()
+        if self.has_backward:
+            self.reductions.finish(self.total)
 
     @property
     def has_backward(self) -> bool:
@@ -167,6 +172,7 @@ class Step:
     def close(self) -> None:
         """Remove the hooks of the step."""
         self._hooks.close()
+        self.reductions.close()
 
     # --- forward ---
 
@@ -354,7 +360,7 @@ class Step:
                 backward = self._stage_backward(program, stage, boundary, part, arrived.pop)
                 with self._draws.backward(microbatch):
                     received, weights = backward.run()
-                self.total.add(stage, microbatch, weights)
+                self._add(stage, microbatch, weights)
                 found = dict(zip((index for index, _ in boundary.received), received, strict=True))
                 dead = [index for index, gradient in found.items() if gradient is None]
                 del boundary, backward
@@ -375,7 +381,7 @@ class Step:
     def _backward_of(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         if action.kind == WEIGHT_GRAD:
-            self.total.add(stage, microbatch, self._split.pop((stage, microbatch)).run_weights())
+            self._add(stage, microbatch, self._split.pop((stage, microbatch)).run_weights())
             return
         boundary, part = self._saved.pop((stage, microbatch))
         program = self._programs[microbatch]
@@ -390,7 +396,12 @@ class Step:
         for (index, _), gradient in zip(boundary.received, received, strict=True):
             self._send_gradient(index, microbatch, gradient)
         if action.kind != INPUT_GRAD:
-            self.total.add(stage, microbatch, weights)
+            self._add(stage, microbatch, weights)
+
+    def _add(self, stage: int, microbatch: int, weights: Gradients) -> None:
+        """Add the gradients of a micro-batch to those of a stage, and reduce its sums after the last one."""
+        if self.total.add(stage, microbatch, weights) == len(self._programs):
+            self.reductions.add(stage, self.total)
 
     def _stage_backward(
         self,

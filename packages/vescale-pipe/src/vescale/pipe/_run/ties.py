@@ -194,6 +194,10 @@ class TiedWeights:
 
     # --- this rank ---
 
+    def weights(self) -> list[nn.Parameter]:
+        """Return the tied weights that this rank has."""
+        return [weight for tie in self._ties if (weight := self._weight(tie)) is not None]
+
     def _weight(self, tie: Tie) -> nn.Parameter | None:
         """Return this rank's copy; modules may have got new parameters since the engine was made."""
         here = [names[0] for stage, names in tie.names.items() if self._placement.is_here(stage)]
