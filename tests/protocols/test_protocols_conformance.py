@@ -21,6 +21,7 @@ from vescale_testing.protocols import (
     check_execution,
     check_hook,
     check_memory,
+    check_reducer,
     check_rehearsal,
     check_stand_ins,
     check_units,
@@ -89,6 +90,15 @@ def test_hooks_and_memory_of_zero_3():
     assert dist.get_world_size() == 2
 
 
+@ranks(2)
+def test_gradients_are_reduced_before_the_backward_that_brings_them():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for zero in (0, 2):
+        model = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), mesh, zero=zero)
+        parameters = list(model.parameters())
+        check_reducer(parameters[0]._vescale_gradients.receiver.reducer, parameters)
+
+
 class Boxes:
     def __init__(self, shape, *boxes):
         self.__global_shape__, self.boxes = shape, boxes
@@ -139,6 +149,44 @@ def test_stand_ins_and_units_that_are_wrong_are_found():
         model._vescale_units = units
         with pytest.raises(AssertionError, match=message):
             check_units(model)
+
+
+class Hasty:
+    """Sets gradients without waiting for a backward."""
+
+    def begin(self, groups):
+        self.parameters = [parameter for group in groups for parameter in group]
+        return self
+
+    def add(self, sums):
+        for parameter, gradient in sums:
+            parameter.grad = gradient
+
+    def finish(self):
+        return []
+
+    def close(self):
+        pass
+
+    def deliver(self, means, factor):
+        pass
+
+
+class Careless(Hasty):
+    """Forgets the factor."""
+
+    def add(self, sums):
+        self.sums = {**getattr(self, "sums", {}), **dict(sums)}
+
+    def deliver(self, means, factor):
+        for parameter in self.parameters:
+            parameter.grad = self.sums[parameter].detach()
+
+
+@pytest.mark.parametrize(("kind", "message"), [(Hasty, "expected gradients to wait"), (Careless, "expected 1.5")])
+def test_reducers_that_are_wrong_are_found(kind, message):
+    with pytest.raises(AssertionError, match=message):
+        check_reducer(kind(), [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))])
 
 
 def test_boxes_that_are_copies_are_found():

@@ -12,7 +12,7 @@ from torch import nn
 from vescale.dtensor.extension import Failures
 from vescale.optim import DDP, _torch
 from vescale.optim._forward import local_batch
-from vescale.optim._gradients import reducer, reduction
+from vescale.optim._gradients import early, reducer, reduction
 from vescale.optim._gradients.bucket import FlatBucket, FlatSlot
 from vescale.optim._muon.newton_schulz import NewtonSchulz
 from vescale.optim._parameters.gathers import BucketGather
@@ -114,6 +114,7 @@ def accumulating_problem():
 #: Where tests break the package, to see that what they compare can differ. Only this table knows the code.
 PLACES = {
     "a bucket stores its mean": (FlatBucket, "store"),
+    "the mean of a step is kept": (early._Sum, "store"),
     "a slot is made ready for a reduction": (FlatSlot, "settle"),
     "the mean of a sum": (reduction, "average_"),
     "a bucket gathers parameters": (FlatBucket, "gather_values"),

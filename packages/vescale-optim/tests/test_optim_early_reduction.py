@@ -14,6 +14,9 @@ from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
 from vescale_testing import run_ranks
 
 
+SGD = {"lr": 0.1, "momentum": 0.9}  # not Adam, which hides factors of gradients
+
+
 class Deliver(torch.autograd.Function):
     """A loss whose backward delivers what has been reduced."""
 
@@ -106,7 +109,7 @@ def batches(problem, step, **part):
 
 def train_plain(problem, use):
     module = problem.model()
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.01)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], **SGD)
     for step in range(problem.steps):
         USES[use](Plain(module), *batches(problem, step), module)
         optimizer.step()
@@ -122,7 +125,7 @@ def train(problem, uses, size, options):
     for use in uses:
         module = problem.model()
         model = DDP(module, mesh, bucket_bytes=300, units=["middle"] if options["zero"] == 3 else None, **options)
-        optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.01)
+        optimizer = DistributedOptimizer(torch.optim.SGD, model=model, **SGD)
         for step in range(problem.steps):
             with model.unsharded():
                 engine = Engine(module, squares, order=1 if ranks % 2 else -1)
@@ -157,6 +160,18 @@ def test_training_equals_one_process(problem, size, options):
                 torch.testing.assert_close(value, expected[use][fqn], rtol=1e-11, atol=1e-13, msg=use)
 
 
+def train_with_a_fault(problem, fault):
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch, "the mean of a step is kept", lambda store: lambda self, mean: store(self, mean * 2))
+        return train(problem, ["one backward"], (2,), {"zero": 2})["one backward"]
+
+
+def test_another_mean_is_another_training(problem, fault):
+    expected = train_plain(problem, "one backward")
+    for actual in run_ranks(train_with_a_fault, 2, problem, fault):
+        assert not torch.allclose(actual["scale"], expected["scale"], rtol=1e-9)
+
+
 # ------------------------------------------------------------------------------------------------- partial gradients
 
 
@@ -187,7 +202,7 @@ def train_in_two_axes(zero, rounds):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     module = Net(mesh["tp"])
     model = DDP(module, mesh["dp"], zero=zero, per_rank=True)
-    optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=0.01)
+    optimizer = DistributedOptimizer(torch.optim.SGD, model=model, **SGD)
     for step in range(3):
         for round_ in range(rounds):
             x = rows(10 * step + round_).chunk(2)[mesh["dp"].get_local_rank()]
@@ -202,7 +217,7 @@ def train_in_two_axes(zero, rounds):
 @pytest.mark.parametrize("zero", [0, 2])
 def test_partial_sums_over_other_axes(zero, rounds):
     module = Net()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(module.parameters(), **SGD)
     for step in range(3):
         for round_ in range(rounds):
             (mean_square(module, rows(10 * step + round_)) * 2).backward()

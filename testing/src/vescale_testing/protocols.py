@@ -1,12 +1,14 @@
 """Conformance checks of the protocols by which packages of veScale work together without importing each other.
 
 `docs/protocols.md` describes each protocol. A check takes an object, reads the names of its protocol and raises an
-AssertionError that says what was expected and what was found. It needs no process group and changes nothing.
+AssertionError that says what was expected and what was found. It needs no process group and changes nothing
+but the gradients of parameters that it gets for this.
 
     check_boxes(value)            __global_shape__ and __boxes__()
     check_absent_fqns(module)     absent_fqns
     check_units(model)            _vescale_units
     check_stand_ins(parameter)    _vescale_gradients
+    check_reducer(reducer, own)   what reduces gradients before the backward that brings them
     check_execution(module)       _vescale_execution
     check_hook(hook)              _vescale_in_graph
     check_accumulation_hook(hook) _vescale_accumulates
@@ -31,6 +33,7 @@ __all__ = [
     "check_execution",
     "check_hook",
     "check_memory",
+    "check_reducer",
     "check_rehearsal",
     "check_stand_ins",
     "check_units",
@@ -110,6 +113,45 @@ def check_stand_ins(parameter: torch.Tensor) -> None:
         gradient = of_parameter(torch.zeros_like(leaf))
         assert gradient.shape == parameter.shape, f"leaves: expected {parameter.shape}, got {gradient.shape}"
         assert isinstance(gradient, type(parameter.detach())), f"leaves: got a gradient of {type(gradient).__name__}"
+
+
+def check_reducer(reducer: Any, parameters: list[torch.Tensor]) -> None:
+    """Check a reduction before the backward: it leaves ``parameter.grad`` alone until a backward takes its means.
+
+    Args:
+        reducer: the object.
+        parameters: its parameters, without gradients; equal on all ranks, which call this together.
+
+    Raises:
+        AssertionError: A name is missing, a gradient came too early, or it is not the mean times the factor.
+    """
+    reduction = _attribute(reducer, "begin")([parameters[:1], parameters[1:]])
+    if reduction is None:  # the backward reduces
+        return
+    for group in (parameters[:1], parameters[1:]):
+        _attribute(reduction, "add")((parameter, torch.full_like(parameter, 3.0)) for parameter in group)
+    means = _attribute(reduction, "finish")()
+    _attribute(reduction, "close")()
+    assert isinstance(means, list), f"finish: expected a list of tensors, got {type(means).__name__}"
+    assert all(parameter.grad is None for parameter in parameters), "finish: expected gradients to wait for deliver"
+    _Delivery.apply(torch.zeros((), requires_grad=True), reduction, means).backward(torch.tensor(0.5))
+    for parameter in parameters:
+        assert parameter.grad is not None, "deliver: expected a gradient of each parameter at the end of the backward"
+        if type(parameter.grad) is torch.Tensor:  # no stand-in for a shard
+            is_product = torch.equal(parameter.grad, torch.full_like(parameter, 1.5))
+            assert is_product, f"deliver: expected 1.5, the mean times the factor, got {parameter.grad}"
+
+
+class _Delivery(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, reduction: Any, means: list[torch.Tensor]) -> torch.Tensor:
+        ctx.reduction, ctx.means = reduction, means
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        ctx.reduction.deliver(ctx.means, gradient)
+        return None, None, None
 
 
 def check_execution(module: nn.Module) -> None:
