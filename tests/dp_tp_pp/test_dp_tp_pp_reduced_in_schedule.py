@@ -1,4 +1,4 @@
-"""Gradients of a stage are reduced over data-parallel ranks while other stages work, with the bits of a late reduction."""
+"""Gradients of a stage are reduced over data-parallel ranks while others work, with the bits of a late reduction."""
 
 import dataclasses
 
@@ -90,7 +90,7 @@ def test_every_schedule_and_stage_has_the_bits_of_a_late_reduction():
                 assert torch.equal(value, late[fqn]), (options, schedule, fqn)
 
 
-# ------------------------------------------------------------------------------------------------- when
+# --- when ---
 
 
 def order_of_events(schedule):
@@ -126,7 +126,7 @@ def test_nothing_is_left_for_one_stage_per_rank():
         assert events[last : events.index("backward")].count("all-reduce") >= 4
 
 
-# ------------------------------------------------------------------------------------------------- what users do
+# --- what users do ---
 
 
 def uses(zero):
@@ -187,9 +187,7 @@ def test_gradients_are_those_of_one_process(zero):
 PLAN = Plan(dp=2, pp=2, zero=2, num_microbatches=2)
 
 
-@pytest.mark.parametrize(
-    "plan", [PLAN, dataclasses.replace(PLAN, schedule="interleaved_1f1b", zero=1)]
-)
+@pytest.mark.parametrize("plan", [PLAN, dataclasses.replace(PLAN, schedule="interleaved_1f1b", zero=1)])
 def test_a_weight_that_several_stages_use(plan):
     training = Training("llama", layers=4, overrides=(("tie_word_embeddings", True),))
     expected = train_on_one(training)

@@ -168,7 +168,7 @@ class Hasty:
     def close(self):
         pass
 
-    def deliver(self, means, factor):
+    def deliver(self, *_means_and_factor):
         pass
 
 
@@ -178,7 +178,7 @@ class Careless(Hasty):
     def add(self, sums):
         self.sums = {**getattr(self, "sums", {}), **dict(sums)}
 
-    def deliver(self, means, factor):
+    def deliver(self, *_means_and_factor):
         for parameter in self.parameters:
             parameter.grad = self.sums[parameter].detach()
 

@@ -13,7 +13,6 @@ from vescale.dtensor.extension import gradient_receiver
 from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
 from vescale_testing import run_ranks
 
-
 SGD = {"lr": 0.1, "momentum": 0.9}  # not Adam, which hides factors of gradients
 
 
@@ -172,7 +171,7 @@ def test_another_mean_is_another_training(problem, fault):
         assert not torch.allclose(actual["scale"], expected["scale"], rtol=1e-9)
 
 
-# ------------------------------------------------------------------------------------------------- partial gradients
+# --- partial gradients ---
 
 
 class Net(nn.Module):
@@ -228,7 +227,7 @@ def test_partial_sums_over_other_axes(zero, rounds):
             torch.testing.assert_close(actual[fqn], value.detach(), rtol=1e-12, atol=1e-14)
 
 
-# ------------------------------------------------------------------------------------------------- when, and what is kept
+# --- when, and what is kept ---
 
 
 def on_two_ranks(problem, **options):
@@ -239,7 +238,7 @@ def on_two_ranks(problem, **options):
 
 def launches(problem, overlap):
     """Return the numbers of buckets that have been launched after each call."""
-    module, model = on_two_ranks(problem, zero=2, overlap=overlap)
+    module, _ = on_two_ranks(problem, zero=2, overlap=overlap)
     params = [p for p in module.parameters() if p.requires_grad]
     groups = [params[2:], params[:2]]
     reducer = gradient_receiver(params[0]).reducer
@@ -280,7 +279,7 @@ def test_means_are_sharded_until_the_backward(problem):
         assert means == whole / 2
 
 
-# ------------------------------------------------------------------------------------------------- gradients of some ranks
+# --- gradients of some ranks ---
 
 
 def part_used(problem, where):
@@ -306,7 +305,7 @@ def test_a_parameter_that_some_ranks_use(problem):
         assert norm == pytest.approx((numel - 1) ** 0.5)
 
 
-# ------------------------------------------------------------------------------------------------- where the backward reduces
+# --- where the backward reduces ---
 
 
 def begins(problem):
@@ -315,7 +314,7 @@ def begins(problem):
     reducer = gradient_receiver(module.scale).reducer
     with model.no_sync():
         found["inside of no_sync"] = reducer.begin([])
-    handle = module.scale.register_post_accumulate_grad_hook(lambda parameter: None)
+    handle = module.scale.register_post_accumulate_grad_hook(lambda _: None)
     found["with a hook"] = reducer.begin([])
     handle.remove()
     loss = Engine(module, squares)(*problem.batch(0, coord=dist.get_rank(), size=2))
