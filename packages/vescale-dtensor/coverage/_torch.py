@@ -140,18 +140,21 @@ class NoisySums(TorchDispatchMode):
     """Changes the results of `SUMS`, and what each operator reads of some tensors, by a relative noise.
 
     Zeros in results of complex operands get one sign: kernels give them another one for one element than for several,
-    and on a branch cut it decides.
+    and on a branch cut it decides. So do all zeros in results where a tensor is a sum over ranks: -0.0 + 0.0 is 0.0, so
+    the product of such a tensor and 0 has no sign of its own, and ``atan2`` makes another angle of each.
 
     Args:
         share: How much of it, and with which sign.
         unit: How large it is; in coarse dtypes as large as rounding errors of sums.
-        partial: Tensors that are sums over ranks. Each operator that reads one, or a view of one, adds up anew, in an
-            order that depends on where an element is; what it also writes to stays as it is.
+        has_sums: Whether a tensor is a sum over ranks.
+        partial: Those that are sums of more than two addends. Each operator that reads one, or a view of one, adds up
+            anew, in an order that depends on where an element is; what it also writes to stays as it is.
     """
 
-    def __init__(self, share: float, unit: float, partial: Sequence[Tensor] = ()) -> None:
+    def __init__(self, share: float, unit: float, *, has_sums: bool, partial: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._share, self._unit, self._generator = share, unit, torch.Generator().manual_seed(5)
+        self._has_sums = has_sums
         self._partial = set(map(_memory, partial))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -163,12 +166,18 @@ class NoisySums(TorchDispatchMode):
             for result in results if isinstance(results, tuple) else (results,):
                 if result is not None and (result.is_floating_point() or result.is_complex()):
                     result.mul_(self._factor(result))
-        if not op._schema._is_view_op() and any(isinstance(t, Tensor) and t.is_complex() for t in tree_leaves(args)):
+        if not op._schema._is_view_op():
+            of_complex = any(isinstance(t, Tensor) and t.is_complex() for t in tree_leaves(args))
             for result in results if isinstance(results, tuple) else (results,):
-                if isinstance(result, Tensor) and result.is_complex() and not result.is_conj():
-                    parts = torch.view_as_real(result)
-                    parts.copy_(torch.where(parts == 0, math.copysign(0.0, self._share), parts))
+                if isinstance(result, Tensor) and result.is_complex() and not result.is_conj() and of_complex:
+                    self._give_sign(torch.view_as_real(result))
+                elif isinstance(result, Tensor) and result.is_floating_point() and self._has_sums:
+                    self._give_sign(result)
         return results
+
+    def _give_sign(self, numbers: Tensor) -> None:
+        """Let all zeros have one sign."""
+        numbers.copy_(torch.where(numbers == 0, math.copysign(0.0, self._share), numbers))
 
     def _read(self, op: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Return the arguments with what the operator reads of partial tensors; equal views are read once."""

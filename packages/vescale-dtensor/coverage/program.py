@@ -192,7 +192,8 @@ def one_device(
         for number, each in enumerate(program.inputs)
     ]
     partial = [x for x, each in zip(inputs, program.inputs, strict=True) if each.num_addends(program.mesh) > 2]
-    mode = _torch.NoisySums(share, unit, partial) if share else None
+    has_sums = any(each.num_addends(program.mesh) > 1 for each in program.inputs)
+    mode = _torch.NoisySums(share, unit, has_sums=has_sums, partial=partial) if share else None
     found = run(program, inputs, lambda tensor, _: tensor.clone(), weight, mode, heights)
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 

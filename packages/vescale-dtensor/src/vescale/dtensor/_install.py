@@ -44,6 +44,7 @@ from ._operators.dims import seeing_counted_dims, with_counted_dims
 from ._operators.loss import loss_handlers
 from ._operators.memory_order import order_of_shards
 from ._operators.metadata import CHANGES_OF_SHAPE, assignable_data, change_of_program
+from ._operators.overlaps import refuse_overlaps
 from ._operators.scalars import TAKING_NUMBERS, as_lists, scalar_handlers, taking_complex_numbers
 from ._operators.vocabulary import vocab_handlers
 from ._placements.checkpoint import PROTOCOL, boxes, global_shape
@@ -151,6 +152,12 @@ ROWS: tuple[Row, ...] = (
         "operators",
         "x.add_(x[:1]) reads what it writes, which torch refuses on those ranks alone where the shard is dense",
         propagation.RulePatch(propagation.PropagationRule(before=apart), order=0),
+    ),
+    Row(
+        "memory read, moved and written",
+        "operators",
+        "x[:, 1:].add_(x[:, :-1].t()) reads all of an operand that is redistributed before it writes, also later",
+        patches.moves_of_operands(refuse_overlaps),
     ),
     Row(
         "blocks of uneven shards",

@@ -44,7 +44,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from .._torch import dispatch
 from .._torch.placements import is_tracing
 from ..errors import UnsupportedOperator
-from .operands import has_shared_elements, written_arguments
+from .operands import dtensors, has_shared_elements, written_arguments
+from .overlaps import Place, overlap, raise_overlap
 
 __all__ = ["forget_copies", "remember_copy"]
 
@@ -106,6 +107,12 @@ class _Copy:
                 op, (base,), "it writes to a view made before the tensor's memory layout changed: make the view again"
             )
         return moved
+
+    def is_like(self, other: _Copy) -> bool:
+        """Return whether both are copies of one tensor with the same layout."""
+        mine = self.base_memory.key, self.base_memory.place, self.base_spec, self.placements, self.memory.place
+        theirs = other.base_memory.key, other.base_memory.place, other.base_spec, other.placements, other.memory.place
+        return mine == theirs
 
     def path(self) -> list[_Copy]:
         """Return the copies through which a write to this one reaches the tensor: itself first."""
@@ -182,8 +189,9 @@ def _write(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Run an operator that writes; then bring what it has written from copies to bases, and from bases to copies.
 
     Raises:
-        UnsupportedOperator: it writes to a tensor and to a view of it that is a copy; the memory layout of the copied
-            tensor has changed since the view was made; elements of an expanded tensor share memory.
+        UnsupportedOperator: it writes to a tensor and to a view of it that is a copy; it writes to one and reads the
+            other, or two such views that may overlap; the memory layout of the copied tensor has changed since the view
+            was made; elements of an expanded tensor share memory.
     """
     run = _BEFORE.get(op) or dispatch.stock_dispatch
     _forget_freed()
@@ -196,6 +204,7 @@ def _write(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
             op, written[:2], "it writes to a tensor and to a view of it, which is a copy here: use two operators"
         )
     _refuse_expanded(op, written, [base for key, base in _BASES.items() if key in keys | above])
+    _refuse_overlaps(op, written, dtensors(args, kwargs))
     gathered = [_refresh(copy, op) for _, copy in views]
     result = run(op, args, kwargs)
     for number, (view, copy) in enumerate(views):
@@ -215,6 +224,28 @@ def _refuse_expanded(op: dispatch.Op, written: Sequence[DTensor], bases: Sequenc
         if has_shared_elements(copy.base_spec):
             way_out = "elements of an expanded tensor share memory, and a view of it is a copy here: clone() it first"
             raise UnsupportedOperator.for_operands(op, written, way_out)
+
+
+def _refuse_overlaps(op: dispatch.Op, written: Sequence[DTensor], operands: Sequence[DTensor]) -> None:
+    """Refuse operands that are views of the same tensor as one that is written, unless they are known to be apart.
+
+    Views in copies of one tensor have their places in it; of others nothing is known.
+    """
+    ids = {id(tensor) for tensor in written}
+    read = [tensor for tensor in operands if id(tensor) not in ids and tensor.numel()]
+    for tensor in (each for each in written if each.numel()):
+        for other in (each for each in read if _key(each) != _key(tensor) and _root(each) == _root(tensor)):
+            one, another = _COPIES.get(_key(tensor)), _COPIES.get(_key(other))
+            if one is None or another is None or not one.is_like(another):
+                raise_overlap(op, tensor, other)
+            if overlap(*map(Place.of_view, (dispatch.local_tensor(tensor), dispatch.local_tensor(other)))):
+                raise_overlap(op, tensor, other)
+
+
+def _root(tensor: DTensor) -> int:
+    """Return the key of the memory that a tensor lies in, or that it is a copy of."""
+    copy = _COPIES.get(_key(tensor))
+    return _key(tensor) if copy is None else copy.path()[-1].base_memory.key
 
 
 def _key(tensor: DTensor) -> int:

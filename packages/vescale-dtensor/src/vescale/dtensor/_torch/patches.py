@@ -28,6 +28,7 @@ __all__ = [
     "dtensor_attribute",
     "global_shape_of_local",
     "handler_table",
+    "moves_of_operands",
     "random_factories",
     "redistribution_of_shards",
     "stock_handlers",
@@ -194,6 +195,45 @@ def random_factories(make: Callable[[Callable], Callable]) -> AttributePatch:
 def division_into_partials(make: Callable[[Callable], Callable]) -> AttributePatch:
     """Return the patch of the method that turns a replicated tensor into a partial one: ``(tensor, mesh, axis)``."""
     return AttributePatch((Partial,), "_partition_value", make)
+
+
+def moves_of_operands(check: Callable[[Op, Sequence[DTensor], Sequence[DTensor]], None]) -> AttributePatch:
+    """Return the patch by which ``check(op, written, moved)`` is called before an operator that writes moves operands.
+
+    It is called in every run, with a cached decision, too.
+    """
+
+    def make(stock: Callable) -> staticmethod:
+        def checked(op_info, suggested_input_schema, *rest):
+            op = suggested_input_schema.op
+            if op._schema.is_mutable:
+                written, moved = _written_and_moved(op_info, suggested_input_schema)
+                if moved:
+                    check(op, written, moved)
+            return stock(op_info, suggested_input_schema, *rest)
+
+        return staticmethod(checked)
+
+    return AttributePatch((_dispatch.OpDispatcher,), "redistribute_local_args", make)
+
+
+def _written_and_moved(op_info: _dispatch.OpInfo, target: _dispatch.OpSchema) -> tuple[list[DTensor], list[DTensor]]:
+    """Return the operands that an operator writes, and those that are redistributed for it."""
+    given, needed = op_info.flat_args_schema, torch.utils._pytree.tree_leaves(target.args_schema)
+    tensors = [
+        _of_spec(local, spec) if isinstance(spec, _dispatch.DTensorSpec) else None
+        for local, spec in zip(op_info.local_args, given, strict=True)
+    ]
+    moved = [t for t, old, new in zip(tensors, given, needed, strict=False) if t is not None and old != new]
+    if op_info.args_tree_spec is not None:
+        tensors = torch.utils._pytree.tree_unflatten(tensors, op_info.args_tree_spec)
+    named = zip(target.op._schema.arguments, tensors, strict=False)
+    written = [value for each, value in named if each.alias_info is not None and each.alias_info.is_write]
+    return [t for t in torch.utils._pytree.tree_leaves(written) if isinstance(t, DTensor)], moved
+
+
+def _of_spec(local: torch.Tensor, spec: _dispatch.DTensorSpec) -> DTensor:
+    return DTensor(local.detach(), spec, requires_grad=False)
 
 
 # ------------------------------------------------------------------------------------------------- handlers
