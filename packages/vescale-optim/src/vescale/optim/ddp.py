@@ -117,7 +117,8 @@ class DDP(_torch.UnmovableModule):
             ``nn.Sequential`` containers. The rest, and what several units share, stays unsharded from the beginning of
             the forward to the end of the backward.
         reshard_after_forward: With ``zero=3``: free a unit after its forward and gather it again for its backward.
-            False keeps it, which takes the memory of all parameters and saves a third of the communication.
+            False keeps it, which takes the memory of all parameters and saves a third of the communication; a pipeline
+            then gathers it once for all micro-batches.
         prefetch: With ``zero=3``: gather the next unit while one runs.
         granularity: Where parameters may be cut into shards (zero 1 to 3), by name or regular expression for full
             names: ``"tensor"`` (nowhere), ``"rows"`` (between indices of dim 0), ``("dim0", n)`` (between groups of n
@@ -241,6 +242,7 @@ class DDP(_torch.UnmovableModule):
         if sharded is not None:
             settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
             sharded.attach(synchronizes=lambda: self._reducer.synchronizes, **settings)
+            self._reducer.begin_units = sharded.begin_step
 
     def _attach_forward(self, module: nn.Module, options: Options, row_wise: list[str]) -> None:
         """Make the forward of the module, on this rank's rows, that of one device on the rows of all ranks."""
@@ -272,9 +274,10 @@ class DDP(_torch.UnmovableModule):
     def no_sync(self, *, reshard: bool = False) -> Iterator[None]:
         """Accumulate gradients locally: a ``backward()`` inside this context does not reduce.
 
-        The next ``backward()`` outside reduces the sum. Only where ``backward()`` runs matters, not the forward. With
-        ``zero=2`` it keeps full gradients meanwhile; without this context each backward adds to the reduced shard, or
-        with ``zero=0`` to the reduced gradient, which takes the memory of all gradients once more during backward.
+        The next ``backward()`` outside reduces the sum. Only where ``backward()`` runs matters, not the forward; a step
+        of a pipeline must run inside, too. With ``zero=2`` it keeps full gradients meanwhile; without this context each
+        backward adds to the reduced shard, or with ``zero=0`` to the reduced gradient, which takes the memory of all
+        gradients once more during backward.
         ``DistributedOptimizer.step`` and ``clip_grad_norm_`` refuse gradients that have not been reduced.
 
         Args:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ from .partials import Form, sum_partials
 from .reduction import Reduction
 
 __all__ = ["Delivery", "EarlyReduction"]
+
+
+class StepUnits(Protocol):
+    """The parameters of ZeRO 3 during one step; see `units_of_step.UnitsOfStep`."""
+
+    def done(self, parameter: Tensor) -> None: ...
+    def compare(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Delivery(NamedTuple):
@@ -61,6 +69,7 @@ class EarlyReduction:
             buckets that is in no group gets no gradient.
         overlap: whether to reduce before `finish`.
         deliver: takes what a backward brings.
+        units: the parameters of ZeRO 3.
     """
 
     def __init__(
@@ -70,8 +79,9 @@ class EarlyReduction:
         *,
         overlap: bool,
         deliver: Callable[[Delivery], None],
+        units: StepUnits | None,
     ):
-        self._buckets, self._overlap, self._deliver = buckets, overlap, deliver
+        self._overlap, self._deliver, self._units = overlap, deliver, units
         self._slots = {slot.param: slot for bucket in buckets for slot in bucket.slots}
         self._used: set[FlatSlot] = set()
         at = {parameter: number for number, group in enumerate(groups) for parameter in group}
@@ -96,6 +106,8 @@ class EarlyReduction:
                 slot.receive(_torch.local_tensor(gradient), getattr(gradient, "placements", ()))
                 self._used.add(slot)
             self._missing[slot.bucket] -= 1
+            if self._units is not None:
+                self._units.done(parameter)
         self._finish_ended()
         while self._overlap and self._waiting and not self._missing[self._waiting[0]]:
             self._launch_next()
@@ -122,13 +134,18 @@ class EarlyReduction:
         while self._in_flight:
             self._in_flight.popleft().finish()
         sum_partials([part for each in self._sums.values() for part in each.parts()])
+        if self._units is not None:
+            self._units.compare()
         self.close()
         return [each.mean for each in self._sums.values()]
 
     def close(self) -> None:
-        """Give the buckets back what they had before the step."""
+        """Give the buckets back what they had before the step; free parameters of ZeRO 3."""
         while self._before:
             self._before.pop().restore()
+        if self._units is not None:
+            self._units.close()
+            self._units = None
 
     def deliver(self, means: Sequence[Tensor], factor: Tensor) -> None:
         """Add the means, times a factor, to the gradients of the parameters when the running backward ends."""

@@ -45,7 +45,7 @@ Note: nested backward
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,7 +59,7 @@ from .. import _torch
 from .._ranks.axis import Axis
 from .._ranks.checks import BackwardChecks
 from .bucket import FlatBucket, FlatSlot
-from .early import Delivery, EarlyReduction
+from .early import Delivery, EarlyReduction, StepUnits
 from .partials import Agreement, sum_partials
 from .reduction import Reduction
 
@@ -103,6 +103,9 @@ class Reducer:
         axis: Data-parallel axis.
         overlap: Launch during backward; otherwise at its end.
         find_unused: Agree on parameters that no rank used.
+
+    Attributes:
+        begin_units: Holds the parameters of ZeRO 3 for a step of a pipeline.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Reducer:
         self.checks = BackwardChecks(axis)
         self._hosts = axis.on_host
         self.synchronizes = True
+        self.begin_units: Callable[[Iterable[Tensor]], StepUnits] | None = None
         self.has_received = False  # since `take_received`
         self.has_reduced = False  # since the last step
         self._patience = PATIENCE
@@ -151,7 +155,8 @@ class Reducer:
         """
         if self.axis.size == 1 or not self.synchronizes or any(has_gradient_hooks(slot.param) for slot in self.slots):
             return None
-        return EarlyReduction(self.buckets, groups, overlap=self.overlap, deliver=self._deliver)
+        units = None if self.begin_units is None else self.begin_units(p for group in groups for p in group)
+        return EarlyReduction(self.buckets, groups, overlap=self.overlap, deliver=self._deliver, units=units)
 
     def _deliver(self, delivery: Delivery) -> None:
         if not self.synchronizes:

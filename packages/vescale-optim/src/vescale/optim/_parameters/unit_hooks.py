@@ -205,7 +205,7 @@ class UnitHooks:
         for unit in self.units.all:
             if not (unit.is_used and unit.is_kept):
                 self.units.release(unit)
-        if well and not watched:
+        if well and not watched and self.units.compares:
             self.units.check_same()
 
     def _watch(self, call: _Call, output: object) -> bool:
@@ -264,7 +264,7 @@ class UnitHooks:
         self._linger(None)
         for unit in self.units.all:
             self.units.release(unit)
-        if self.synchronizes():
+        if self.synchronizes() and self.units.compares:
             self.units.check_same()
 
 

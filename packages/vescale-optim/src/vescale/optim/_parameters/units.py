@@ -132,6 +132,7 @@ class Units:
         version: How often the values of the shards have changed.
         pinned: How many ``unsharded()`` contexts are open. Nothing is freed inside of them.
         keeps: Whether units stay unsharded for the next micro-batch.
+        compares: Whether ranks compare what they have gathered after each backward.
     """
 
     def __init__(self, units: Sequence[Unit], axis: Axis):
@@ -141,6 +142,7 @@ class Units:
         self.version = 0
         self.pinned = 0
         self.keeps = False
+        self.compares = True
         self._digest = 0  # of the units gathered so far, in order
 
     @property
@@ -170,7 +172,12 @@ class Units:
 
     def release(self, unit: Unit) -> None:
         """Free a unit unless it is needed; writes to its parameters are kept."""
-        if not (unit.is_busy or self.pinned or self.keeps):
+        if not self.keeps:
+            self.free_idle(unit)
+
+    def free_idle(self, unit: Unit) -> None:
+        """Free a unit that nothing uses, although units are kept; writes to its parameters are kept."""
+        if not (unit.is_busy or self.pinned):
             unit.keep_writes()
             unit.free()
 

@@ -4,6 +4,7 @@
     sharded_values    the values of one buffer: shard, full, guarded
     units             the states of a unit, and how long it stays unsharded
     unit_hooks        when forward and backward use a unit
+    units_of_step     the same for the micro-batches of a pipeline
     offload           shards in host memory
     this file         construction, and the calls of DDP
 
@@ -46,6 +47,7 @@ from .sharded_values import ShardedValues
 from .unit_hooks import UnitHooks
 from .unit_plan import choose_units, plan_units
 from .units import Unit, Units
+from .units_of_step import UnitsOfStep
 
 __all__ = ["ShardedModule", "materialize_in_shards"]
 
@@ -183,6 +185,10 @@ class ShardedModule:
         """Let calls of modules unshard and free the units."""
         settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
         self.hooks = UnitHooks(self.units, synchronizes=synchronizes, **settings)
+
+    def begin_step(self, parameters: Iterable[Tensor]) -> UnitsOfStep:
+        """Hold the units for a step of a pipeline, which computes gradients of these parameters."""
+        return UnitsOfStep(self.units, holds=not self.hooks.reshard_after_forward, parameters=parameters)
 
     def _gather_axis(self) -> Axis:
         """Return the axis with a process group of its own: gathers and reductions need no order among each other."""
