@@ -149,7 +149,7 @@ class EarlyReduction:
 
     def deliver(self, means: Sequence[Tensor], factor: Tensor) -> None:
         """Add the means, times a factor, to the gradients of the parameters when the running backward ends."""
-        self._deliver(Delivery(self._used, means, factor))
+        self._deliver(Delivery(self._used, means, factor.detach()))
 
 
 class _Sum:
