@@ -53,7 +53,10 @@ def missing_tie(_patch, module):
 
 
 def dropped_bucket(store):
-    return lambda bucket, mean: store(bucket, mean.zero_() if bucket.plan.index == 1 else mean)
+    def forget(bucket, mean, **options):
+        store(bucket, mean.zero_() if bucket.plan.index == 1 else mean, **options)
+
+    return forget
 
 
 def dropped_rank(settle):
