@@ -3,9 +3,8 @@
 Two gloo ranks with one thread each run forward with labels, backward and AdamW under `vescale.optim.DDP`. In LLaMA only
 the mean over labels mixes rows, and dropout draws slices of a global draw. The baseline is the same run without
 recorded calls, so that slicing draws is left. In Mixtral the loss of the router mixes rows, too. Its baseline is
-Mixtral without that loss; experts are `row_wise` in both. Each case has its own processes (`turns.py`), and five sets
-of them, because the bounds are narrower than what processes differ by. Times are wall-clock times, because ranks wait
-for each other: run this where nothing else runs. It takes 8 GiB.
+Mixtral without that loss; experts are `row_wise` in both. Each case has its own processes (`turns.py`). Times are
+wall-clock times, because ranks wait for each other: run this where nothing else runs. It takes 8 GiB.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from turns import steps_in_turns
 from vescale.optim import DDP, DistributedOptimizer
 
 WORLD = 2
-NUM_SETS = 5
 BATCH, SEQ, VOCAB = 4, 128, 2000
 SIZES = {
     "hidden_size": 512,
@@ -61,8 +59,7 @@ def run(num_rounds: int) -> Result:
     targets: list[Target] = []
     for name, makers in groups.items():
         baseline = next(iter(makers))
-        sets = steps_in_turns(makers, WORLD, "dp", num_rounds=num_rounds, num_sets=NUM_SETS)
-        for case, steps in sets.items():
+        for case, steps in steps_in_turns(makers, WORLD, "dp", num_rounds=num_rounds).items():
             seconds[case], reference[case] = steps.seconds, baseline
             processor[case] = f"{1e3 * statistics.median(steps.processor):.0f}"
         targets.append(Target(name, baseline, at_most=1.05 if "router" in name else 1.02))

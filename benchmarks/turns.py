@@ -163,30 +163,18 @@ def steps_in_turns(
     *,
     num_rounds: int,
     num_checked: int = 3,
-    num_sets: int = 1,
 ) -> dict[str, Steps]:
     """Train cases of several gloo ranks, each in processes of its own, in turns.
-
-    Where its memory lies makes a process faster or slower for as long as it lives, by some percent. Where that matters,
-    the rounds are shared out over several sets of processes, one set after the other.
 
     Args:
         makers: called on each rank of a case with its mesh; what they return does a training step: the loss.
         world: ranks of a case.
         axis: name of the only axis of the mesh.
-        num_rounds: that are measured, after one more in each set.
+        num_rounds: that are measured, after one more.
         num_checked: first steps, of which losses are kept.
-        num_sets: of processes; each measures the same number of rounds, together at least ``num_rounds``.
     """
-    steps = {name: Steps([], [], []) for name in makers}
-    arguments = makers, world, axis, -(-num_rounds // num_sets), num_checked
-    for _ in range(num_sets):
-        every = run_ranks(_steps_of_a_rank, world * len(makers), *arguments, timeout=1500)
-        for so_far, new in zip(steps.values(), every[::world], strict=True):
-            so_far.losses[:] = new.losses
-            so_far.seconds.extend(new.seconds)
-            so_far.processor.extend(new.processor)
-    return steps
+    every = run_ranks(_steps_of_a_rank, world * len(makers), makers, world, axis, num_rounds, num_checked, timeout=1500)
+    return dict(zip(makers, every[::world], strict=True))
 
 
 def _steps_of_a_rank(makers: dict, world: int, axis: str, num_rounds: int, num_checked: int) -> Steps:

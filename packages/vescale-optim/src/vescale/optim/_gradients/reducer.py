@@ -243,9 +243,7 @@ class Reducer:
         if now.next_bucket:
             sum_partials(self._distributed)
         if now.deliveries:
-            scaled = ([mean * factor for mean in means] for _, means, factor in now.deliveries)
-            for bucket, (first, *more) in zip(self.buckets, zip(*scaled, strict=True), strict=True):
-                bucket.take(sum(more, first))
+            self._take_means(now.deliveries)
         self._round = None
         numbers = used.tolist()[len(others) :]
         uses = numbers[: len(self.slots)]
@@ -258,6 +256,12 @@ class Reducer:
         if not self.find_unused:
             self.checks.check_in_turn(facts)
         self._check_complete()
+
+    def _take_means(self, deliveries: Sequence[Delivery]) -> None:
+        """Add what has been reduced before: the sum over deliveries first, as autograd adds before it accumulates."""
+        scaled = ([mean * factor for mean in means] for _, means, factor in deliveries)
+        for bucket, (first, *more) in zip(self.buckets, zip(*scaled, strict=True), strict=True):
+            bucket.take(sum(more, first))
 
     def _launch_rest(self) -> None:
         while self._round.next_bucket < len(self.buckets):

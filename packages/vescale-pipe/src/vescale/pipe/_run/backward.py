@@ -307,6 +307,10 @@ class GradientSum:
         self.of_stage = {stage: tuple(p for p in own if p.requires_grad) for stage, own in parameters.items()}
         self.parameters = tuple(parameter for own in self.of_stage.values() for parameter in own)
         self._sums = {stage: _StageSum(len(own)) for stage, own in self.of_stage.items()}
+        self._places: dict[torch.Tensor, list[tuple[int, int]]] = {}  # of a parameter: its stages, and where there
+        for stage, own in self.of_stage.items():
+            for i, parameter in enumerate(own):
+                self._places.setdefault(parameter, []).append((stage, i))
 
     @property
     def totals(self) -> list[torch.Tensor | None]:
@@ -328,16 +332,13 @@ class GradientSum:
 
     def of(self, parameter: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the sums of a parameter, by the stages that have computed one."""
-        places = self._places(parameter)
+        places = self._places.get(parameter, ())
         return {stage: total for stage, i in places if (total := self._sums[stage].totals[i]) is not None}
 
     def replace(self, parameter: torch.Tensor, total: torch.Tensor | None) -> None:
         """Let the sum of a parameter be this one, whatever its stages have computed."""
-        for stage, i in self._places(parameter):
+        for stage, i in self._places.get(parameter, ()):
             self._sums[stage].totals[i], total = total, None
-
-    def _places(self, parameter: torch.Tensor) -> list[tuple[int, int]]:
-        return [(stage, i) for stage, own in self.of_stage.items() for i, each in enumerate(own) if each is parameter]
 
 
 class _StageSum:
