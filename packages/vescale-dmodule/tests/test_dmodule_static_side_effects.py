@@ -1,5 +1,9 @@
 """The dry runs of static mode leave nothing behind that one call of the module would not."""
 
+import contextvars
+import functools
+
+import pytest
 import torch
 from torch import nn
 
@@ -12,6 +16,8 @@ PLAN = {
     "forward": {r"up\.input": [{"tp": Replicate()}], r"down\.output": [{"tp": Replicate()}]},
 }
 GENERATOR = torch.Generator()
+SHAPES, COUNT = [], 0
+COLLECTED = contextvars.ContextVar("collected")
 
 
 class Net(nn.Module):
@@ -59,3 +65,84 @@ def test_generators_parameters_and_attributes():
     for value, other in zip(run(model), expected, strict=True):
         torch.testing.assert_close(value, other, rtol=0, atol=1e-10)
     assert (model.shapes, model.seen, model.counts) == (alone.shapes, alone.seen, alone.counts)
+
+
+class Watcher:
+    """Stores in attributes of an object that is no module."""
+
+    def __init__(self):
+        self.count, self.shapes = 0, []
+
+    def after(self, _module, _args, output):
+        self.count += 1
+        self.shapes.append(output.shape)
+
+    __call__ = after
+
+
+def by_closure():
+    count, shapes = 0, []
+
+    def hook(_module, _args, output):
+        nonlocal count
+        count += 1
+        shapes.append(output.shape)
+
+    return hook, lambda: (count, len(shapes))
+
+
+def by_global():
+    global COUNT
+    COUNT = 0
+    SHAPES.clear()
+
+    def hook(_module, _args, output):
+        global COUNT
+        COUNT += 1
+        SHAPES.append(output.shape)
+
+    return hook, lambda: (COUNT, len(SHAPES))
+
+
+def by_partial():
+    stored = {"shapes": [], "count": []}
+
+    def hook(stored, _module, _args, output):
+        stored["shapes"].append(output.shape)
+        stored["count"].append(1)
+
+    return functools.partial(hook, stored), lambda: (len(stored["count"]), len(stored["shapes"]))
+
+
+def by_method():
+    watcher = Watcher()
+    return watcher.after, lambda: (watcher.count, len(watcher.shapes))
+
+
+def by_object():
+    watcher = Watcher()
+    return watcher, lambda: (watcher.count, len(watcher.shapes))
+
+
+def by_context():
+    COLLECTED.set({"shapes": [], "count": []})
+
+    def hook(_module, _args, output):
+        COLLECTED.get()["shapes"].append(output.shape)
+        COLLECTED.get()["count"].append(1)
+
+    return hook, lambda: (len(COLLECTED.get()["count"]), len(COLLECTED.get()["shapes"]))
+
+
+@pytest.mark.parametrize("way", [by_closure, by_global, by_partial, by_method, by_object, by_context])
+@ranks(2)
+def test_what_hooks_store(way):
+    """As Hugging Face models collect hidden states: one for each call."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize_module(build(), mesh["tp"], PLAN, mode="static")
+    hook, stored = way()
+    model.up.register_forward_hook(hook)
+    for step in range(3):
+        assert stored() == (step, step)
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert stored() == (3, 3)

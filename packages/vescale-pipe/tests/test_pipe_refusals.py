@@ -113,60 +113,75 @@ def test_a_loss_of_no_stage(pipeline_mesh):
 # --- tensors that leave a module other than by its output ---
 
 
+class Keeping(nn.Module):
+    """Its own forward keeps a tensor, or what the tensor is like."""
+
+    def __init__(self, kept, of=lambda h: h):
+        super().__init__()
+        self.linear, self.tanh = nn.Linear(4, 4), nn.Tanh()
+        self.kept, self.of = kept, of
+
+    def forward(self, x):
+        self.kept.append(self.of(h := self.linear(x)))
+        return self.tanh(h)
+
+
 @ranks(2)
-def test_a_tensor_captured_by_a_hook(pipeline_mesh):
-    """A hook collects the internal tensors of this stage alone: a loss over them would be silently wrong."""
-    captured = []
+def test_a_tensor_that_a_forward_keeps(pipeline_mesh):
+    """A list collects the internal tensors of this stage alone: a loss over them would be silently wrong."""
+    kept = []
 
     class Model(Body):
         def __init__(self):
             super().__init__()
-            for name in ("first", "second"):
-                block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-                block[0].register_forward_hook(lambda *call: captured.append(call[-1]))
-                setattr(self, name, block)
+            self.first, self.second = Keeping(kept), Keeping(kept)
 
         def after(self, h):
-            return h.mean() + torch.stack(captured).mean()
+            return h.mean() + torch.stack(kept).mean()
 
-    match = "`stack`: expected outputs of stage modules, got an internal tensor of `.*or switch its capture off"
+    match = "`stack`: expected outputs of stage modules, got an internal tensor of `.*or let a forward hook store it"
     check_refused(Model(), pipeline_mesh, PipelineError, match)
 
 
 @ranks(2)
-def test_code_outside_that_fails_where_nothing_is_captured(pipeline_mesh):
+def test_code_outside_that_fails_where_nothing_is_kept(pipeline_mesh):
     """The user's own error, with a note on the first rank that raises it; others get it as text."""
-    captured = []
+    kept = []
 
     class Model(Body):
         def __init__(self):
             super().__init__()
-            self.first.register_forward_hook(lambda *call: captured.append(call[-1].shape))
+            self.first = Keeping(kept, lambda h: h.shape)
 
         def after(self, h):
-            return h.mean() * captured[0].numel()
+            return h.mean() * kept[0].numel()
 
     engine = PipelineEngine(Model(), pipeline_mesh(), PipelinePlan("1f1b", 2, split=["second"]))
     with pytest.raises((IndexError, PipelineError)) as caught:
         engine(torch.ones(2, 4))
     if torch.distributed.get_rank() == 1:
         assert caught.type is IndexError
-        assert "what hooks or attributes capture inside of modules" in caught.value.__notes__[0]
+        assert "what attributes keep inside of modules" in caught.value.__notes__[0]
     else:
         assert "IndexError" in str(caught.value)
 
 
 @ranks(2)
-def test_captured_router_logits_of_hugging_face(pipeline_mesh):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        num_local_experts=2, vocab_size=16, output_router_logits=True, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    engine = PipelineEngine(transformers.MixtralForCausalLM(config), pipeline_mesh(), PipelinePlan("1f1b", 2))
-    ids = torch.randint(16, (2, 4), generator=torch.Generator().manual_seed(0))
-    with pytest.raises(PipelineError, match="captured router logits"):
-        engine(input_ids=ids, labels=ids)
+def test_a_value_that_a_hook_keeps_from_one_forward_to_the_next(pipeline_mesh):
+    """In one process autograd refuses it."""
+    kept = []
+
+    class Model(Body):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+            self.first[0].register_forward_hook(lambda *call: kept.append(call[-1]))
+
+        def after(self, h):
+            return h.mean() + torch.stack(kept).mean()
+
+    match = "`stack`: expected values of this forward, got a tensor that a hook stores .* of an earlier one, .*clear it"
+    check_refused(Model(), pipeline_mesh, PipelineError, match)
 
 
 @ranks(2)

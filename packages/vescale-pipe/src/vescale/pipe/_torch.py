@@ -8,7 +8,7 @@
 - ``tree_flatten`` / ``tree_unflatten``: torch's pytree.
 - ``tensor_hooks``: the dictionary of hooks that ``Tensor.register_hook`` fills, or None.
 - ``graph_task_id``: identity of the backward pass in progress.
-- ``has_forward_hooks``: whether a module has hooks of its own.
+- ``has_forward_hooks``: whether a module has hooks of its own; ``forward_hooks``: those of its forward.
 - ``clear_forward_hooks`` removes these; ``without_data``: a mode in which tensors have shapes and no data.
 - ``switches``: what the process has set for operators; ``modes``: the modes through which functions and operators go.
 - ``has_own_generator``: whether an operator gets a generator other than the default ones.
@@ -51,6 +51,7 @@ __all__ = [
     "OperatorMode",
     "bound_device",
     "default_store",
+    "forward_hooks",
     "function_mode_on_top",
     "graph_task_id",
     "has_forward_hooks",
@@ -116,6 +117,13 @@ def has_forward_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module has hooks that run in its forward or backward."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return any(kinds)
+
+
+def forward_hooks(module: torch.nn.Module, *, before: bool) -> list[tuple[Callable[..., Any], bool]]:
+    """Return the hooks that run before or after a module's forward, in order, and whether they get keywords."""
+    hooks: dict[int, Callable[..., Any]] = module._forward_pre_hooks if before else module._forward_hooks
+    with_kwargs = module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs
+    return [(hook, number in with_kwargs) for number, hook in hooks.items()]
 
 
 @contextlib.contextmanager

@@ -41,6 +41,7 @@ from ._run.backward import GradientSum, HookGate, connect
 from ._run.draws import DrawRules
 from ._run.microbatch import Inputs, equal_shares, num_rows, shares_of, split_inputs, split_sizes
 from ._run.mode import RunState
+from ._run.outside import OutsideCode
 from ._run.program import Program, Transfer
 from ._run.programs import Programs
 from ._run.result import BatchLoss, BatchRows
@@ -164,7 +165,10 @@ class PipelineEngine:
         self._ties = TiedWeights(model, self.split.ties if self.split else (), self._placement, self._transport)
         self._draws = DrawRules(self._transport.device, self.num_stages, are_parts=not per_microbatch)
         self._programs = Programs(self._placement, self._transport, self._draws, self._ties)
+        modules = self._modules
+        constants = dict if modules is None else functools.partial(modules.constants, of_this_rank=True)
         outside = [] if self.split is None else outside_modules(model, self.split.stages)
+        attributes = functools.partial(self._attributes, outside, loss_fn)
         self._pipeline = Pipeline(
             self.schedule,
             self._placement,
@@ -178,8 +182,9 @@ class PipelineEngine:
             loss_of=self.loss_of,
             find_mesh=self.find_mesh,
             forget=self._programs.forget,
-            attributes=functools.partial(self._attributes, outside, loss_fn),
+            attributes=attributes,
             outside=outside,
+            code=OutsideCode(self._state, constants, attributes, is_repeated=len(self.stages) > 1),
         )
 
     @property

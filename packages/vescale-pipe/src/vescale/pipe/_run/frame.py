@@ -22,17 +22,18 @@ that end and begin the autograd graphs of the stages. Later forwards are of one 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import version_of
+from .._torch import is_transformed, version_of
 from .crossings import Crossings
 from .draws import Course, unequal_generators
 from .generators import NOWHERE
+from .inside import InnerCall, Opaque
 from .program import CallKey, Outcome, Program, Record, Transfer
 from .recorder import Recorder
 from .tape import State, Tape, versions_of
@@ -47,6 +48,7 @@ from .values import (
     Value,
     ValueId,
     meta_of,
+    note_value,
 )
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -114,7 +116,14 @@ class Frame:
 
     def is_event(self, leaves: list[Any], name: str) -> bool:
         """Return whether an operator call with these arguments involves a value."""
-        if any(self.value_of(leaf) is not None for leaf in leaves):
+        known = [self.value_of(leaf) is not None for leaf in leaves]
+        for leaf, is_known in zip(leaves, known, strict=True):
+            if not is_known and isinstance(leaf, Placeholder):
+                raise PipelineError(
+                    f"`{name}`: expected values of this forward, got {leaf.origin} of an earlier one, which a hook or "
+                    "an attribute has kept; clear it when a forward begins"
+                )
+        if any(known):
             return True
         if self.recorder is not None:
             self.recorder.check_arguments(leaves, [None] * len(leaves), name)
@@ -148,6 +157,7 @@ class Frame:
             self._program.record(call.key)
         else:
             self.recorder.check_arguments(arguments, values, name)
+            self._program.used_inside.update(value.id[0] for value in present if self._program.is_inside(value))
             if home in self.stages:  # fails before the synchronization, never between a send and its receive
                 for _, value in needed.values():
                     self._crossings.mesh_for(value.meta)
@@ -163,34 +173,56 @@ class Frame:
             call.state = None if self.tape is None else self.tape.state()
         return call
 
-    def finish(self, call: Call, function: Any, output: Any, *, is_operator: bool) -> Any:
-        """Finish an event on its home stage: register its outputs as values, and return them to the caller."""
+    def notes_inside(self, call: Call) -> bool:
+        """Return whether calls of modules with hooks are to be noted inside of a unit."""
+        return self.recorder is not None or call.key.index in self._program.used_inside
+
+    def finish(
+        self, call: Call, function: Any, output: Any, *, is_operator: bool, inside: Sequence[InnerCall] = ()
+    ) -> Any:
+        """Finish an event on its home stage: register its outputs as values, and return them to the caller.
+
+        Args:
+            call: the event.
+            function: a function of torch, or a unit.
+            output: what it returned.
+            is_operator: whether it is no unit.
+            inside: calls of modules with hooks inside of the unit.
+        """
         if self.tape is not None and call.real is not None and call.state is not None:
             where = call.real, call.structure, call.versions, call.state
             self.tape.add(function, *where, output, stage=call.key.home)
+            if call.key.index in self._program.used_inside:
+                self.tape.refuse(f"a hook inside of `{call.key.name}` stores a tensor that code outside uses")
         moved = NOWHERE if self._course is None else self._course.finish(call.key.index, call.key.name)
         leaves, structure = flatten(output)
+        inner, inner_structure = flatten(tuple(inside))
         position = {id(leaf): i for i, leaf in enumerate(call.real or ()) if isinstance(leaf, torch.Tensor)}
         if self.recorder is None:
             record = self._program.records[call.key.index]
+            if call.key.index in self._program.used_inside:
+                inner = _inside_as_recorded(record, leaves, inner, position)
             _check_repeated(record, leaves, position)
         else:
-            outcome = _outcome(call, leaves, structure, position, is_operator=is_operator)
+            inner = [leaf if self._is_shown(leaf, leaves, position) else _opaque(leaf) for leaf in inner]
+            outcome = _outcome(call, leaves, structure, position, inner, inner_structure, is_operator=is_operator)
             outcome = dataclasses.replace(outcome, moved=moved)
             self.recorder.announce(call.key, outcome)
             record = self._keep(call.key, outcome)
-        results: list[Any] = []
-        for i, (leaf, described) in enumerate(zip(leaves, record.outputs, strict=True)):
+        for i, (leaf, described) in enumerate(zip([*leaves, *inner], [*record.outputs, *record.inside], strict=False)):
             if isinstance(described, TensorMeta):
-                self._values[leaf] = Value((call.key.index, i), call.key.home, described)
-            results.append(call.arguments[described.argument] if isinstance(described, SameAs) else leaf)
+                self._set(leaf, Value((call.key.index, i), call.key.home, described))
+        results = [
+            call.arguments[described.argument] if isinstance(described, SameAs) else leaf
+            for leaf, described in zip(leaves, record.outputs, strict=True)
+        ]
         self._apply_changes(call, record)
         # rebuilding copies containers; it is needed only if an output is replaced
         unchanged = all(result is leaf for result, leaf in zip(results, leaves, strict=True))
         return output if unchanged else structure.rebuild(results)
 
-    def absent(self, call: Call) -> Any:
-        """Finish an event on another stage than its home: return placeholders for its outputs."""
+    def absent(self, call: Call) -> tuple[Any, tuple[InnerCall, ...]]:
+        """Finish an event on another stage than its home: return placeholders for its outputs and calls inside."""
         moved = NOWHERE
         if self.recorder is None:
             record = self._program.records[call.key.index]
@@ -200,7 +232,7 @@ class Frame:
         if self._course is not None:
             self._course.skip(call.key.index, moved)
         results: list[Any] = []
-        for i, described in enumerate(record.outputs):
+        for i, described in enumerate([*record.outputs, *record.inside]):
             if isinstance(described, TensorMeta):
                 results.append(self._placeholder(Value((call.key.index, i), call.key.home, described)))
             elif isinstance(described, SameAs):
@@ -208,7 +240,9 @@ class Frame:
             else:
                 results.append(results[described.output] if isinstance(described, Repeated) else described)
         self._apply_changes(call, record)
-        return record.structure.rebuild(results)
+        num_outputs = len(record.outputs)
+        inside = record.inside_structure.rebuild(results[num_outputs:])
+        return record.structure.rebuild(results[:num_outputs]), inside
 
     def end(self, loss: Any, *, last_stage: int) -> torch.Tensor | None:
         """Check the loss, and return it where the last stage runs, and None elsewhere.
@@ -254,6 +288,21 @@ class Frame:
                 "split=[[...], ...] in the plan, or both on one stage"
             )
 
+    def _is_shown(self, leaf: Any, outputs: Sequence[Any], position: Mapping[int, int]) -> bool:
+        """Return whether other stages get a leaf of a call inside of a unit, or a placeholder of it."""
+        if not isinstance(leaf, torch.Tensor):
+            return isinstance(leaf, _PLAIN)
+        if id(leaf) in position or any(leaf is output for output in outputs):
+            return True
+        if leaf.layout is not torch.strided or is_transformed(leaf):
+            return False
+        assert self.recorder is not None
+        return leaf.grad_fn is not None or self.recorder.is_made_inside(leaf)
+
+    def _set(self, leaf: torch.Tensor, value: Value) -> None:
+        self._values[leaf] = value
+        note_value(leaf)
+
     def _real(self, leaf: Any, stage: int) -> Any:
         value = self.value_of(leaf)
         return leaf if value is None else value.received.get(stage, leaf)
@@ -261,7 +310,7 @@ class Frame:
     def _placeholder(self, value: Value) -> Placeholder:
         device = self._transport.device_of(value.meta.device_type)
         placeholder = Placeholder(value, device=device, origin=self._program.origin(value))
-        self._values[placeholder] = value
+        self._set(placeholder, value)
         return placeholder
 
     def _keep(self, key: CallKey, outcome: Outcome) -> Record:
@@ -288,7 +337,10 @@ class Frame:
                 self.tape.send(index, tensor)
             self._crossings.send(index, tensor)
         if key.home in self.stages:
-            value.received[key.home] = self._crossings.receive(index)
+            if value.home in self.stages:
+                value.received.setdefault(value.home, tensor)
+            received = value.received[key.home] = self._crossings.receive(index)
+            self._set(received, value)  # a hook may store it
             if self.tape is not None:
                 self.tape.receive(index, value.received[key.home])
 
@@ -300,7 +352,8 @@ class Frame:
             after = Value((call.key.index, -1 - position), call.key.home, meta)
             if call.real is not None and call.real[position] is not argument:
                 after.received[call.key.home] = call.real[position]
-            self._values[argument] = after
+                self._set(call.real[position], after)
+            self._set(argument, after)
             if isinstance(argument, Placeholder):
                 argument.value = after
                 if meta.requires_grad and not argument.requires_grad:
@@ -309,8 +362,17 @@ class Frame:
                 self.recorder.note_moved(argument, after, call.key.name)
 
 
-def _outcome(call: Call, leaves: list, structure: Structure, position: dict[int, int], *, is_operator: bool) -> Outcome:
-    """Return the metadata of a call's outputs and in-place writes, on its home stage."""
+def _outcome(
+    call: Call,
+    leaves: list,
+    structure: Structure,
+    position: dict[int, int],
+    inner: list,
+    inner_structure: Structure,
+    *,
+    is_operator: bool,
+) -> Outcome:
+    """Return the metadata of a call's outputs and in-place writes, and of calls inside of it, on its home stage."""
     has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
     if is_operator and not has_tensor and any(leaf is not None for leaf in leaves):
         raise PipelineError(
@@ -320,14 +382,14 @@ def _outcome(call: Call, leaves: list, structure: Structure, position: dict[int,
         )
     described: list[Any] = []
     seen: dict[int, int] = {}
-    for i, leaf in enumerate(leaves):
+    for i, leaf in enumerate([*leaves, *inner]):
         if isinstance(leaf, torch.Tensor):
             first = seen.setdefault(id(leaf), i)
             if id(leaf) in position:
                 described.append(SameAs(position[id(leaf)]))
             else:
                 described.append(meta_of(leaf) if first == i else Repeated(first))
-        elif isinstance(leaf, _PLAIN) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)):
+        elif isinstance(leaf, (*_PLAIN, Opaque)) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)):
             described.append(leaf)
         else:
             raise PipelineError(
@@ -339,22 +401,45 @@ def _outcome(call: Call, leaves: list, structure: Structure, position: dict[int,
         for i, (leaf, version) in enumerate(zip(call.real or (), call.versions, strict=True))
         if isinstance(leaf, torch.Tensor) and version_of(leaf) != version
     )
-    return Outcome(structure.rebuild(described), changed)
+    inside = inner_structure.rebuild(described[len(leaves) :])
+    return Outcome(structure.rebuild(described[: len(leaves)]), changed, inside=inside)
+
+
+def _opaque(leaf: Any) -> Opaque:
+    return Opaque(type(leaf).__name__)
+
+
+def _matches(leaf: Any, described: Any, leaves: Sequence[Any], position: Mapping[int, int]) -> bool:
+    """Return whether a leaf is as recorded, except for shapes of tensors that are not sent."""
+    if isinstance(described, SameAs):
+        return position.get(id(leaf)) == described.argument
+    if isinstance(described, TensorMeta):
+        return isinstance(leaf, torch.Tensor) and id(leaf) not in position
+    if isinstance(described, Repeated):
+        return leaf is leaves[described.output]
+    return type(leaf) is type(described) and leaf == described
+
+
+def _inside_as_recorded(record: Record, outputs: list[Any], inner: list[Any], position: dict[int, int]) -> list[Any]:
+    """Return what was noted inside of a unit without what is opaque, checked against its record."""
+    shown = [d if isinstance(d, Opaque) else leaf for leaf, d in zip(inner, record.inside, strict=False)]
+    every = [*outputs, *shown]
+    if len(inner) != len(record.inside) or not all(
+        _matches(leaf, described, every, position) for leaf, described in zip(shown, record.inside, strict=True)
+    ):
+        raise PipelineError(
+            f"modules with hooks inside of `{record.key.name}`: expected the same calls in every micro-batch, since "
+            "code outside of stage modules uses a tensor that a hook stores, got others; hook modules whose calls do "
+            "not depend on the data, or return the tensor from its module"
+        )
+    return shown
 
 
 def _check_repeated(record: Record, leaves: list[Any], position: dict[int, int]) -> None:
-    """Check a call's outputs against its record, except for shapes of tensors that are not sent."""
-
-    def matches(leaf: Any, described: Any) -> bool:
-        if isinstance(described, SameAs):
-            return position.get(id(leaf)) == described.argument
-        if isinstance(described, TensorMeta):
-            return isinstance(leaf, torch.Tensor) and id(leaf) not in position
-        if isinstance(described, Repeated):
-            return leaf is leaves[described.output]
-        return type(leaf) is type(described) and leaf == described
-
-    if len(leaves) != len(record.outputs) or not all(map(matches, leaves, record.outputs)):
+    """Check a call's outputs against its record."""
+    if len(leaves) != len(record.outputs) or not all(
+        _matches(leaf, described, leaves, position) for leaf, described in zip(leaves, record.outputs, strict=True)
+    ):
         now = [type(leaf).__name__ if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         raise PipelineError(
             f"output of `{record.key.name}`: expected {[*map(str, record.outputs)]}, as recorded, got {now}; return "

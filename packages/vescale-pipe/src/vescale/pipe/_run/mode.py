@@ -106,7 +106,7 @@ class TraceMode(TorchFunctionMode):
             return result
         call = self.frame.begin(name, arguments, structure)
         if call.real is None:
-            return self.frame.absent(call)
+            return self.frame.absent(call)[0]
         args, kwargs = call.inputs
         return self.frame.finish(call, func, func(*args, **kwargs), is_operator=True)
 

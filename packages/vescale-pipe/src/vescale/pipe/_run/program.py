@@ -12,6 +12,7 @@ from typing import Any
 
 from .draws import Chain
 from .generators import NOWHERE, Distance
+from .inside import InnerCall
 from .rows import LossRule
 from .tape import Tape
 from .ties import TieState
@@ -65,27 +66,30 @@ class Outcome:
         outputs: leaves are ``TensorMeta``, ``SameAs`` or plain values.
         changed: (position among the arguments, metadata after the call).
         moved: how far the call moves the generators.
+        inside: the calls of modules with hooks inside of a unit; leaves are as in ``outputs``.
     """
 
     outputs: Any
     changed: tuple[tuple[int, TensorMeta], ...]
     moved: Distance = NOWHERE
+    inside: tuple[InnerCall, ...] = ()
 
 
 @dataclass(frozen=True)
 class Record:
-    """A call of the program and its outcome, with flattened outputs."""
+    """A call of the program and its outcome, with flattened outputs, and what is noted inside of a unit."""
 
     key: CallKey
     outputs: list[Any]
     structure: Structure
     changed: tuple[tuple[int, TensorMeta], ...]
+    inside: list[Any]
+    inside_structure: Structure
 
     @classmethod
     def of(cls, key: CallKey, outcome: Outcome) -> Record:
         """Return the record of a call and its announced outcome."""
-        outputs, structure = flatten(outcome.outputs)
-        return cls(key, outputs, structure, outcome.changed)
+        return cls(key, *flatten(outcome.outputs), outcome.changed, *flatten(outcome.inside))
 
 
 @dataclass
@@ -97,7 +101,8 @@ class Program:
     are the stages whose gradients of weights are computed with those of inputs. ``rule`` is that of the loss, once it
     is known. ``tapes`` are those of this rank's stages, made with these ``attributes`` of modules outside of units.
     ``draws`` is what a micro-batch draws, once it is known. ``ties`` are the states of tied weights.
-    ``constants`` are the buffers that stages read of others.
+    ``constants`` are the buffers that stages read of others. ``used_inside`` are the calls of units of which code
+    outside uses a tensor that a hook has stored.
 
     The gradient of a value visits the stages that use it from the last one back, and each adds its own, so all are
     added in the order of one process.
@@ -117,6 +122,7 @@ class Program:
     draws: Chain | None = None
     ties: tuple[TieState, ...] = ()
     constants: frozenset[str] = frozenset()
+    used_inside: set[int] = field(default_factory=set)
     _of_value: dict[ValueId, list[int]] = field(default_factory=dict)
     _same_value: list[list[int]] = field(default_factory=list)
     _lists: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -183,7 +189,14 @@ class Program:
         index, leaf = value.id
         name = self.records[index].key.name if index < len(self.records) else "?"
         what = f"output {leaf} of" if leaf >= 0 else f"argument {-1 - leaf} changed by"
+        if self.is_inside(value):
+            what = "a tensor that a hook stores inside of"
         return f"{what} `{name}` (stage {value.home})"
+
+    def is_inside(self, value: Value) -> bool:
+        """Return whether a value is no output of a unit, but a tensor that a hook inside of it has got."""
+        index, leaf = value.id
+        return index < len(self.records) and leaf >= len(self.records[index].outputs)
 
     def record(self, key: CallKey) -> Record:
         """Return the record of a call, checked against its key.

@@ -7,7 +7,7 @@ diverged, which is an error on both.
 
 Recording also detects programs that a pipeline does not support:
 
-- tensors that leave a unit other than by its output (hooks, attributes), because they exist on one stage only;
+- tensors that leave a unit other than by its output or a hook, because they exist on one stage only;
 - tensors written in place after the send, and stale views of a tensor written on a later stage.
 """
 
@@ -98,8 +98,8 @@ class Recorder:
             if value is None and leaf in self._made_inside:
                 raise PipelineError(
                     f"`{name}`: expected outputs of stage modules, got an internal tensor of "
-                    f"`{self._made_inside[leaf]}`, stored by a hook or an attribute (captured router logits, hidden "
-                    "states), which exists on one stage only; return it from the module, or switch its capture off"
+                    f"`{self._made_inside[leaf]}`, kept by its forward in an attribute or a list, which exists on one "
+                    "stage only; return it from the module, or let a forward hook store it, which runs on every stage"
                 )
             moved = self._moved.get(_storage_key(leaf)) if self._moved else None
             if moved is not None and (value is None or value.id != moved[0]):
@@ -116,6 +116,10 @@ class Recorder:
         for leaf in flatten(result)[0]:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in given:
                 self._made_inside[leaf] = unit
+
+    def is_made_inside(self, tensor: torch.Tensor) -> bool:
+        """Return whether an operator inside of a unit has made a tensor."""
+        return tensor in self._made_inside
 
     def note_moved(self, tensor: torch.Tensor, value: Value, name: str) -> None:
         """Record an in-place write on another stage: this stage's memory of the tensor, and views of it, are stale."""

@@ -22,7 +22,7 @@ from .._stages.hooks import hooked_units
 from .._stages.placement import Placement
 from .._stages.split import StageSplit
 from .._stages.stub import StageModules
-from .._torch import has_forward_hooks, version_of
+from .._torch import has_forward_hooks
 from .backward import Boundary, Gradients, GradientSum, StageBackward, is_hooked
 from .crossings import Crossings
 from .draws import Course, DrawRules, StepDraws
@@ -30,6 +30,7 @@ from .frame import Frame
 from .mail import Letter, Mail
 from .microbatch import Inputs, Share
 from .mode import RunState, TraceMode
+from .outside import OutsideCode
 from .program import Program
 from .recorder import Recorder
 from .reductions import Reductions
@@ -43,9 +44,9 @@ from .values import PipelineError, from_local_part, gradient_meta, local_gradien
 logger = logging.getLogger("vescale.pipe")
 
 _OUTSIDE = (
-    "vescale.pipe: this code is outside of stage modules and runs on every stage; what hooks or attributes capture "
-    "inside of modules (router logits, hidden states) is on the stage of each alone, so return it from the module, or "
-    "switch its capture off"
+    "vescale.pipe: this code is outside of stage modules and runs on every stage; what attributes keep inside of "
+    "modules is on the stage of each alone, so return it from the module, or let a forward hook store it, which runs "
+    "on every stage"
 )
 
 #: Micro-batches that run from one tape; then the user's code runs again, and is compared with it.
@@ -71,6 +72,7 @@ class Pipeline:
         forget: drops a program.
         attributes: returns what code outside of units can depend on, other than its inputs.
         outside: the modules outside of units.
+        code: compares what code outside of units may read and change.
     """
 
     schedule: Schedule
@@ -87,6 +89,7 @@ class Pipeline:
     forget: Callable[[Program], None]
     attributes: Callable[[], tuple]
     outside: Sequence[nn.Module]
+    code: OutsideCode
 
 
 class Step:
@@ -129,7 +132,7 @@ class Step:
         """Run the schedule. Afterwards the result is shared; ``total`` and ``reductions`` hold the gradients."""
         schedule, ties = self._pipeline.schedule, self._pipeline.ties
         ties.lend(self._programs[0].ties)
-        constants = self._constants()
+        constants = self._pipeline.code.constants()
         recorded = []
         for microbatch, program in enumerate(self._programs):
             if not program.recorded:
@@ -156,7 +159,7 @@ class Step:
                 elif self.has_backward:
                     self._backward(action)
         self.where = "the end"
-        self._check_constants(constants)
+        self._pipeline.code.check_constants(constants, self._programs)
         ties.collect(self._programs[0].ties, self.total)
         self._transport.wait_sends()
         self._draws.finish()
@@ -228,8 +231,7 @@ class Step:
         own = [unit for home, unit in pipeline.modules.units.values() if home == stage]
         inside = functools.partial(attributes_of, [m for unit in own for m in unit.modules()], None)
         tape = Tape(self._transport.device.type, inside) if is_due else None
-        with pipeline.modules.only([stage]):
-            loss = self._follow([stage], microbatch, crossings, course, recorder=None, tape=tape)
+        loss = self._follow([stage], microbatch, crossings, course, recorder=None, tape=tape)
         if tape is not None:
             self._keep(stage, self._programs[microbatch], tape)
         return loss
@@ -273,6 +275,9 @@ class Step:
         try:
             with mode.active(), contextlib.ExitStack() as watches:
                 watches.enter_context(self._draws.guard(microbatch, lambda: mode.current_module))
+                if pipeline.modules is not None:
+                    watches.enter_context(pipeline.modules.only(stages))
+                watches.enter_context(pipeline.code.forward(is_recorded=recorder is not None))
                 if tape is not None:
                     watches.enter_context(tape.taking_down())
                     watches.enter_context(Births(tape, mode.outside))
@@ -307,12 +312,6 @@ class Step:
             boundaries, loss = self.record_forward(recorder, microbatch)
             read = recorder.synchronize("constants", None, self._pipeline.state.constants_read)
             program.constants = frozenset().union(*read)
-            if len(self._placement.mine) > 1 and self._pipeline.attributes() != self._attributes:
-                raise PipelineError(
-                    "expected code outside of stage modules that leaves the attributes of its modules alone, since it "
-                    "runs once for each stage of a rank, got other values after the forward; change them in a module "
-                    "with parameters, or between steps"
-                )
             self._microbatches[microbatch] = None
             part = None if loss is None else self._result.add(microbatch, loss)
             if self.has_backward:
@@ -444,28 +443,6 @@ class Step:
         else:
             local = local_gradient(gradient, transfer.meta)
         self._mail.send(local, (index, microbatch, True))
-
-    # --- constants of modules, which others read ---
-
-    def _constants(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """Return the constants of this rank's units, which others may read, with their versions."""
-        modules = self._pipeline.modules
-        found = {} if modules is None else modules.constants(of_this_rank=True)
-        return {name: (own, version_of(own)) for name, own in found.items()}
-
-    def _check_constants(self, before: dict[str, tuple[torch.Tensor, int]]) -> None:
-        """Check that no step has written a constant that others read, be it one with other inputs."""
-        written, after = self._pipeline.state.constants_written, self._constants()
-        for name, (tensor, version) in before.items():
-            if name not in after or after[name][0] is not tensor or after[name][1] != version:
-                written.add(name)
-        read = frozenset().union(*(program.constants for program in self._programs))
-        for name in sorted(read & written):
-            raise PipelineError(
-                f"expected buffer `{name}` to stay as it is, since code outside of stage modules reads it on other "
-                "stages, which have copies, got a write in its module; return it from the module, or make it a "
-                "part of the state dict, which other stages do not read"
-            )
 
     # --- the schedule and its result ---
 

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import make_wrapper, no_torch_function, waited
 from .tree import Leaf
@@ -96,6 +97,26 @@ class Value:
     home: int
     meta: TensorMeta
     received: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KeptValue:
+    """What an attribute has kept of a forward: the identity of a value."""
+
+    identity: int
+
+
+_VALUES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def note_value(tensor: torch.Tensor) -> None:
+    """Note that a tensor is one of some forward, which makes others in their place."""
+    _VALUES[tensor] = True
+
+
+def is_value(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a value of some forward."""
+    return tensor in _VALUES
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:

@@ -1,10 +1,12 @@
-"""What stands for a module of another stage, other than its calls: plain attributes, and what its tensors are like.
+"""What stands for a module of another stage, other than its calls: plain attributes, what its tensors are like, hooks.
 
 Code outside of stage modules runs on every stage::
 
     x.to(self.head.weight.dtype)    gets an answer everywhere
     x @ self.head.weight            is refused where the head is not, with its stage
     self.embed.position_ids[:, :n]  is read everywhere, if the buffer is small and no part of the state dict
+
+Inside of a forward the modules in it are found, too, and are instances of their classes, for code that hooks them.
 
 Buffers that are no part of the state dict follow from the configuration. So stubs keep them, up to a size. A stage that
 writes one that is read elsewhere raises (``Step.run``).
@@ -18,16 +20,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._run.inside import users_hooks
 from .._run.mode import RunState
-from .._run.values import PipelineError
+from .._run.values import PipelineError, Placeholder
 
 KEPT_BYTES = 1 << 20  # the largest constant that stubs keep
 
 _MAY = "code outside of stage modules may call the module, and read plain attributes and what its tensors are like"
 
 
-class AbsentModule:
-    """The attributes of a module of another stage, and of the modules in it.
+class LooksLike:
+    """Base of what `isinstance` takes for an instance of another class."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self._looks_like() or type(self)
+
+    def _looks_like(self) -> type | None:
+        """Return the class."""
+        raise NotImplementedError
+
+
+class AbsentModule(LooksLike, nn.Module):
+    """The attributes and hooks of a module of another stage, and of the modules in it. It holds no tensors.
 
     Args:
         module: the module.
@@ -35,6 +50,7 @@ class AbsentModule:
         stage: its stage.
         state: the engine's run state.
         constant: returns a constant by its fully qualified name, or None.
+        is_here: whether this rank has the module, and its hooks have got placeholders.
     """
 
     def __init__(
@@ -44,19 +60,35 @@ class AbsentModule:
         stage: int,
         state: RunState,
         constant: Callable[[str], torch.Tensor | None],
+        *,
+        is_here: bool = False,
     ) -> None:
+        super().__init__()
         self._fqn, self._stage, self._constant = fqn, stage, constant
+        self._kind = type(module)
+        self.training = module.training
         self._items: dict[str, Any] = _plain_attributes(module)
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             self._items[name] = AbsentTensor(tensor, f"{fqn}.{name}", stage, state)
         for name, child in module.named_children():
-            self._items[name] = AbsentModule(child, f"{fqn}.{name}", stage, state, constant)
+            vars(self)["_modules"][name] = AbsentModule(child, f"{fqn}.{name}", stage, state, constant, is_here=is_here)
+        if is_here:
+            vars(self).update((k, v) for k, v in vars(module).items() if isinstance(v, Placeholder))
+        for hook, with_kwargs in users_hooks(module, before=True):
+            self.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+        for hook, with_kwargs in users_hooks(module, before=False):
+            self.register_forward_hook(hook, with_kwargs=with_kwargs)
 
-    def apply(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _looks_like(self) -> type | None:
+        return vars(self).get("_kind")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AbsentModule:
         """Change dtypes as the function changes those of tensors."""
         for item in self._items.values():
-            if isinstance(item, AbsentModule | AbsentTensor):
-                item.apply(function)
+            if isinstance(item, AbsentTensor):
+                item.apply(fn)
+        super()._apply(fn, recurse)
+        return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a unit is called as a whole."""
@@ -67,23 +99,33 @@ class AbsentModule:
             "PipelinePlan.split"
         )
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: there are none here."""
+        del args, kwargs
+        raise AttributeError(_only_there("a list of tensors", self._fqn, self._stage))
+
+    named_buffers = state_dict = named_parameters
+
     def __setattr__(self, name: str, value: Any) -> None:
         known = self.__dict__.get("_items", {}).get(name)
         if isinstance(known, AbsentTensor) and isinstance(value, torch.Tensor):
             known.shape, known.dtype = value.shape, value.dtype
         else:
-            super().__setattr__(name, value)
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        items = self.__dict__.get("_items", {})
+        items, modules = self.__dict__.get("_items", {}), self.__dict__.get("_modules", {})
+        if name in modules:
+            return modules[name]
         if name in items:
             is_tensor = isinstance(items[name], AbsentTensor)
             constant = self._constant(f"{self._fqn}.{name}") if is_tensor else None
             return items[name] if constant is None else constant
-        raise AttributeError(
-            f"attribute `{name}` of `{self.__dict__.get('_fqn')}` is available on pipeline stage "
-            f"{self.__dict__.get('_stage')} only; {_MAY}"
-        )
+        raise AttributeError(_only_there(f"attribute `{name}`", self.__dict__.get("_fqn"), self.__dict__.get("_stage")))
+
+
+def _only_there(what: str, fqn: str | None, stage: int | None) -> str:
+    return f"{what} of `{fqn}` is available on pipeline stage {stage} only; {_MAY}"
 
 
 class AbsentTensor:

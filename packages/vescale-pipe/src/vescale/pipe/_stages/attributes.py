@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._run.values import KeptValue, is_value
+
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _DEPTH = 3  # of objects within attributes, as configurations are
 
@@ -34,6 +36,11 @@ def attributes_of(modules: Iterable[nn.Module], function: Callable[..., Any] | N
     return tuple(found)
 
 
+def numbers_of(function: Callable[..., Any]) -> tuple:
+    """Return the numbers that a function has kept in its closure, its object, and containers there."""
+    return tuple(item for item in _of_function(function) if isinstance(item, bool | int | float | complex))
+
+
 def _items(attributes: dict[str, Any], depth: int) -> Iterator[Any]:
     for name, value in attributes.items():
         yield name
@@ -50,6 +57,8 @@ def _value(value: Any, depth: int) -> Iterator[Any]:
     elif isinstance(value, dict) and depth < _DEPTH:
         yield type(value)
         yield from _items({str(key): item for key, item in value.items()}, depth + 1)
+    elif isinstance(value, torch.Tensor) and is_value(value):
+        yield KeptValue(id(value))
     elif isinstance(value, nn.Module | torch.Tensor) or depth >= _DEPTH or _is_ours(value):
         yield id(value)
     else:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from .._run.frame import Call
+from .._run.inside import InnerCall, InnerCalls
 from .._run.mode import RunState
 from .._run.tree import flatten, map_leaves
 from .._run.values import Placeholder, unwrap
@@ -41,10 +42,10 @@ class _UnitHooks:
         self._state = state
         self._stage = stage
         self._call: Call | None = None
+        self._inside: InnerCalls | None = None
         self._depth = 0  # of the calls of the unit inside its own, as those that record it as a static program
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        del module
         mode = self._state.mode
         if mode is None or mode.unit is not None:  # recomputation in the backward, or a call from inside a unit
             self._depth += mode is not None and mode.unit == self._fqn
@@ -52,6 +53,8 @@ class _UnitHooks:
         with mode.paused():
             self._call = mode.frame.begin(self._fqn, *flatten((args, kwargs)), owner=self._stage)
             inputs = self._call.inputs
+        if mode.frame.notes_inside(self._call):
+            self._inside = InnerCalls(module, lambda: not self._depth)
         mode.enter_unit(self._fqn)
         return inputs
 
@@ -61,15 +64,26 @@ class _UnitHooks:
         if mode is None or call is None or mode.unit != self._fqn or self._depth:
             return None
         self._call = None
+        inside = self._no_longer_inside()
         mode.leave_unit()
         with mode.paused():
-            result = mode.frame.finish(call, module, output, is_operator=False)
+            result = mode.frame.finish(call, module, output, is_operator=False, inside=inside)
         return None if result is output else result
 
     def left(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Note the end of a call from inside, also of one that raises."""
         del module, args, output
-        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            self._depth -= 1
+        else:
+            self._no_longer_inside()
+
+    def _no_longer_inside(self) -> list[InnerCall]:
+        inside, self._inside = self._inside, None
+        if inside is None:
+            return []
+        inside.close()
+        return inside.noted
 
 
 def _unwrapped(args: tuple, kwargs: dict, stage: int) -> tuple[tuple, dict] | None:

@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._run.inside import is_ours, run_hooks
 from .._run.mode import RunState
 from .._run.tree import flatten
 from .._run.values import PipelineError
-from .absent import AbsentModule, constants_of
+from .absent import AbsentModule, LooksLike, constants_of
+from .attributes import numbers_of
 from .split import StageSplit
 
 
-class Stub(nn.Module):
+class Stub(LooksLike, nn.Module):
     """Replacement for a module of another stage. Its forward returns placeholder tensors.
 
-    Plain attributes of the module (numbers, strings, booleans) stay readable, and what its tensors are like.
+    Plain attributes of the module (numbers, strings, booleans) stay readable, and what its tensors are like. Its hooks,
+    and those of modules in it, run with placeholders. While the model runs, it is an instance of the module's class.
 
     Args:
         module: the replaced module.
@@ -35,6 +38,7 @@ class Stub(nn.Module):
         self.fqn = fqn
         self.stage = stage
         self.replaced = type(module).__name__
+        self._kind = type(module)
         self.training = module.training
         self._state = state
         self._here: list[nn.Module] = [module] if is_here else []  # a list, as attributes that are modules are parts
@@ -46,7 +50,13 @@ class Stub(nn.Module):
                 self._constants[f"{fqn}.{name}"] = self, (kept := f"constant__{name.replace('.', '__')}")
                 self.register_buffer(kept, constant, persistent=False)
         self.absent_fqns = _all_fqns(module)
-        self._elsewhere = None if is_here else AbsentModule(module, fqn, stage, state, self._read)
+        # no part of this module: `StageModules.only` shows the modules in it while the model runs
+        self.elsewhere: AbsentModule | None
+        vars(self)["elsewhere"] = None if is_here else AbsentModule(module, fqn, stage, state, self._read)
+
+    def _looks_like(self) -> type | None:
+        state = vars(self).get("_state")
+        return None if state is None or state.mode is None else self._kind
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
@@ -56,9 +66,9 @@ class Stub(nn.Module):
     @property
     def _absent(self) -> AbsentModule:
         """What is known of the module; of one on this rank, what it is like at present."""
-        if self._elsewhere is not None:
-            return self._elsewhere
-        return AbsentModule(self._here[0], self.fqn, self.stage, self._state, self._read)
+        if self.elsewhere is not None:
+            return self.elsewhere
+        return AbsentModule(self._here[0], self.fqn, self.stage, self._state, self._read, is_here=True)
 
     def _read(self, name: str) -> torch.Tensor | None:
         """Return a constant by its full name, and note that it is read."""
@@ -68,7 +78,7 @@ class Stub(nn.Module):
         return self.constants[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return placeholders for the module's outputs."""
+        """Return placeholders for the module's outputs, and run its hooks with them."""
         mode = self._state.mode
         if mode is None:
             raise PipelineError(
@@ -77,10 +87,40 @@ class Stub(nn.Module):
             )
         with mode.paused():
             call = mode.frame.begin(self.fqn, *flatten((args, kwargs)), owner=self.stage)
-            return mode.frame.absent(call)
+            output, inside = mode.frame.absent(call)
+            module, numbers = self._hooked, numbers_of if self.elsewhere is None else None
+            run_hooks(module, numbers, True, args, kwargs)
+            for name, *given in inside:
+                run_hooks(module.get_submodule(name), numbers, *given)
+            run_hooks(module, numbers, False, args, kwargs, output)
+            return output
+
+    @property
+    def _hooked(self) -> nn.Module:
+        """What has the module's hooks."""
+        return self._here[0] if self.elsewhere is None else self.elsewhere
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        """Register a hook that runs before each call, with placeholders."""
+        if is_ours(hook):
+            return super().register_forward_pre_hook(hook, **options)
+        return self._hooked.register_forward_pre_hook(hook, **options)
+
+    def register_forward_hook(self, hook: Any, **options: Any) -> Any:
+        """Register a hook that runs after each call, with placeholders."""
+        if is_ours(hook):
+            return super().register_forward_hook(hook, **options)
+        return self._hooked.register_forward_hook(hook, **options)
+
+    def train(self, mode: bool = True) -> Stub:
+        """Set the mode of what stands for the modules in it, too."""
+        if self.elsewhere is not None:
+            self.elsewhere.train(mode)
+        super().train(mode)
+        return self
 
     def __getattr__(self, name: str) -> Any:
-        if "_elsewhere" not in vars(self):  # a copy in the making
+        if "elsewhere" not in vars(self):  # a copy in the making
             return super().__getattr__(name)
         constant = self._read(f"{self.fqn}.{name}")
         if constant is not None:
@@ -101,8 +141,8 @@ class Stub(nn.Module):
             setattr(self._absent, name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Stub:
-        if self._elsewhere is not None:
-            self._elsewhere.apply(fn)
+        if self.elsewhere is not None:
+            self.elsewhere._apply(fn)
         super()._apply(fn, recurse)
         return self
 
@@ -159,15 +199,23 @@ class StageModules:
 
     @contextlib.contextmanager
     def only(self, stages: Collection[int]) -> Iterator[None]:
-        """Put stubs in place of this rank's other stages while the context is open."""
+        """Put stubs in place of this rank's other stages while the context is open.
+
+        Code finds what stands for the modules in units of other ranks, which are no part of the model otherwise.
+        """
         absent = [place for stage, places in self._places.items() if stage not in stages for place in places]
+        elsewhere = [(stub, stub.elsewhere) for stub in self._stubs.values() if stub.elsewhere is not None]
         try:
             for place in absent:
                 place.put(place.stub)
+            for stub, module in elsewhere:
+                vars(stub)["_modules"] = vars(module)["_modules"]
             yield
         finally:
             for place in absent:
                 place.put(place.unit)
+            for stub, _ in elsewhere:
+                vars(stub)["_modules"] = {}
 
 
 @dataclass

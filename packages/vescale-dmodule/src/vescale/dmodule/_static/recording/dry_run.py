@@ -14,7 +14,6 @@ The incoming gradients are the cosines of the values: they differ between elemen
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -38,13 +37,13 @@ from ...errors import NotLocalFriendlyError
 from ..local_parameters import MEMORY, LocalParameter
 from ..parts import Parts, describe, join, keep_on_dtensors, likely_cause
 from .calls import CallRecorder
+from .held import BUILTIN, Held
 from .layouts import Recording
 from .names import Names
 from .observe import BoundaryRecords, Observer, replicated
 
 __all__ = ["Run", "call_locally", "check", "keep_or_refuse", "new_run", "record", "without_side_effects"]
 
-BUILTIN = (list, set, dict)
 SET_DATA = Tensor.data.__set__
 IN_PLACE = [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift")]
 IN_PLACE += ["__iand__", "__ior__", "__ixor__", "__setitem__"]
@@ -308,7 +307,8 @@ def _buffers(parts: Parts, before: dict[str, DTensor], mesh: DeviceMesh) -> dict
 def without_side_effects(module: nn.Module) -> Iterator[None]:
     """Restore random streams, buffers, attributes of modules and gradients at the end; remove user hooks meanwhile.
 
-    Of attributes that are lists, sets or dicts, items that were added or removed are restored.
+    Of lists, sets and dicts that are attributes, or that hooks of modules can change, items that were added or removed
+    are restored, as are the variables of these hooks.
     """
     state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in random.get_state().items()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
@@ -316,9 +316,8 @@ def without_side_effects(module: nn.Module) -> Iterator[None]:
     # Models install hooks in their first call and set an attribute for that: restore both.
     tables += [(table, dict(table)) for part in module.modules() for table in _torch.module_hook_tables(part)]
     attributes = [(part, dict(vars(part))) for part in module.modules()]
-    contents = [
-        (value, copy.copy(value)) for _, held in attributes for value in held.values() if type(value) in BUILTIN
-    ]
+    hooks = [hook for part in module.modules() for table in _torch.module_hook_tables(part) for hook in table.values()]
+    held = Held(hooks, [value for _, own in attributes for value in own.values() if type(value) in BUILTIN])
     parameters = list(module.parameters())
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -331,9 +330,7 @@ def without_side_effects(module: nn.Module) -> Iterator[None]:
             parameter.grad = grad
         for part, before in attributes:
             _restore(vars(part), before)
-        for value, before in contents:
-            if len(value) != len(before):
-                _refill(value, before)
+        held.restore()
         for table, before in tables:
             _restore(table, before)
         with torch.no_grad():
@@ -349,11 +346,6 @@ def _restore(table: dict, before: dict) -> None:
     for name, value in before.items():
         if table.get(name) is not value:
             table[name] = value
-
-
-def _refill(value: list | set | dict, before: list | set | dict) -> None:
-    value.clear()
-    (value.extend if isinstance(value, list) else value.update)(before)
 
 
 def _local(tensor: Tensor) -> Tensor:
