@@ -30,15 +30,15 @@ _MAY = "code outside of stage modules may call the module, and read plain attrib
 
 
 class LooksLike:
-    """Base of what `isinstance` takes for an instance of another class."""
+    """Base of what `isinstance` takes for an instance of another class, ``_kind``, while the model runs."""
+
+    _kind: type
+    _state: RunState
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return self._looks_like() or type(self)
-
-    def _looks_like(self) -> type | None:
-        """Return the class."""
-        raise NotImplementedError
+        state = vars(self).get("_state")
+        return type(self) if state is None or state.mode is None else self._kind
 
 
 class AbsentModule(LooksLike, nn.Module):
@@ -65,7 +65,7 @@ class AbsentModule(LooksLike, nn.Module):
     ) -> None:
         super().__init__()
         self._fqn, self._stage, self._constant = fqn, stage, constant
-        self._kind = type(module)
+        self._kind, self._state = type(module), state
         self.training = module.training
         self._items: dict[str, Any] = _plain_attributes(module)
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
@@ -78,9 +78,6 @@ class AbsentModule(LooksLike, nn.Module):
             self.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
         for hook, with_kwargs in users_hooks(module, before=False):
             self.register_forward_hook(hook, with_kwargs=with_kwargs)
-
-    def _looks_like(self) -> type | None:
-        return vars(self).get("_kind")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AbsentModule:
         """Change dtypes as the function changes those of tensors."""

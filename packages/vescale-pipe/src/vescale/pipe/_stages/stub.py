@@ -54,10 +54,6 @@ class Stub(LooksLike, nn.Module):
         self.elsewhere: AbsentModule | None
         vars(self)["elsewhere"] = None if is_here else AbsentModule(module, fqn, stage, state, self._read)
 
-    def _looks_like(self) -> type | None:
-        state = vars(self).get("_state")
-        return None if state is None or state.mode is None else self._kind
-
     @property
     def constants(self) -> dict[str, torch.Tensor]:
         """The constants of the module, by full name."""
