@@ -12,9 +12,10 @@
     pp 2 loop     the same on two ranks of two stages each, in interleaved 1F1B; as a V: in ZB-V
     pp 2 V
 
-Stages have equally many modules each, or, with `--every-split`, begin once at each module. Dropout is on. After two
-steps losses, gradients and the random state are those of one process. A case is right, is refused (one of our errors),
-obscure (another error) or wrong; ranks may hang or die.
+A loss of a router mixes rows, so on stages such families have one micro-batch. Stages have equally many modules each,
+or, with `--every-split`, begin once at each module. Dropout is on. After two steps losses, gradients and the random
+state are those of one process. A case is right, is refused (one of our errors), obscure (another error) or wrong;
+ranks may hang or die.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def train_on_ranks(family: str, case: str, starts: Sequence[str] = ()) -> dict[s
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model, num_rows = build(family), num_rows_of(case)
     if "pp" in axes:
-        plan = PipelinePlan(mode, num_microbatches=2, split=starts or "uniform")
+        mixes_rows = axes["pp"] > 1 and getattr(model.config, "output_router_logits", False)
+        plan = PipelinePlan(mode, num_microbatches=1 if mixes_rows else 2, split=starts or "uniform")
         experts = [name for name, _ in model.named_modules() if name.endswith(".experts")]  # they sort rows
         engine = PipelineEngine(model, mesh["pp"], plan, row_wise=experts, example_inputs=example_of(model))
         of_stages: list[Any] = [None] * mesh.size()

@@ -60,7 +60,8 @@ class PipelinePlan:
             chunks have one row more than the others.
         split: where stages begin. One of
 
-            - ``"uniform"``: the entries of the model's longest ``ModuleList`` are distributed evenly;
+            - ``"uniform"``: the entries of the model's longest ``ModuleList``, and of others with entries of a similar
+              size, are distributed evenly;
             - names of the modules that begin stages 1, 2, ..., num_stages-1, as in ``["layers.4", "layers.8"]``;
             - one list of module names per stage, as in ``[["embed", "down1"], ["down2", "up2"], ["up1", "head"]]``.
 

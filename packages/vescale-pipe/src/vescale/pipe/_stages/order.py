@@ -24,10 +24,17 @@ from .._torch import clear_forward_hooks, fake_tensors, without_data
 
 logger = logging.getLogger("vescale.pipe")
 
+
+class Calls(dict[str, int]):
+    """The position of each module among those that run, by name; ``is_complete`` says whether that are all."""
+
+    is_complete = False
+
+
 ExampleInputs = Mapping[str, Any] | Sequence[Any]
 
 
-def first_calls(model: nn.Module, example_inputs: ExampleInputs | None) -> dict[str, int]:
+def first_calls(model: nn.Module, example_inputs: ExampleInputs | None) -> Calls:
     """Return the position of each module among those that run, by name, as far as a forward without data shows it.
 
     Args:
@@ -40,8 +47,8 @@ def first_calls(model: nn.Module, example_inputs: ExampleInputs | None) -> dict[
         example_inputs = _dummy_inputs(model)
     tensors = list(itertools.chain(model.parameters(), model.buffers()))
     if example_inputs is None or any(isinstance(tensor, DTensor) for tensor in tensors):
-        return {}
-    calls: dict[str, int] = {}
+        return Calls()
+    calls = Calls()
     try:
         mode = fake_tensors()
         with without_data(mode):
@@ -53,6 +60,7 @@ def first_calls(model: nn.Module, example_inputs: ExampleInputs | None) -> dict[
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
         with torch.no_grad(), torch.random.fork_rng(devices=[]), without_data(mode):
             shadow(*args, **kwargs)
+        calls.is_complete = True
     except Exception as error:  # any error of the user's code, which is not made to run without data
         logger.log(
             logging.WARNING if is_given else logging.INFO,
@@ -68,18 +76,26 @@ def _note(calls: dict[str, int], name: str, _module: nn.Module, _args: tuple) ->
     calls.setdefault(name, len(calls))
 
 
-def in_order_of_calls(units: Sequence[str], calls: Mapping[str, int]) -> list[str]:
-    """Return units in the order of their first calls, and behind them those that are not called, as they are.
+def in_order_of_calls(units: Sequence[str], calls: Calls) -> list[str]:
+    """Return units in the order of their first calls.
+
+    Those that are never called stay behind the one before them; those of which that is unknown come last.
 
     Example:
-        >>> in_order_of_calls(["embed", "norm", "unused", "layer"], {"": 0, "embed": 1, "layer.up": 2, "norm": 3})
+        >>> calls = Calls({"": 0, "embed": 1, "layer.up": 2, "norm": 3})
+        >>> in_order_of_calls(["embed", "unused", "norm", "layer"], calls)
         ['embed', 'layer', 'norm', 'unused']
+        >>> calls.is_complete = True
+        >>> in_order_of_calls(["embed", "unused", "norm", "layer"], calls)
+        ['embed', 'unused', 'layer', 'norm']
     """
-
-    def place(unit: str) -> int:
-        return min((n for name, n in calls.items() if name == unit or name.startswith(f"{unit}.")), default=len(calls))
-
-    return sorted(units, key=place)
+    places: dict[str, int] = {}
+    last = -1 if calls.is_complete else len(calls)
+    for unit in units:
+        place = min((n for name, n in calls.items() if name == unit or name.startswith(f"{unit}.")), default=last)
+        places[unit] = place
+        last = place if calls.is_complete else last
+    return sorted(units, key=places.__getitem__)
 
 
 def _dummy_inputs(model: nn.Module) -> Mapping[str, Any] | None:

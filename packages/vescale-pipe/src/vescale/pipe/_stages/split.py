@@ -7,7 +7,7 @@ by a stub on all others. Modules without parameters stay on every stage.
     MixtralForCausalLM            container (above the blocks)
       model: MixtralModel         container (above the blocks)
         embed_tokens              unit, before the blocks  -> stage 0
-        layers: ModuleList        container: the longest list of blocks (not inside another list)
+        layers: ModuleList        container: a list of blocks (not inside another list)
           0, 1, 2, ...            units, distributed evenly
         norm                      unit, after the blocks   -> last stage
         rotary_emb                no parameters: runs on every stage
@@ -15,6 +15,9 @@ by a stub on all others. Modules without parameters stay on every stage.
 
 Units are in the order in which they run, as far as that is known (``order.py``), else in that of registration. A module
 of which only parts are called is a container, too.
+
+Blocks are the entries of the longest list and, if the order in which modules run is known, of other lists with entries
+of a similar size: an encoder and a decoder.
 
 Uniform split of n blocks over p stages: each stage gets n // p blocks. The n % p remaining blocks go one each to stages
 1, 2, ..., p-2, then 0. The ends come last because the first stage also runs the embedding and the last one the head.
@@ -32,12 +35,15 @@ from torch import nn
 
 from .._checked import Count, checked
 from ..plan import UNIFORM, PipelinePlan
-from .order import first_calls, in_order_of_calls
+from .order import Calls, first_calls, in_order_of_calls
 
 
 class SplitError(ValueError):
     """Raised for a model that cannot be split into stages by the plan."""
 
+
+#: Entries of a list count as blocks if they have at least this part of the parameters of those of the longest list.
+ALIKE = 0.25
 
 _Stages = tuple[tuple[str, ...], ...]
 
@@ -118,7 +124,7 @@ def split_units(
         stage 0: 0 1
         stage 1: 2 3
     """
-    calls = first_calls(model, example_inputs) if num_stages > 1 else {}
+    calls = first_calls(model, example_inputs) if num_stages > 1 else Calls()
     if plan.split == UNIFORM:
         split = _uniform(model, num_stages, calls)
     elif all(isinstance(name, str) for name in plan.split):
@@ -131,22 +137,24 @@ def split_units(
 # --- the three ways to cut ---
 
 
-def _uniform(model: nn.Module, num_stages: int, calls: Mapping[str, int]) -> _Stages:
-    blocks_fqn = _longest_list(model)
-    if blocks_fqn is None:
+def _uniform(model: nn.Module, num_stages: int, calls: Calls) -> _Stages:
+    lists = _lists_of_blocks(model)
+    if not calls.is_complete:  # entries of two lists may run in turn
+        lists = lists[:1]
+    if not lists:
         raise SplitError(
             f"split='uniform': expected a ModuleList or Sequential of blocks, got none in {type(model).__name__}; name "
             "the modules that begin stages 1, 2, ... of the model with split=[...] in the plan"
         )
-    units = _units(model, calls, open_fqns={blocks_fqn, *_ancestors(blocks_fqn)})
-    prefix = f"{blocks_fqn}." if blocks_fqn else ""
-    blocks = [place for place, unit in enumerate(units) if unit.startswith(prefix)]
+    units = _units(model, calls, open_fqns={fqn for name in lists for fqn in (name, *_ancestors(name))})
+    prefixes = tuple(f"{name}." if name else "" for name in lists)
+    blocks = [place for place, unit in enumerate(units) if unit.startswith(prefixes)]
     num_blocks = len(blocks)
     if num_blocks < num_stages:
         raise SplitError(
             f"expected at least {num_stages} blocks for {num_stages} pipeline stages, got {num_blocks} in "
-            f"`{blocks_fqn or 'the model'}`; use a pipeline degree of at most {num_blocks}, or name other modules "
-            "with split=[...] in the plan"
+            f"{' and '.join(f'`{name}`' if name else 'the model' for name in lists)}; use a pipeline degree of at most "
+            f"{num_blocks}, or name other modules with split=[...] in the plan"
         )
     starts = itertools.accumulate(uniform_counts(num_blocks, num_stages)[:-1])
     cuts = [0, *(blocks[start] for start in starts), len(units)]
@@ -167,7 +175,7 @@ def uniform_counts(num_blocks: int, num_stages: int) -> list[int]:
     return counts
 
 
-def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int, calls: Mapping[str, int]) -> _Stages:
+def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int, calls: Calls) -> _Stages:
     if len(starts) != num_stages - 1:
         raise SplitError(
             f"expected {num_stages - 1} modules in PipelinePlan.split for {num_stages} stages, got "
@@ -187,7 +195,7 @@ def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int, calls: 
     return tuple(tuple(units[a:b]) for a, b in itertools.pairwise(cuts))
 
 
-def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int, calls: Mapping[str, int]) -> _Stages:
+def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int, calls: Calls) -> _Stages:
     if len(lists) != num_stages:
         raise SplitError(
             f"expected {num_stages} lists in PipelinePlan.split, one per stage, got {len(lists)}; "
@@ -228,27 +236,27 @@ def _holds_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _longest_list(model: nn.Module) -> str | None:
-    """Return the name of the longest ModuleList with parameters (the first of equals), else of the longest Sequential.
+def _lists_of_blocks(model: nn.Module) -> list[str]:
+    """Return the names of the longest ModuleList with parameters, and then of those alike, else the longest Sequential.
 
-    Lists inside the entries of another list (experts of a block) do not count. Return None if there is no list.
+    Lists inside the entries of another list (experts of a block) do not count. Return none if there is no list.
     """
     for kind in (nn.ModuleList, nn.Sequential):
-        lengths: dict[str, int] = {}
+        found: dict[str, tuple[int, float]] = {}  # of each list, how many entries it has, and how large these are
         for fqn, module in model.named_modules():
-            nested = any(outer == "" or fqn.startswith(f"{outer}.") for outer in lengths)
-            if isinstance(module, kind) and _num_units(module) > 1 and not nested:
-                lengths[fqn] = _num_units(module)
-        if lengths:
-            return max(lengths, key=lengths.__getitem__)
-    return None
+            nested = any(outer == "" or fqn.startswith(f"{outer}.") for outer in found)
+            count = sum(map(_holds_parameters, module.children()))
+            if isinstance(module, kind) and count > 1 and not nested:
+                found[fqn] = count, sum(p.numel() for p in module.parameters()) / count
+        if found:
+            longest = max(found, key=lambda fqn: found[fqn][0])  # the first of equals
+            least = found[longest][1] * ALIKE
+            others = [fqn for fqn, (_, size) in found.items() if fqn != longest and size >= least]
+            return [longest, *others] if kind is nn.ModuleList else [longest]
+    return []
 
 
-def _num_units(blocks: nn.Module) -> int:
-    return sum(_holds_parameters(block) for block in blocks.children())
-
-
-def _units(model: nn.Module, calls: Mapping[str, int], *, open_fqns: set[str], listed: Sequence[str] = ()) -> list[str]:
+def _units(model: nn.Module, calls: Calls, *, open_fqns: set[str], listed: Sequence[str] = ()) -> list[str]:
     """Return the unit names in the order in which they run; modules in ``open_fqns`` are containers."""
     known = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
     for name in listed:
