@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -23,11 +24,17 @@ class Forwards:
     """Counts the forwards of a model; a recording adds two to that of the caller."""
 
     def __init__(self, model):
-        self.num = self.num_calls = 0
+        self.num_calls = 0
+        self.counter = itertools.count()  # numbers and lists of a hook would be restored after a recording
         model.register_forward_pre_hook(self.count)
 
     def count(self, _model, _args):
-        self.num += 1
+        next(self.counter)
+
+    @property
+    def num(self):
+        """Return how many forwards there were."""
+        return next(copy.copy(self.counter))
 
     @property
     def num_recordings(self):
