@@ -118,22 +118,54 @@ class QuietCall:
 # ------------------------------------------------------------------------------------------------- on local tensors
 
 
-_running: list[OperatorMode | None] = []  # one per running module, innermost last; only the last one is active
+class Turn:
+    """The time in which one mode, or none, sees the functions that are called, from its making until its end.
+
+    The mode whose turn it was rests, and is not on torch's stack: every function would go through all modes there.
+
+    Args:
+        mode: the mode; None for none.
+    """
+
+    def __init__(self, mode: OperatorMode | None):
+        before = active_mode()
+        self._resting = before if before is not None and _torch.function_mode_on_top() is before else None
+        if self._resting is not None:
+            self._resting.__exit__(None, None, None)
+        self.mode = mode
+        if mode is not None:
+            mode.__enter__()
+        _turns.append(self)
+
+    def end(self) -> None:
+        """End it, and all that began in it; where an error has left some, they may be ended in any order."""
+        if self not in _turns:
+            return
+        while _turns[-1] is not self:
+            _turns[-1].end()
+        _turns.pop()
+        if self.mode is not None:
+            self.mode.__exit__(None, None, None)
+        if self._resting is not None:
+            self._resting.__enter__()
+
+
+_turns: list[Turn] = []  # one per running module, innermost last
 
 
 def active_mode() -> OperatorMode | None:
     """Return the mode that sees the functions which are called now."""
-    return _running[-1] if _running else None
+    return _turns[-1].mode if _turns else None
 
 
 @contextlib.contextmanager
 def inactive() -> Iterator[None]:
     """Disable every `OperatorMode`, for a compiled block, which runs its random operators itself."""
-    _running.append(None)
+    turn = Turn(None)
     try:
         yield
     finally:
-        _running.pop()
+        turn.end()
 
 
 class OperatorMode(TorchFunctionMode):
@@ -186,7 +218,7 @@ class OperatorMode(TorchFunctionMode):
 
     def sees(self, function: Callable) -> bool:
         """Return whether some calls of a function are recorded in the module that is running."""
-        return function in self.operators.functions and self is _running[-1]
+        return function in self.operators.functions and self is _turns[-1].mode
 
     def _run(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> object:
         if self.call.checks and operator.is_island:
@@ -247,12 +279,11 @@ class OperatorMode(TorchFunctionMode):
         """Run the operators from a position on once more, in a function that activation checkpointing repeats."""
         again = type(self)(self.name, self.operators, self.number, self.call)
         again.position = position
-        _running.append(again)
+        turn = Turn(again)
         try:
-            with again:
-                yield
+            yield
         finally:
-            _running.pop()
+            turn.end()
 
     def check_order(self) -> None:
         """Check that the module made as many calls as recorded, if their order was used.
@@ -321,7 +352,7 @@ class OperatorHooks:
 
     def __init__(self, call: ProgramCall, name: str):
         self.call, self.name = call, name
-        self.entered: list[OperatorMode | None] = []
+        self.entered: list[tuple[OperatorMode, Turn] | None] = []
         self._number, self._of = 0, -1  # calls of the module, in which call of the program
 
     def register(self, module: nn.Module) -> list[RemovableHandle]:
@@ -340,15 +371,13 @@ class OperatorHooks:
             return
         self._number, self._of = 0 if self._of != call.number else self._number + 1, call.number
         mode = self.mode(self.name, operators, self._number, call)
-        mode.__enter__()
-        _running.append(mode)
-        self.entered.append(mode)
+        self.entered.append((mode, Turn(mode)))
 
     def leave(self, _module: nn.Module, _args: tuple, output: object) -> None:
         """Exit the mode."""
-        mode = self.entered.pop() if self.entered else None
-        if mode is not None:
-            _running.pop()
-            mode.__exit__(None, None, None)
+        entered = self.entered.pop() if self.entered else None
+        if entered is not None:
+            mode, turn = entered
+            turn.end()
             if output is not None:
                 mode.check_order()

@@ -19,7 +19,13 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale.dtensor.extension import group_of_ranks, name_group, waits_of
@@ -53,6 +59,7 @@ __all__ = [
     "direct_apply",
     "flat_group",
     "for_each",
+    "function_mode_on_top",
     "functions_applied_by",
     "ghost_mesh",
     "gradient_hooks",
@@ -409,6 +416,11 @@ def compiled_parts(module: nn.Module) -> list[str]:
 def is_compiler_error(error: Exception) -> bool:
     """Return whether an error is one of the compiler, raised before the compiled function runs."""
     return any(cls.__name__ == "TorchDynamoException" for cls in type(error).__mro__)
+
+
+def function_mode_on_top() -> TorchFunctionMode | None:
+    """Return the innermost active function mode."""
+    return _get_current_function_mode()
 
 
 def has_dispatch_mode() -> bool:
