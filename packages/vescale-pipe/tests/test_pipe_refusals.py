@@ -139,7 +139,7 @@ def test_a_tensor_that_a_forward_keeps(pipeline_mesh):
         def after(self, h):
             return h.mean() + torch.stack(kept).mean()
 
-    match = "`stack`: expected outputs of stage modules, got an internal tensor of `.*or let a forward hook store it"
+    match = "`stack`: expected outputs of stage modules, got an internal tensor of `.*or let a forward hook store an"
     check_refused(Model(), pipeline_mesh, PipelineError, match)
 
 

@@ -98,8 +98,9 @@ class Recorder:
             if value is None and leaf in self._made_inside:
                 raise PipelineError(
                     f"`{name}`: expected outputs of stage modules, got an internal tensor of "
-                    f"`{self._made_inside[leaf]}`, kept by its forward in an attribute or a list, which exists on one "
-                    "stage only; return it from the module, or let a forward hook store it, which runs on every stage"
+                    f"`{self._made_inside[leaf]}`, kept by its forward or computed by a hook, which exists on one "
+                    "stage only; return it from the module, or let a forward hook store an input or output of a module "
+                    "as it is: such hooks run on every stage"
                 )
             moved = self._moved.get(_storage_key(leaf)) if self._moved else None
             if moved is not None and (value is None or value.id != moved[0]):
