@@ -55,7 +55,7 @@ class CallKey:
     num_arguments: int
 
     def __str__(self) -> str:
-        return f"call {self.index} `{self.name}` of stage {self.home}"
+        return f"call {self.index} `{self.name}` of stage {self.home} with {self.num_arguments} arguments"
 
 
 @dataclass(frozen=True)
