@@ -18,7 +18,11 @@ PLANS = {
 
 
 class Gate(nn.Linear):
-    """Says how much of each feature passes."""
+    """Says how much of each feature passes, and a number that depends on the data."""
+
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits, int((logits > 0).sum())
 
 
 class Block(nn.Module):
@@ -28,7 +32,7 @@ class Block(nn.Module):
 
     def forward(self, x, scale=1.0):
         h = self.norm(x)
-        return x + self.gate(h).sigmoid() * self.linear(h) * scale
+        return x + self.gate(h)[0].sigmoid() * self.linear(h) * scale
 
 
 class Net(nn.Module):
@@ -58,7 +62,7 @@ class Net(nn.Module):
 def by_output(net):
     for module in net.modules():
         if isinstance(module, Gate):
-            module.register_forward_hook(lambda *call: net.seen.append(call[-1]))
+            module.register_forward_hook(lambda *call: net.seen.append(call[-1][0]))
 
 
 def by_input(net):
@@ -81,7 +85,7 @@ def by_keywords(net):
 def by_attribute(net):
     for module in net.modules():
         if isinstance(module, Gate):
-            module.register_forward_hook(lambda gate, _, output: setattr(gate, "seen", output))
+            module.register_forward_hook(lambda gate, _, output: setattr(gate, "seen", output[0]))
 
 
 STORES = {"output": by_output, "input": by_input, "keywords": by_keywords, "attribute": by_attribute}
@@ -268,7 +272,7 @@ def test_attributes_that_keep_values_are_those_of_the_last_micro_batch(pipeline_
 def test_calls_that_depend_on_the_data(pipeline_mesh):
     class Sometimes(Block):
         def forward(self, x, scale=1.0):
-            return super().forward(x, scale) if x[0, 0] > 0 else x + self.gate(super().forward(x, scale))
+            return super().forward(x, scale) if x[0, 0] > 0 else x + self.gate(super().forward(x, scale))[0]
 
     torch.manual_seed(0)
     model = Net(by_output).double()

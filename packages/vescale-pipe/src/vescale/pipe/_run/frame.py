@@ -53,6 +53,9 @@ from .values import (
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
+# of calls inside of units; numbers may depend on the data, as rows of an expert do
+_FLAGS = (type(None), bool, str, torch.dtype, torch.device)
+
 
 @dataclass
 class Call:
@@ -291,7 +294,7 @@ class Frame:
     def _is_shown(self, leaf: Any, outputs: Sequence[Any], position: Mapping[int, int]) -> bool:
         """Return whether other stages get a leaf of a call inside of a unit, or a placeholder of it."""
         if not isinstance(leaf, torch.Tensor):
-            return isinstance(leaf, _PLAIN)
+            return isinstance(leaf, _FLAGS)
         if id(leaf) in position or any(leaf is output for output in outputs):
             return True
         if leaf.layout is not torch.strided or is_transformed(leaf):

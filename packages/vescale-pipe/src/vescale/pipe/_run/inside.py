@@ -35,7 +35,7 @@ InnerCall = tuple[str, bool, tuple, dict[str, Any], Any]
 
 @dataclass(frozen=True)
 class Opaque(Leaf):
-    """What stands for an argument or output of a module in a unit that is no value: a parameter, an object."""
+    """What stands for an argument or output of a module in a unit that is no value: a number, an object."""
 
     kind: str
 
