@@ -48,6 +48,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 __all__ = [
+    "FakeTensorMode",
     "OperatorMode",
     "bound_device",
     "default_store",

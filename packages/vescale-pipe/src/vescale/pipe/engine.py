@@ -15,6 +15,9 @@ bit for bit, if the uses of each value that crosses stages are in the order of t
 several stages use are equal up to the order of additions (``_run/ties.py``). Random operators draw what one process
 draws for the whole batch, or in that loop with ``per_microbatch=True`` (``_run/draws.py``).
 
+On torch's fake process group the engine makes a dry run: this process runs the part of its rank, without the others
+(``_run/dry.py``).
+
 A failure in the first micro-batch is raised on every rank, and the engine can be called again. A later failure is
 raised on its own rank, and soon on the others, which wait for its messages: their errors have the action and traceback
 of the first. The engine then refuses further steps.
@@ -39,17 +42,18 @@ from ._checked import checked
 from ._lost_ranks import first_line
 from ._run.backward import GradientSum, HookGate, connect
 from ._run.draws import DrawRules
+from ._run.dry import Twin
 from ._run.microbatch import Inputs, equal_shares, num_rows, shares_of, split_inputs, split_sizes
 from ._run.mode import RunState
 from ._run.outside import OutsideCode
 from ._run.program import Program, Transfer
 from ._run.programs import Programs
 from ._run.result import BatchLoss, BatchRows
-from ._run.rows import LossRule, RowChecks
+from ._run.rows import LossRule, RowChecks, matching_names
 from ._run.step import Pipeline, Step
 from ._run.ties import TiedWeights
 from ._run.timing import Stopwatch, Timing
-from ._run.transport import Transport
+from ._run.transport import Transport, is_dry
 from ._run.values import PipelineError
 from ._schedule.actions import Schedule
 from ._stages.attributes import attributes_of, outside_modules
@@ -148,12 +152,15 @@ class PipelineEngine:
         self._failure: BaseException | None = None
         self.losses: torch.Tensor | None = None
         self._modules: StageModules | None = None
-        names = _matching_names(model, row_wise)
+        names = matching_names(model, row_wise)
+        self._twin: Twin | None = None
+        per_microbatch |= is_dry(axis)  # rows are not compared, and generators not moved
         if self.num_stages > 1:
             self.split = split_units(model, plan, self.num_stages, example_inputs=example_inputs)
+            if is_dry(axis):
+                self._twin = Twin(model, axis.device_type, functools.partial(self._twin_of, self.split.stages))
             self._modules = StageModules(model, self.split, self.stages, self._state)
         self._transport = Transport(axis, timeout=timeout)
-        self._state.device = self._transport.device
         self.rows = RowChecks(
             model,
             self._transport,
@@ -163,7 +170,8 @@ class PipelineEngine:
             is_on=not per_microbatch,
         )
         self._ties = TiedWeights(model, self.split.ties if self.split else (), self._placement, self._transport)
-        self._draws = DrawRules(self._transport.device, self.num_stages, are_parts=not per_microbatch)
+        num_stages = 1 if self._twin else self.num_stages
+        self._draws = DrawRules(self._transport.device, num_stages, are_parts=not per_microbatch)
         self._programs = Programs(self._placement, self._transport, self._draws, self._ties)
         modules = self._modules
         constants = dict if modules is None else functools.partial(modules.constants, of_this_rank=True)
@@ -192,6 +200,11 @@ class PipelineEngine:
         """The values that cross stages, for the last input signature; empty before the first call."""
         return tuple(self._current.transfers)
 
+    @property
+    def recorded(self) -> Program:
+        """The program of the last input signature."""
+        return self._current
+
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run one step and return its loss on every stage: the mean over rows, or their sum, as that of the batch.
 
@@ -210,7 +223,7 @@ class PipelineEngine:
                 another stage failed.
             RandomOperatorError: a random operator would not draw what one process draws.
         """
-        step, result = self._run(args, kwargs, self._pipeline)
+        step, result = self._run(args, kwargs, self._pipeline, lambda twin, args, kwargs: twin(*args, **kwargs))
         assert isinstance(result, BatchLoss)
         result.check()
         self.losses = result.losses
@@ -244,15 +257,23 @@ class PipelineEngine:
                 # with the function itself: a tape keeps it, so that no other one gets its identity
                 attributes=lambda: (*self._attributes(self._pipeline.outside, select), select),
             )
-            _, result = self._run(args, kwargs, pipeline, outputs_of=_place_of(select))
+            of_twin = lambda twin, args, kwargs: twin.outputs(*args, select=select, **kwargs)  # noqa: E731
+            _, result = self._run(args, kwargs, pipeline, of_twin, outputs_of=_place_of(select))
         return result.value
 
     def _run(
-        self, args: tuple, kwargs: dict, pipeline: Pipeline, *, outputs_of: str | None = None
+        self,
+        args: tuple,
+        kwargs: dict,
+        pipeline: Pipeline,
+        of_twin: Callable[[PipelineEngine, tuple, dict], Any],
+        *,
+        outputs_of: str | None = None,
     ) -> tuple[Step, BatchLoss | BatchRows]:
         """Run a step, and return it with the loss of the batch, or with rows of all micro-batches.
 
-        ``outputs_of`` tells selections of rows apart, in the same way on all ranks.
+        ``of_twin`` makes the same call of another engine. ``outputs_of`` tells selections of rows apart, in the same
+        way on all ranks.
         """
         if self._failure is not None:
             raise PipelineError(
@@ -263,10 +284,13 @@ class PipelineEngine:
         microbatches = split_inputs(args, kwargs, self.plan.num_microbatches)
         sizes = split_sizes(args, kwargs, self.plan.num_microbatches)
         shares = shares_of(sizes) if self._draws.are_parts else equal_shares(len(sizes))
-        self._transport.step += 1
+        self._transport.begin_step(args, kwargs)
+        self._state.device = self._transport.device_of(self._transport.device.type)
         parameters = self._parameters()
         mode = f"{self._mode_text()}, outputs={outputs_of}"
-        programs = self._programs.of(microbatches, sizes, mode, _form_of(parameters))
+        twin, generators = self._twin, self._draws.generators
+        record = (lambda inputs: twin.record(of_twin, inputs, self.model, generators)) if twin else None
+        programs = self._programs.of(microbatches, sizes, mode, _form_of(parameters), record)
         self._current = programs[0]
         step = None
         try:
@@ -311,6 +335,10 @@ class PipelineEngine:
             >>> draw(timing.steps[-1], "step.svg")                          # doctest: +SKIP
             >>> plan = PipelinePlan("auto", 8, costs=timing.costs())        # doctest: +SKIP
         """
+        if self._transport.is_dry:
+            raise ValueError(
+                "expected ranks that run, got a dry run on the fake process group, whose waits take no time"
+            )
         if self._transport.watch is not None:
             raise ValueError("expected one measurement at a time, got engine.timing() inside another; leave the first")
         watch = self._transport.watch = Stopwatch(self._transport.device)
@@ -322,6 +350,11 @@ class PipelineEngine:
         timing.end(self.schedule, self._transport.gather_objects(watch.steps))
 
     # --- programs ---
+
+    def _twin_of(self, stages: Sequence[Sequence[str]], model: nn.Module, axis: DeviceMesh) -> PipelineEngine:
+        """Return an engine that runs all stages of a copy of the model on this rank."""
+        plan = PipelinePlan("looped_bfs", split=stages, stages_per_rank=self.num_stages)
+        return PipelineEngine(model, axis, plan, loss_fn=self._loss_fn, meshes=self._meshes, per_microbatch=True)
 
     def _rule_of(self, pipeline: Pipeline, programs: Sequence[Program], microbatches: Sequence[Inputs]) -> LossRule:
         """Return how losses of micro-batches make that of the batch, which a rehearsal of each program shows.
@@ -437,30 +470,6 @@ def _place_of(function: Callable[..., Any] | None) -> str:
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return name if code is None else f"{function.__module__}.{name}:{code.co_firstlineno}"
-
-
-def _matching_names(model: nn.Module, patterns: Sequence[str | re.Pattern]) -> list[str]:
-    """Return the names of the modules that ``row_wise`` lists.
-
-    Raises:
-        ValueError: a pattern names none, or is no regular expression.
-    """
-    names = [name for name, _ in model.named_modules() if name]
-    chosen: set[str] = set()
-    for pattern in patterns:
-        try:
-            found = {name for name in names if re.fullmatch(pattern, name)}
-        except re.error as error:
-            raise ValueError(
-                f"PipelineEngine: row_wise: expected regular expressions, got {pattern!r}: {error}"
-            ) from None
-        if not found:
-            raise ValueError(
-                f"PipelineEngine: row_wise: expected names of modules of {type(model).__name__}, or regular "
-                f"expressions for full names, got {pattern!r}, which matches none; see model.named_modules()"
-            )
-        chosen |= found
-    return [name for name in names if name in chosen]
 
 
 def _default_loss(output: Any) -> torch.Tensor:

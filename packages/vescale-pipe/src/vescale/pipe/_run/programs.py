@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .._stages.placement import Placement
 from .draws import DrawRules, unequal_generators
@@ -27,7 +27,14 @@ class Programs:
         self._placement, self._transport, self._draws, self._ties = placement, transport, draws, ties
         self._of_form: dict[str, Program] = {}
 
-    def of(self, microbatches: Sequence[Inputs], sizes: Sequence[int], mode: str, stage_form: str) -> list[Program]:
+    def of(
+        self,
+        microbatches: Sequence[Inputs],
+        sizes: Sequence[int],
+        mode: str,
+        stage_form: str,
+        record: Callable[[Inputs], Program] | None,
+    ) -> list[Program]:
         """Return the program of each micro-batch: the same one for the same number of rows.
 
         Args:
@@ -35,6 +42,7 @@ class Programs:
             sizes: their numbers of rows.
             mode: what else the program depends on, equal on all ranks.
             stage_form: the same of this rank alone.
+            record: returns the program of a micro-batch in a dry run; None otherwise.
 
         Raises:
             PipelineError: the stages got different inputs.
@@ -47,7 +55,10 @@ class Programs:
             is_stale = self._stale_anywhere(forms, known)
         of_size: dict[int, Program] = {}
         for (size, index), form, program, stale in zip(first.items(), forms, known, is_stale, strict=True):
-            of_size[size] = self._new(form, stage_form, microbatches[index]) if program is None or stale else program
+            if program is None or stale:
+                program = self._new(stage_form, microbatches[index], record)
+                self._of_form[form] = program
+            of_size[size] = program
         return [of_size[size] for size in sizes]
 
     def __len__(self) -> int:
@@ -82,17 +93,20 @@ class Programs:
             raise unequal_generators()
         return [any(bits >> i & 1 for _, bits, _ in arrivals) for i in range(len(known))]
 
-    def _new(self, form: str, stage_form: str, inputs: Inputs) -> Program:
-        """Return a program to be recorded. A collective, if there are several stages."""
+    def _new(self, stage_form: str, inputs: Inputs, record: Callable[[Inputs], Program] | None) -> Program:
+        """Return a program, which has to be recorded if there are several stages. A collective there."""
         if self._placement.num_stages == 1:
-            program = Program(stage_form=stage_form, recorded=True)
-        else:
-            self._check_same_elements(inputs)
-            program = Program(stage_form=stage_form, ties=self._ties.agree())
-        self._of_form[form] = program
-        return program
+            return Program(stage_form=stage_form, recorded=True)
+        if record is not None:
+            program = record(inputs)
+            program.stage_form = stage_form
+            return program
+        self._check_same_elements(inputs)
+        return Program(stage_form=stage_form, ties=self._ties.agree())
 
     def _check_same_elements(self, inputs: Inputs) -> None:
+        if self._transport.is_alone:
+            return
         sums = self._transport.gather_integers([checksum(*inputs)])
         if any(other != sums[0] for other in sums):
             raise PipelineError(

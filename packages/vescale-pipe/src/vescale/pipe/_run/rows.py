@@ -17,6 +17,7 @@ import importlib.metadata
 import inspect
 import itertools
 import logging
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -267,3 +268,27 @@ def _rehearsal_type() -> Any:
     """Return the class that rehearses calls; None if no installed package has one."""
     found = importlib.metadata.entry_points(group=GROUP, name=NAME)
     return next(iter(found)).load() if found else None
+
+
+def matching_names(model: nn.Module, patterns: Sequence[str | re.Pattern]) -> list[str]:
+    """Return the names of the modules that ``row_wise`` lists.
+
+    Raises:
+        ValueError: a pattern names none, or is no regular expression.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        try:
+            found = {name for name in names if re.fullmatch(pattern, name)}
+        except re.error as error:
+            raise ValueError(
+                f"PipelineEngine: row_wise: expected regular expressions, got {pattern!r}: {error}"
+            ) from None
+        if not found:
+            raise ValueError(
+                f"PipelineEngine: row_wise: expected names of modules of {type(model).__name__}, or regular "
+                f"expressions for full names, got {pattern!r}, which matches none; see model.named_modules()"
+            )
+        chosen |= found
+    return [name for name in names if name in chosen]

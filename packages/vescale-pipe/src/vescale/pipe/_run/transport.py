@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._lost_ranks import Failures
 from .._torch import bound_device, default_store, new_group
 from .timing import Stopwatch
+from .tree import flatten
 
 UP, DOWN = "to higher ranks", "to lower ranks"
 
@@ -64,6 +65,9 @@ class Transport:
     """Send and receive for one rank of a pipeline. A rank's name is its index in the pipeline axis.
 
     Attributes:
+        is_dry: whether the group has torch's backend "fake": nothing is sent, and zeros arrive.
+        is_alone: whether there are no other processes.
+        device: of this rank.
         watch: takes the times of waits; None if no steps are measured.
     """
 
@@ -75,8 +79,11 @@ class Transport:
         self._pending: list[tuple[Any, torch.Tensor]] = []
         self._groups: dict[str, dist.ProcessGroup] = {}
         self.step = 0
+        self._of_inputs = self.device
         self.watch: Stopwatch | None = None
-        if self.num_ranks == 1:
+        self.is_dry = is_dry(axis)
+        self.is_alone = self.num_ranks == 1 or self.is_dry
+        if self.is_alone:
             return
         backend = dist.get_backend(axis.get_group())
         self._wire = torch.device("cpu") if "gloo" in backend else self.device
@@ -88,8 +95,16 @@ class Transport:
         rank, name = self._ranks[self.rank], self._control.group_name
         self._failures = Failures(self._ranks, rank, default_store(), name=name)
 
+    def begin_step(self, args: tuple, kwargs: dict) -> None:
+        """Begin a step with these inputs. In a dry run all tensors are on their device, which may be "meta"."""
+        self.step += 1
+        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        self._of_inputs = tensors[0].device if tensors else self.device
+
     def device_of(self, device_type: str) -> torch.device:
         """Return this rank's device for a tensor on ``device_type`` of another stage."""
+        if self.is_dry:
+            return self._of_inputs
         return self.device if device_type == self.device.type else current_device(device_type)
 
     # --- tensors ---
@@ -99,6 +114,8 @@ class Transport:
 
         ``stride`` has the strides on the receiver; the tensor's own by default.
         """
+        if self.is_dry:
+            return
         if stride is not None and tuple(stride) != tensor.stride() and _is_dense(tensor.shape, stride):
             source = tensor
             tensor = torch.empty_strided(source.shape, tuple(stride), dtype=source.dtype, device=source.device)
@@ -121,7 +138,9 @@ class Transport:
     ) -> Arrival:
         """Begin to receive a plain tensor from rank ``source``; ``what`` names it in errors."""
         tensor = new_tensor(shape, stride, dtype, device)
-        if tensor.numel() == 0:
+        if self.is_dry:
+            tensor.zero_()
+        if self.is_dry or tensor.numel() == 0:
             return Arrival(tensor)
         flat = _bytes_in_storage_order(tensor)
         buffer = flat if device.type == self._wire.type else torch.empty_like(flat, device=self._wire)
@@ -140,7 +159,7 @@ class Transport:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Return the tensor of rank ``source`` on every rank; all pass a tensor of the same shape and dtype."""
-        if self.num_ranks == 1:
+        if self.is_alone:
             return tensor
         carried = tensor.to(self._wire, copy=True)
         work = dist.broadcast(carried, self._ranks[source], group=self._groups[UP], async_op=True)
@@ -151,8 +170,8 @@ class Transport:
 
     def gather_objects(self, item: Any) -> list[Any]:
         """Return every rank's object, in order."""
-        if self.num_ranks == 1:
-            return [item]
+        if self.is_alone:
+            return [item] * self.num_ranks
         mine = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
         sizes = [size for (size,) in self.gather_integers([mine.numel()])]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -162,8 +181,8 @@ class Transport:
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's list of 64-bit integers, in order; all lists have the same length."""
-        if self.num_ranks == 1:
-            return [list(values)]
+        if self.is_alone:
+            return [list(values)] * self.num_ranks
         gathered = self._gather(torch.tensor(values, dtype=torch.int64), "integers")
         return [item.tolist() for item in gathered]
 
@@ -171,13 +190,13 @@ class Transport:
 
     def report(self, error: BaseException, what: str) -> None:
         """Tell the ranks that wait for this one that it has failed in ``what``, unless another one failed first."""
-        if self.num_ranks > 1 and not self.has_failed():
+        if not self.is_alone and not self.has_failed():
             text = "".join(traceback.format_exception(error)).strip()
             self._failures.report(f"{type(error).__name__} in {what} in step {self.step}\n{text}")
 
     def has_failed(self) -> bool:
         """Return whether this rank or another one has reported a failure, after which messages do not fit any more."""
-        return self.num_ranks > 1 and self._failures.seen()
+        return not self.is_alone and self._failures.seen()
 
     def _gather(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
         gathered = [torch.empty_like(mine) for _ in range(self.num_ranks)]
@@ -239,6 +258,11 @@ def new_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, 
     if not _is_dense(shape, stride):
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+
+
+def is_dry(axis: DeviceMesh) -> bool:
+    """Return whether an axis has a group of torch's backend "fake", on which this process is the only rank."""
+    return axis.size() > 1 and dist.get_backend(axis.get_group()) == "fake"
 
 
 def current_device(device_type: str) -> torch.device:

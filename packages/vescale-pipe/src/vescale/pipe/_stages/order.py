@@ -8,7 +8,6 @@ has not. The first step of the engine compares: it refuses a module of an early 
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import logging
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from .._run.tree import map_leaves
 from .._torch import clear_forward_hooks, fake_tensors, without_data
+from .shadow import emptied, shadow_of
 
 logger = logging.getLogger("vescale.pipe")
 
@@ -51,9 +51,7 @@ def first_calls(model: nn.Module, example_inputs: ExampleInputs | None) -> Calls
     calls = Calls()
     try:
         mode = fake_tensors()
-        with without_data(mode):
-            inputs, memo = map_leaves(_empty, example_inputs), {id(tensor): _empty(tensor) for tensor in tensors}
-        shadow = copy.deepcopy(model, memo)
+        inputs, shadow = map_leaves(lambda leaf: emptied(leaf, mode), example_inputs), shadow_of(model, mode)
         for name, module in shadow.named_modules():
             clear_forward_hooks(module)
             module.register_forward_pre_hook(functools.partial(_note, calls, name))
@@ -104,10 +102,3 @@ def _dummy_inputs(model: nn.Module) -> Mapping[str, Any] | None:
     except Exception:  # a property of the user's class
         return None
     return found if isinstance(found, Mapping) else None
-
-
-def _empty(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    empty = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-    return nn.Parameter(empty, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else empty
