@@ -19,7 +19,7 @@ PLAN = {
         r"layers.\d+.up.bias": [Shard(0)],
         r"layers.\d+.down.weight": [Shard(1)],
     },
-    "forward": {r"layers.\d+": {"input": [[Replicate()]], "output": [[Replicate()]]}},
+    "forward": {r"layers.\d+.input": [[Replicate()]], r"layers.\d+.output": [[Replicate()]]},
 }
 
 

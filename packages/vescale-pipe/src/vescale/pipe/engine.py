@@ -445,8 +445,8 @@ class PipelineEngine:
         """
         candidates = [
             *self._meshes,
-            *self.rows.meshes,
             *(p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor)),
+            *self.rows.meshes,  # they have the axes of others, and one more
         ]
         for mesh in candidates:
             names = mesh.mesh_dim_names or ()

@@ -150,7 +150,7 @@ class Execution:
         """Begin a call of the root."""
         if self.root is not module or self.units is not units_of(module):  # the first call of a copy, or in a pipeline
             self.install(module)
-            if self.program is None:
+            if self.program is None and not self.scope.path:
                 self.scope.enter(module, "")  # a hook that is registered during a call misses it
         if self.program is not None:
             return self.program.enter(module, args, kwargs)

@@ -103,6 +103,11 @@ class Axis:
         return (dist.get_rank(),) if self.group is None else tuple(dist.get_process_group_ranks(self.group))
 
     @cached_property
+    def is_dry(self) -> bool:
+        """Whether the group has torch's backend "fake", which carries no data: the other ranks do not exist."""
+        return self.group is not None and dist.get_backend(self.group) == "fake"
+
+    @cached_property
     def failures(self) -> Failures:
         """The store in which the ranks of the axis record failures."""
         return Failures(self.listening or self.ranks, self.ranks[self.coord], _torch.default_store())

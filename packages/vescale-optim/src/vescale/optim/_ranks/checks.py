@@ -60,7 +60,7 @@ class BackwardChecks:
     @property
     def is_on(self) -> bool:
         """Whether anything is compared at all."""
-        return self._turns.is_on
+        return self._turns.is_on and not self._axis.is_dry
 
     def facts(self) -> list[Fact]:
         """Return what this rank has now; nothing on an axis of one rank, or if nothing is to be compared."""
