@@ -124,7 +124,7 @@ LAYOUTS = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @LAYOUTS
-@ranks(4)
+@ranks(4, timeout=180)  # a compiled layout takes half a minute on a quiet machine
 def test_layout_trains_as_one_process(layout, dropout):
     losses, norms = train(vescale.Plan(**layout), dropout=dropout)
     plain_losses, plain_norms = train_plain(dropout)
