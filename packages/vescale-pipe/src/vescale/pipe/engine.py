@@ -161,6 +161,7 @@ class PipelineEngine:
                 self._twin = Twin(model, axis.device_type, functools.partial(self._twin_of, self.split.stages))
             self._modules = StageModules(model, self.split, self.stages, self._state)
         self._transport = Transport(axis, timeout=timeout)
+        self._state.device = self._transport.device
         self.rows = RowChecks(
             model,
             self._transport,
