@@ -39,9 +39,13 @@ RECIPE_REQUIREMENTS = ("matplotlib", "tqdm", "transformers")
 # Nothing is fetched from a hub at run time.
 RUN_ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
+# A test of ranks takes up to half a minute on a quiet machine, and a time-out says that something hangs, not that the
+# machine is busy.
+PATIENT = ("--ranks-timeout", "180")
+
 # As many tests of a package at a time as there are cores: the ranks of one test wait for each other and leave some of
 # them idle. `-- -n 0` runs them one by one, as a debugger needs it.
-AT_A_TIME = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+AT_A_TIME = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal", *PATIENT)
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"
@@ -235,7 +239,7 @@ def composed(session: nox.Session) -> None:
 @each_suite
 def integration(session: nox.Session, suite: str) -> None:
     """Run one composed suite of tests/ over all built wheels."""
-    run_composed(session, "pytest", f"tests/{suite}", *session.posargs)
+    run_composed(session, "pytest", f"tests/{suite}", *PATIENT, *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
