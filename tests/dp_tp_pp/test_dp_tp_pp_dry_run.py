@@ -19,14 +19,14 @@ PLAN = {
         r"layers.\d+.up.bias": [Shard(0)],
         r"layers.\d+.down.weight": [Shard(1)],
     },
-    "forward": {r"layers.\d+.input": [[Replicate()]], r"layers.\d+.output": [[Replicate()]]},
+    "forward": {r"layers.\d+.up.input": [[Replicate()]], r"layers.\d+.down.output": [[Replicate()]]},
 }
 
 
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
@@ -43,17 +43,17 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def step(mesh, zero, schedule, *, is_last=True):
+def step(mesh, zero, schedule, mode, *, is_last=True):
     """Return what crosses stages, and the shapes of gradients on this rank."""
     torch.manual_seed(0)
     model = Model()
     plan = PipelinePlan(schedule, num_microbatches=2)
     if is_last:
-        parallelize_module(model, mesh["tp"], PLAN, mode="eager")
+        parallelize_module(model, mesh["tp"], PLAN, mode=mode)
         engine = PipelineEngine(model, mesh["pp"], plan)
     else:
         engine = PipelineEngine(model, mesh["pp"], plan)
-        parallelize_module(model, mesh["tp"], PLAN, mode="eager")
+        parallelize_module(model, mesh["tp"], PLAN, mode=mode)
     ddp = DDP(model, mesh["dp"], zero=zero)
     engine(torch.ones(ROWS, WIDTH)).backward()
     del ddp
@@ -76,10 +76,13 @@ def dry(rank, *args, **options):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("zero", "schedule"), [(0, "1f1b"), (2, "zb_v"), (3, "interleaved_1f1b")])
-def test_each_rank_has_what_it_has_in_the_real_world(zero, schedule):
-    expected = run_ranks(lambda: step(mesh_of_eight(), zero, schedule), 8)
-    (found,) = run_ranks(lambda: [dry(rank, zero, schedule) for rank in range(8)], 1, backend=None)
+@pytest.mark.parametrize(
+    ("zero", "schedule", "mode"),
+    [(0, "1f1b", "eager"), (2, "zb_v", "static"), (3, "interleaved_1f1b", "eager"), (3, "1f1b", "static")],
+)
+def test_each_rank_has_what_it_has_in_the_real_world(zero, schedule, mode):
+    expected = run_ranks(lambda: step(mesh_of_eight(), zero, schedule, mode), 8)
+    (found,) = run_ranks(lambda: [dry(rank, zero, schedule, mode) for rank in range(8)], 1, backend=None)
     assert found == expected
     values, gradients = found[2]
     assert values
@@ -89,6 +92,6 @@ def test_each_rank_has_what_it_has_in_the_real_world(zero, schedule):
 def test_modules_that_are_parallelized_afterwards_are_refused():
     def refused():
         with pytest.raises(PipelineError, match=r"dry run: expected parameter `layers.0.up.weight` .* make the engine"):
-            dry(0, 0, "1f1b", is_last=False)
+            dry(0, 0, "1f1b", "static", is_last=False)
 
     run_ranks(refused, 1, backend=None)

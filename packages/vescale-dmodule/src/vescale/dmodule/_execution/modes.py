@@ -86,6 +86,7 @@ class Execution:
     def attach(self, root: nn.Module) -> None:
         """Hook the root. Called once; copies keep these two hooks."""
         vars(root)[ATTRIBUTE] = self
+        vars(root)[FOLLOW] = self.follow
         root.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True)
         root.register_forward_hook(self.leave, always_call=True)
         self.install(root)
@@ -146,12 +147,17 @@ class Execution:
 
     # --------------------------------------------------------------------------------------------- calls
 
+    def follow(self, root: nn.Module) -> bool:
+        """Install the hooks anew for a copy, or for the units of a pipeline, and return whether that was due."""
+        is_due = self.root is not root or self.units is not units_of(root)
+        if is_due:
+            self.install(root)
+        return is_due
+
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Begin a call of the root."""
-        if self.root is not module or self.units is not units_of(module):  # the first call of a copy, or in a pipeline
-            self.install(module)
-            if self.program is None and not self.scope.path:
-                self.scope.enter(module, "")  # a hook that is registered during a call misses it
+        if self.follow(module) and self.program is None:
+            self.scope.enter(module, "")  # a hook that is registered during a call misses it
         if self.program is not None:
             return self.program.enter(module, args, kwargs)
         self.checks.enter(module, args, kwargs)
@@ -185,6 +191,7 @@ def _can_be_local(module: nn.Module) -> bool:
 
 ATTRIBUTE = "_vescale_execution"
 UNITS = "_vescale_units"
+FOLLOW = "_vescale_follow_units"
 
 
 def units_of(module: nn.Module) -> tuple[str, ...]:

@@ -252,6 +252,7 @@ class Rehearsal:
             if calls is not None:
                 stack.enter_context(_set(calls.recorder, "is_running", True))
             if execution is not None:
+                execution.follow(self._module)  # a rehearsal undoes what it does to hooks
                 stack.enter_context(_set(execution.scope, "attaches", False))
                 stack.enter_context(_set(execution, "is_rehearsed", True))
             yield

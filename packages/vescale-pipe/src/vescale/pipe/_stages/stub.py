@@ -187,6 +187,8 @@ class StageModules:
                 self._places[stage].append(place)
             else:
                 place.put(place.stub)
+        if (follow := vars(model).get("_vescale_follow_units")) is not None:  # docs/protocols.md
+            follow(model)
 
     def constants(self, *, of_this_rank: bool = False) -> dict[str, torch.Tensor]:
         """Return the constants of all modules, or of those of this rank's stages, by full name."""
