@@ -91,7 +91,7 @@ Results = dict[Key, str]
 """Feature, mode, length of pp, ZeRO stage -> the refusal, "" where it runs."""
 
 
-def try_all() -> Results:
+def try_all(features: Iterable[str]) -> Results:
     """Try every combination on the ranks of this process group; every rank returns the same."""
     from torch.distributed.tensor import Replicate, Shard
 
@@ -105,7 +105,7 @@ def try_all() -> Results:
     names = ("pp", "dp", "tp")
     meshes = {pp: vescale.dtensor.init_device_mesh("cpu", shape, mesh_dim_names=names) for pp, shape in shapes.items()}
     results: Results = {}
-    for name, mode, pp, zero in itertools.product(FEATURES, MODES, PIPELINES, STAGES):
+    for name, mode, pp, zero in itertools.product(features, MODES, PIPELINES, STAGES):
         _, dp, tp = shapes[pp]
         try:
             choice = vescale.Plan(
@@ -124,6 +124,17 @@ def try_all() -> Results:
             results[name, mode, pp, zero] = f"{type(error).__name__}: {first_sentence(str(error))}"
         torch.distributed.barrier()
     return results
+
+
+def find_all() -> list[Results]:
+    """Return what each rank finds. Each feature has new processes, as engines leave process groups behind."""
+    from vescale_testing import run_ranks
+
+    by_rank: list[Results] = [{} for _ in range(WORLD_SIZE)]
+    for name in FEATURES:
+        for results, found in zip(by_rank, run_ranks(try_all, WORLD_SIZE, [name], timeout=300), strict=True):
+            results |= found
+    return by_rank
 
 
 def _try(feature: Feature, plan: object, module_plan: dict, mesh: object) -> None:
@@ -201,9 +212,7 @@ three axes.
 
 def main(path: str) -> None:
     """Write the page to ``path``."""
-    from vescale_testing import run_ranks
-
-    Path(path).write_text(page(run_ranks(try_all, WORLD_SIZE, timeout=600)[0]), encoding="utf-8")
+    Path(path).write_text(page(find_all()[0]), encoding="utf-8")
 
 
 if __name__ == "__main__":

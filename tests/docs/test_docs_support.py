@@ -2,14 +2,12 @@
 
 import pytest
 from projects import ROOT
-from support_matrix import FEATURES, WORLD_SIZE, first_sentence, page, try_all
-
-from vescale_testing import run_ranks
+from support_matrix import FEATURES, find_all, first_sentence, page
 
 
 @pytest.fixture(scope="module")
 def results():
-    by_rank = run_ranks(try_all, WORLD_SIZE, timeout=900)  # hundreds of combinations
+    by_rank = find_all()
     assert all(set(each) == set(by_rank[0]) for each in by_rank)
     ran = [{key for key, refusal in each.items() if not refusal} for each in by_rank]
     assert all(each == ran[0] for each in ran), "a combination runs on some ranks and is refused on others"

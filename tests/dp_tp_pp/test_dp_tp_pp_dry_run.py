@@ -3,59 +3,30 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale.dmodule import parallelize_module
-from vescale.dtensor import Replicate, Shard, init_device_mesh
+from vescale.dtensor import init_device_mesh
 from vescale.optim import DDP
 from vescale.pipe import PipelineEngine, PipelineError, PipelinePlan
 from vescale_testing import run_ranks
 
-ROWS, WIDTH = 8, 8
-PLAN = {
-    "parameter": {
-        r"layers.\d+.up.weight": [Shard(0)],
-        r"layers.\d+.up.bias": [Shard(0)],
-        r"layers.\d+.down.weight": [Shard(1)],
-    },
-    "forward": {r"layers.\d+.up.input": [[Replicate()]], r"layers.\d+.down.output": [[Replicate()]]},
-}
+ROWS = 8
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def step(mesh, zero, schedule, mode, *, is_last=True):
+def step(kind, mesh, zero, schedule, mode, *, is_last=True):
     """Return what crosses stages, and the shapes of gradients on this rank."""
     torch.manual_seed(0)
-    model = Model()
+    model = kind()
     plan = PipelinePlan(schedule, num_microbatches=2)
     if is_last:
-        parallelize_module(model, mesh["tp"], PLAN, mode=mode)
+        parallelize_module(model, mesh["tp"], kind.module_plan, mode=mode)
         engine = PipelineEngine(model, mesh["pp"], plan)
     else:
         engine = PipelineEngine(model, mesh["pp"], plan)
-        parallelize_module(model, mesh["tp"], PLAN, mode=mode)
+        parallelize_module(model, mesh["tp"], kind.module_plan, mode=mode)
     ddp = DDP(model, mesh["dp"], zero=zero)
-    engine(torch.ones(ROWS, WIDTH)).backward()
+    engine(torch.ones(ROWS, kind.width)).backward()
     del ddp
     return engine.transfers, {name: describe(p.grad) for name, p in model.named_parameters()}
 
@@ -68,10 +39,10 @@ def mesh_of_eight():
     return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
 
 
-def dry(rank, *args, **options):
+def dry(rank, kind, *args, **options):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
     try:
-        return step(mesh_of_eight(), *args, **options)
+        return step(kind, mesh_of_eight(), *args, **options)
     finally:
         dist.destroy_process_group()
 
@@ -80,18 +51,18 @@ def dry(rank, *args, **options):
     ("zero", "schedule", "mode"),
     [(0, "1f1b", "eager"), (2, "zb_v", "static"), (3, "interleaved_1f1b", "eager"), (3, "1f1b", "static")],
 )
-def test_each_rank_has_what_it_has_in_the_real_world(zero, schedule, mode):
-    expected = run_ranks(lambda: step(mesh_of_eight(), zero, schedule, mode), 8)
-    (found,) = run_ranks(lambda: [dry(rank, zero, schedule, mode) for rank in range(8)], 1, backend=None)
+def test_each_rank_has_what_it_has_in_the_real_world(zero, schedule, mode, layers_class):
+    expected = run_ranks(lambda: step(layers_class, mesh_of_eight(), zero, schedule, mode), 8)
+    (found,) = run_ranks(lambda: [dry(rank, layers_class, zero, schedule, mode) for rank in range(8)], 1, backend=None)
     assert found == expected
     values, gradients = found[2]
     assert values
     assert any(gradients.values())
 
 
-def test_modules_that_are_parallelized_afterwards_are_refused():
+def test_modules_that_are_parallelized_afterwards_are_refused(layers_class):
     def refused():
         with pytest.raises(PipelineError, match=r"dry run: expected parameter `layers.0.up.weight` .* make the engine"):
-            dry(0, 0, "1f1b", "static", is_last=False)
+            dry(0, layers_class, 0, "1f1b", "static", is_last=False)
 
     run_ranks(refused, 1, backend=None)

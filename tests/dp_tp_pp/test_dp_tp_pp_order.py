@@ -2,62 +2,36 @@
 
 import pytest
 import torch
-from torch import nn
 
 from vescale.dmodule import parallelize_module
-from vescale.dtensor import Replicate, Shard, init_device_mesh
+from vescale.dtensor import init_device_mesh
 from vescale.pipe import PipelineEngine, PipelinePlan
 from vescale_testing import gather_full, ranks
 
-ROWS, WIDTH = 8, 4
-PLAN = {
-    "parameter": {r"layers.\d+.up.weight": [Shard(0)], r"layers.\d+.down.weight": [Shard(1)]},
-    "forward": {r"layers.\d+.up.input": [[Replicate()]], r"layers.\d+.down.output": [[Replicate()]]},
-}
+ROWS = 8
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x):
-        return x + self.dropout(self.down(torch.tanh(self.up(x))))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def build():
+def build(kind):
     torch.manual_seed(0)
-    return Model().double()
+    return kind().double()
 
 
-def batch():
-    return torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def batch(kind):
+    return torch.randn(ROWS, kind.width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def train(mesh, mode, *, is_last, **options):
+def train(kind, mesh, mode, *, is_last, **options):
     """Return the losses of two steps, and the gradients of this stage."""
-    model = build()
+    model = build(kind)
     if is_last:
-        parallelize_module(model, mesh["tp"], PLAN, mode=mode)
+        parallelize_module(model, mesh["tp"], kind.module_plan, mode=mode)
     engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 2), **options)
     if not is_last:
-        parallelize_module(model, mesh["tp"], PLAN, mode=mode)
+        parallelize_module(model, mesh["tp"], kind.module_plan, mode=mode)
     torch.manual_seed(2)
     losses = []
     for _ in range(2):  # recorded, then followed
-        loss = engine(batch())
+        loss = engine(batch(kind))
         loss.backward()
         losses.append(loss.detach())
     return losses, {name: gather_full(p.grad) for name, p in model.named_parameters()}
@@ -66,19 +40,19 @@ def train(mesh, mode, *, is_last, **options):
 @pytest.mark.parametrize("options", [{}, {"per_microbatch": True}], ids=["parts of a batch", "per micro-batch"])
 @pytest.mark.parametrize("mode", ["eager", "static"])
 @ranks(4)
-def test_before_and_after(mode, options):
+def test_before_and_after(mode, options, layers_class):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    expected_losses, expected = train(mesh, mode, is_last=False, **options)
-    losses, found = train(mesh, mode, is_last=True, **options)
+    expected_losses, expected = train(layers_class, mesh, mode, is_last=False, **options)
+    losses, found = train(layers_class, mesh, mode, is_last=True, **options)
     assert all(map(torch.equal, losses, expected_losses))
     assert found.keys() == expected.keys()
     assert all(torch.equal(grad, expected[name]) for name, grad in found.items())
     if options:
         return
-    model = build()  # one process, on the whole batch
+    model = build(layers_class)  # one process, on the whole batch
     torch.manual_seed(2)
     for loss in losses:
-        alone = model(batch())
+        alone = model(batch(layers_class))
         alone.backward()
         torch.testing.assert_close(loss, alone.detach(), rtol=0, atol=1e-12)
     for name, grad in found.items():
@@ -86,7 +60,7 @@ def test_before_and_after(mode, options):
 
 
 @ranks(4)
-def test_the_numbers_that_dropout_draws_count():
+def test_the_numbers_that_dropout_draws_count(layers_class):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    losses, _ = train(mesh, "static", is_last=True)
+    losses, _ = train(layers_class, mesh, "static", is_last=True)
     assert not torch.equal(losses[0], losses[1])  # of the same batch and weights

@@ -110,7 +110,7 @@ def test_another_split_is_seen():
     assert first != other
 
 
-def test_random_numbers_stay_where_one_process_has_them():
+def test_the_copy_of_the_model_draws_nothing():
     def state_after(mesh):
         step_of(PLANS[0], mesh)
         return torch.get_rng_state()

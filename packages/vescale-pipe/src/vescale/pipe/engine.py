@@ -153,7 +153,7 @@ class PipelineEngine:
         self.losses: torch.Tensor | None = None
         self._modules: StageModules | None = None
         names = matching_names(model, row_wise)
-        self._twin: Twin | None = None
+        self._twin: Twin[PipelineEngine] | None = None
         per_microbatch |= is_dry(axis)  # rows are not compared, and generators not moved
         if self.num_stages > 1:
             self.split = split_units(model, plan, self.num_stages, example_inputs=example_inputs)
@@ -201,11 +201,6 @@ class PipelineEngine:
         """The values that cross stages, for the last input signature; empty before the first call."""
         return tuple(self._current.transfers)
 
-    @property
-    def recorded(self) -> Program:
-        """The program of the last input signature."""
-        return self._current
-
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run one step and return its loss on every stage: the mean over rows, or their sum, as that of the batch.
 
@@ -224,7 +219,7 @@ class PipelineEngine:
                 another stage failed.
             RandomOperatorError: a random operator would not draw what one process draws.
         """
-        step, result = self._run(args, kwargs, self._pipeline, lambda twin, args, kwargs: twin(*args, **kwargs))
+        step, result = self._run(args, kwargs, self._pipeline, PipelineEngine.__call__)
         assert isinstance(result, BatchLoss)
         result.check()
         self.losses = result.losses
@@ -258,7 +253,7 @@ class PipelineEngine:
                 # with the function itself: a tape keeps it, so that no other one gets its identity
                 attributes=lambda: (*self._attributes(self._pipeline.outside, select), select),
             )
-            of_twin = lambda twin, args, kwargs: twin.outputs(*args, select=select, **kwargs)  # noqa: E731
+            of_twin = functools.partial(PipelineEngine.outputs, select=select)
             _, result = self._run(args, kwargs, pipeline, of_twin, outputs_of=_place_of(select))
         return result.value
 
@@ -267,14 +262,14 @@ class PipelineEngine:
         args: tuple,
         kwargs: dict,
         pipeline: Pipeline,
-        of_twin: Callable[[PipelineEngine, tuple, dict], Any],
+        of_twin: Callable[..., Any],
         *,
         outputs_of: str | None = None,
     ) -> tuple[Step, BatchLoss | BatchRows]:
         """Run a step, and return it with the loss of the batch, or with rows of all micro-batches.
 
-        ``of_twin`` makes the same call of another engine. ``outputs_of`` tells selections of rows apart, in the same
-        way on all ranks.
+        ``of_twin`` is the method that makes the same call of another engine. ``outputs_of`` tells selections of rows
+        apart, in the same way on all ranks.
         """
         if self._failure is not None:
             raise PipelineError(
@@ -289,8 +284,7 @@ class PipelineEngine:
         self._state.device = self._transport.device_of(self._transport.device.type)
         parameters = self._parameters()
         mode = f"{self._mode_text()}, outputs={outputs_of}"
-        twin, generators = self._twin, self._draws.generators
-        record = (lambda inputs: twin.record(of_twin, inputs, self.model, generators)) if twin else None
+        record = None if self._twin is None else functools.partial(self._recorded_by, self._twin, of_twin)
         programs = self._programs.of(microbatches, sizes, mode, _form_of(parameters), record)
         self._current = programs[0]
         step = None
@@ -356,6 +350,10 @@ class PipelineEngine:
         """Return an engine that runs all stages of a copy of the model on this rank."""
         plan = PipelinePlan("looped_bfs", split=stages, stages_per_rank=self.num_stages)
         return PipelineEngine(model, axis, plan, loss_fn=self._loss_fn, meshes=self._meshes, per_microbatch=True)
+
+    def _recorded_by(self, twin: Twin[PipelineEngine], call: Callable[..., Any], inputs: Inputs) -> Program:
+        """Return the program of a micro-batch that a twin has run."""
+        return twin.run(call, inputs, model=self.model, generators=self._draws.generators)._current
 
     def _rule_of(self, pipeline: Pipeline, programs: Sequence[Program], microbatches: Sequence[Inputs]) -> LossRule:
         """Return how losses of micro-batches make that of the batch, which a rehearsal of each program shows.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -25,22 +25,20 @@ from .._stages.shadow import emptied, shadow_of
 from .._torch import fake_tensors
 from .generators import Generators
 from .microbatch import Inputs
-from .program import Program
 from .tree import map_leaves
 from .values import PipelineError
 
 
-class Records(Protocol):
-    """An engine that runs all stages; ``recorded`` is the program of its last call."""
+class Engine(Protocol):
+    """An engine that runs all stages of its model."""
 
     model: nn.Module
 
-    @property
-    def recorded(self) -> Program:
-        """The program."""
+
+AnEngine = TypeVar("AnEngine", bound=Engine)
 
 
-class Twin:
+class Twin(Generic[AnEngine]):
     """Records programs for a dry run.
 
     Args:
@@ -50,20 +48,18 @@ class Twin:
     """
 
     def __init__(
-        self, model: nn.Module, device_type: str, engine_of: Callable[[nn.Module, DeviceMesh], Records]
+        self, model: nn.Module, device_type: str, engine_of: Callable[[nn.Module, DeviceMesh], AnEngine]
     ) -> None:
         tensors = itertools.chain(model.parameters(), model.buffers())
         self._mode = fake_tensors() if any(tensor.is_meta for tensor in tensors) else None
         alone = DeviceMesh(device_type, [dist.get_rank()], mesh_dim_names=("pp",))
         self._engine = engine_of(shadow_of(model, self._mode), alone)
 
-    def record(
-        self, call: Callable[[Any, tuple, dict], Any], inputs: Inputs, model: nn.Module, generators: Generators
-    ) -> Program:
-        """Return the program of a micro-batch.
+    def run(self, call: Callable[..., Any], inputs: Inputs, *, model: nn.Module, generators: Generators) -> AnEngine:
+        """Run a micro-batch, and return the engine, which has recorded it.
 
         Args:
-            call: calls an engine.
+            call: a method of an engine.
             inputs: positional and keyword arguments.
             model: the part of this rank.
             generators: those of this process; they stay where they are.
@@ -77,7 +73,7 @@ class Twin:
             self._engine.model.train(model.training)
         before = generators.read()
         try:
-            call(self._engine, args, kwargs)
+            call(self._engine, *args, **kwargs)
         except Exception as error:
             if self._mode is None or isinstance(error, PipelineError):
                 raise
@@ -88,9 +84,7 @@ class Twin:
             ) from error
         finally:
             generators.write(before)
-        program = self._engine.recorded
-        program.draws = None
-        return program
+        return self._engine
 
     def _check_same(self, model: nn.Module) -> None:
         known = dict(self._engine.model.named_parameters(remove_duplicate=False))

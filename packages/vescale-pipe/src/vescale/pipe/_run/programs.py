@@ -99,7 +99,7 @@ class Programs:
             return Program(stage_form=stage_form, recorded=True)
         if record is not None:
             program = record(inputs)
-            program.stage_form = stage_form
+            program.stage_form, program.draws = stage_form, None  # what the twin has drawn is not followed
             return program
         self._check_same_elements(inputs)
         return Program(stage_form=stage_form, ties=self._ties.agree())
