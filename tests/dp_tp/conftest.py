@@ -1,25 +1,12 @@
 """Where the tests of this folder look into `vescale.optim` or break it; only this file knows its code."""
 
 import pytest
-import torch
 
 from vescale.optim._gradients.bucket import FlatBucket
 from vescale.optim._parameters.gathers import BucketGather
 from vescale.optim._parameters.guard import Guard
 from vescale.optim._parameters.sharded_values import ShardedValues
 from vescale_testing import ask_again, begin_late
-
-
-@pytest.fixture
-def compile_with(monkeypatch):
-    """`compile_with(backend)`: all that is compiled takes another backend of torch, which is ready sooner."""
-    compile_ = torch.compile
-
-    def install(backend):
-        chosen = {"backend": backend, "options": None}
-        monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, **options | chosen))
-
-    return install
 
 
 @pytest.fixture

@@ -120,9 +120,8 @@ def squares(model):
 
 
 @ranks(4, timeout=240)
-def test_training_is_that_of_one_process(monkeypatch):
-    compile_, backend = torch.compile, {"backend": "eager", "options": None}
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, **options | backend))
+def test_training_is_that_of_one_process(compile_with):
+    compile_with("eager")
     mesh, expected = grid(), one_process()
     for zero in range(4):
         eager, static, compiled = (on_ranks(mesh, mode, zero=zero) for mode in ("eager", "static", "compile"))

@@ -209,11 +209,10 @@ class Graphs:
 
 
 @pytest.fixture
-def graphs(monkeypatch):
+def graphs(compile_with):
     """The graphs that compile mode gives to the compiler, which leaves them as they are."""
-    compile_, kept = torch.compile, Graphs()
-    backend = {"backend": kept, "options": None}
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, **options | backend))
+    kept = Graphs()
+    compile_with(kept)
     return kept
 
 

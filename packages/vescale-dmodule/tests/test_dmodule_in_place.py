@@ -68,7 +68,8 @@ def build():
 
 
 @ranks(2)
-def test_changes_in_place_are_those_of_one_device():
+def test_changes_in_place_are_those_of_one_device(compile_with):
+    compile_with("aot_eager")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     expected = steps(build())
     for mode in ("eager", "static", "compile"):

@@ -68,7 +68,8 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("kind", [Auxiliary, Residual])
 @ranks(2)
-def test_gradients_are_those_of_one_device(kind):
+def test_gradients_are_those_of_one_device(kind, compile_with):
+    compile_with("aot_eager")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     plan = {"parameter": PARAMETERS, "forward": {boundary: [R] for boundary in kind.boundaries}}
     expected = gradients(build(kind))

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from vescale.dmodule import NotLocalFriendlyError, parallelize_module
 from vescale.dtensor import Replicate, Shard, init_device_mesh
-from vescale_testing import gather_full, ranks
+from vescale_testing import gather_full, half_of, in_halves, ranks
 
 
 def rows(number, step=0):
@@ -155,6 +155,8 @@ BODIES = [
     TiedWeight,
     ChosenTokens,
 ]
+SHAPES = [(2,), (3,), (2, 2)]
+SIZES = [[6, 6, 6], [5, 5, 4]]  # rows that the ranks share evenly, and not
 R = {"dp": Shard(0), "tp": Replicate()}
 PLANS = {
     ("dp",): {"parameter": {}, "forward": {"input": [{"dp": Shard(0)}]}},
@@ -200,15 +202,15 @@ def assert_same(actual, expected, what):
     assert torch.equal(state, wanted_state), what
 
 
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+@in_halves
+@pytest.mark.parametrize("shape", SHAPES)
 @ranks(4, timeout=180)
-def test_a_program_over_the_batch_axis(shape):
+def test_a_program_over_the_batch_axis(shape, half):
     if dist.get_rank() >= math.prod(shape):
         return
-    for make in BODIES:
-        for sizes in ([6, 6, 6], [5, 5, 4]):  # rows that the ranks share evenly, and not
-            actual = train(parallel(make, *shape, allow_implicit=True), sizes)
-            assert_same(actual, train(build(make), sizes), make.__name__)
+    for make, sizes in half_of(half + SHAPES.index(shape), BODIES, SIZES):
+        actual = train(parallel(make, *shape, allow_implicit=True), sizes)
+        assert_same(actual, train(build(make), sizes), make.__name__)
 
 
 class DropoutOfChosen(nn.Module):

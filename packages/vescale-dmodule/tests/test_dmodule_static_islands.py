@@ -128,7 +128,8 @@ def assert_same(actual, expected):
 
 @pytest.mark.parametrize("body", BODIES)
 @ranks(2)
-def test_results_and_gradients_are_those_of_one_device(body):
+def test_results_and_gradients_are_those_of_one_device(body, compile_with):
+    compile_with("aot_eager")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for mode in ("static", "compile"):
         model = parallelize_module(build(body), mesh, PLAN, mode=mode, allow_implicit=True)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vescale.dtensor import Replicate, Shard, debug, distribute_tensor, init_device_mesh, strict
-from vescale_testing import ranks
+from vescale_testing import half_of, in_halves, ranks
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 LAYOUTS = {  # mesh -> placements of the input
@@ -51,25 +51,24 @@ def step(layer, x):
     return [out, *first, *second, *layer.buffers()]
 
 
-@pytest.mark.parametrize("mode", ["train", "eval", "no statistics"])
+@in_halves
 @pytest.mark.parametrize("shape", list(LAYOUTS), ids=str)
-def test_it_is_that_of_one_device(shape, mode):
+def test_it_is_that_of_one_device(shape, half):
     @ranks(torch.Size(shape).numel())
     def on_every_rank():
         mesh = init_device_mesh("cpu", shape)
-        for of_input in SHAPES:
-            whole = norm(of_input[1], affine=of_input != SHAPES[2], track_running_stats=mode != "no statistics")
-            whole.train(mode != "eval")
-            for placements in LAYOUTS[shape]:
-                layer, reference = on_mesh(whole, mesh), copy.deepcopy(whole)
-                x = values(of_input).requires_grad_()
-                sharded = distribute_tensor(x.detach(), mesh, placements).requires_grad_()
-                for number in range(2):  # running statistics of the second step build on those of the first
-                    where = f"{of_input} {placements} {number}"
-                    for got, want in zip(step(layer, sharded), step(reference, x), strict=True):
-                        torch.testing.assert_close(
-                            got.full_tensor(), want, rtol=1e-10, atol=1e-10, msg=lambda t, w=where: f"{w}: {t}"
-                        )
+        for mode, of_input, placements in half_of(half, ["train", "eval", "no statistics"], SHAPES, LAYOUTS[shape]):
+            layer = norm(of_input[1], affine=of_input != SHAPES[2], track_running_stats=mode != "no statistics")
+            layer.train(mode != "eval")
+            on_ranks = on_mesh(layer, mesh)
+            x = values(of_input).requires_grad_()
+            sharded = distribute_tensor(x.detach(), mesh, placements).requires_grad_()
+            for number in range(2):  # running statistics of the second step build on those of the first
+                where = f"{mode} {of_input} {placements} {number}"
+                for got, want in zip(step(on_ranks, sharded), step(layer, x), strict=True):
+                    torch.testing.assert_close(
+                        got.full_tensor(), want, rtol=1e-10, atol=1e-10, msg=lambda t, w=where: f"{w}: {t}"
+                    )
 
     on_every_rank()
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vescale.dtensor import Replicate, Shard, disabled, distribute_tensor, init_device_mesh
-from vescale_testing import ranks, run_ranks
+from vescale_testing import half_of, in_halves, ranks, run_ranks
 
 ROWS_MASK = [True, False, True, True, False]
 INDICES = {
@@ -34,15 +34,16 @@ def operand():
     return torch.rand(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).add(0.5).requires_grad_()
 
 
-def check_reads(assert_equals_one_device):
+def check_reads(names, assert_equals_one_device):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    for name, index in INDICES.items():
-        assert assert_equals_one_device(lambda x, index=index: x[index], [operand()], mesh) == 4, name
+    for (name,) in names:
+        assert assert_equals_one_device(lambda x, index=INDICES[name]: x[index], [operand()], mesh) == 4, name
 
 
+@in_halves
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_reads(world_size, assert_equals_one_device):
-    run_ranks(check_reads, world_size, assert_equals_one_device)
+def test_reads(world_size, half, assert_equals_one_device):
+    run_ranks(check_reads, world_size, half_of(half + world_size // 2, INDICES), assert_equals_one_device)
 
 
 @ranks(2)
@@ -57,7 +58,7 @@ def test_one_truth_value(assert_equals_one_device):
     assert assert_equals_one_device(read_and_write, [operand()], mesh) == 4
 
 
-def check_writes(assert_equals_one_device):
+def check_writes(names, assert_equals_one_device):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
     def write(x, index):
@@ -66,15 +67,16 @@ def check_writes(assert_equals_one_device):
         z[index] = x[index] * 2
         return y, z
 
-    for name, index in INDICES.items():
+    for (name,) in names:
         if name == "negative":  # the last of two writes to one place is not defined
             continue
-        assert assert_equals_one_device(lambda x, index=index: write(x, index), [operand()], mesh) == 4, name
+        assert assert_equals_one_device(lambda x, index=INDICES[name]: write(x, index), [operand()], mesh) == 4, name
 
 
+@in_halves
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_writes(world_size, assert_equals_one_device):
-    run_ranks(check_writes, world_size, assert_equals_one_device)
+def test_writes(world_size, half, assert_equals_one_device):
+    run_ranks(check_writes, world_size, half_of(half + world_size // 2, INDICES), assert_equals_one_device)
 
 
 @ranks(2)
@@ -115,24 +117,26 @@ ARITHMETIC = {
 }
 
 
-def check_numbers_of_every_kind():
+PLACEMENTS = (Replicate(), Shard(0), Shard(1))
+
+
+def check_numbers_of_every_kind(half):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     whole = operand().detach()
-    for name, function in ARITHMETIC.items():
-        for x in (whole, whole.float(), (whole * 4).long() + 1, whole + 1j * whole):
-            for number in NUMBERS:
-                if number is True and name in ("n - x", "x - n"):  # torch refuses it on one device
-                    continue
-                expected = function(x, number)
-                for placement in (Replicate(), Shard(0), Shard(1)):
-                    actual = function(distribute_tensor(x, mesh, [placement]), number)
-                    assert actual.dtype == expected.dtype, (name, x.dtype, number)
-                    torch.testing.assert_close(actual.full_tensor(), expected)  # by the dtype: 1e-7 for float64
+    dtypes = (whole, whole.float(), (whole * 4).long() + 1, whole + 1j * whole)
+    for name, x, number, placement in half_of(half, ARITHMETIC, dtypes, NUMBERS, PLACEMENTS):
+        if number is True and name in ("n - x", "x - n"):  # torch refuses it on one device
+            continue
+        expected = ARITHMETIC[name](x, number)
+        actual = ARITHMETIC[name](distribute_tensor(x, mesh, [placement]), number)
+        assert actual.dtype == expected.dtype, (name, x.dtype, number)
+        torch.testing.assert_close(actual.full_tensor(), expected)  # by the dtype: 1e-7 for float64
 
 
+@in_halves
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_numbers_of_every_kind(world_size):
-    run_ranks(check_numbers_of_every_kind, world_size)
+def test_numbers_of_every_kind(world_size, half):
+    run_ranks(check_numbers_of_every_kind, world_size, half + world_size // 2)
 
 
 @ranks(2)

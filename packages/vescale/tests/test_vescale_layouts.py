@@ -11,7 +11,7 @@ import vescale
 from vescale.dtensor import Replicate, Shard
 from vescale.pipe import PipelinePlan
 from vescale.pipe.plan import SCHEDULES
-from vescale_testing import ranks
+from vescale_testing import params_in_halves, ranks
 
 MODULE_PLAN = {
     "parameter": {
@@ -92,40 +92,40 @@ def train(plan, *, take=None, dropout=0.0):
     return losses, norms
 
 
-LAYOUTS = pytest.mark.parametrize(
-    "layout",
-    [
-        {"dp": 4, "zero": 2},
-        {"dp": 2, "tp": 2, "zero": 3, "mode": "static"},
-        {"dp": 2, "pp": 2, "zero": 3, "num_microbatches": 2},
-        {"tp": 4},
-        {"pp": 4, "num_microbatches": 4},
-        {"dp": 2, "tp": 2, "zero": 1},
-        {"dp": 2, "pp": 2, "zero": 1, "num_microbatches": 2},
-        {"tp": 2, "pp": 2, "num_microbatches": 2, "schedule": "gpipe", "split": ["layers.1"]},
-        {"dp": 2, "tp": 2, "num_microbatches": 4},
-        {"dp": 2, "pp": 2, "num_microbatches": 2, "axis_order": ("dp", "tp", "pp")},
-        {"pp": 4, "num_microbatches": 8, "schedule": "zb_h1"},
-        {"dp": 2, "pp": 2, "zero": 2, "num_microbatches": 4, "schedule": "zb_h2"},
-        {"dp": 2, "pp": 2, "zero": 3, "num_microbatches": 2, "schedule": "zb_v"},
-        {"tp": 2, "pp": 2, "num_microbatches": 4, "schedule": "dual_pipe_v"},
-        {"dp": 2, "pp": 2, "zero": 1, "num_microbatches": 4, "schedule": "interleaved_1f1b"},
-        {"tp": 2, "pp": 2, "num_microbatches": 2, "schedule": "looped_bfs", "split": ["layers.1", "layers.2", "head"]},
-        {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "interleaved_zero_bubble"},
-        {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "auto", "stages_per_rank": 2},
-        {"dp": 2, "tp": 2, "num_microbatches": 4, "mode": "static"},
-        {"tp": 2, "pp": 2, "num_microbatches": 4, "mode": "static"},
-        {"tp": 2, "pp": 2, "num_microbatches": 4, "schedule": "zb_v", "mode": "static"},
-        {"tp": 2, "pp": 2, "num_microbatches": 2, "mode": "compile"},
-    ],
-    ids=lambda layout: " ".join(f"{key}={value}" for key, value in layout.items()),
-)
+LAYOUTS = [
+    {"dp": 4, "zero": 2},
+    {"dp": 2, "tp": 2, "zero": 3, "mode": "static"},
+    {"dp": 2, "pp": 2, "zero": 3, "num_microbatches": 2},
+    {"tp": 4},
+    {"pp": 4, "num_microbatches": 4},
+    {"dp": 2, "tp": 2, "zero": 1},
+    {"dp": 2, "pp": 2, "zero": 1, "num_microbatches": 2},
+    {"tp": 2, "pp": 2, "num_microbatches": 2, "schedule": "gpipe", "split": ["layers.1"]},
+    {"dp": 2, "tp": 2, "num_microbatches": 4},
+    {"dp": 2, "pp": 2, "num_microbatches": 2, "axis_order": ("dp", "tp", "pp")},
+    {"pp": 4, "num_microbatches": 8, "schedule": "zb_h1"},
+    {"dp": 2, "pp": 2, "zero": 2, "num_microbatches": 4, "schedule": "zb_h2"},
+    {"dp": 2, "pp": 2, "zero": 3, "num_microbatches": 2, "schedule": "zb_v"},
+    {"tp": 2, "pp": 2, "num_microbatches": 4, "schedule": "dual_pipe_v"},
+    {"dp": 2, "pp": 2, "zero": 1, "num_microbatches": 4, "schedule": "interleaved_1f1b"},
+    {"tp": 2, "pp": 2, "num_microbatches": 2, "schedule": "looped_bfs", "split": ["layers.1", "layers.2", "head"]},
+    {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "interleaved_zero_bubble"},
+    {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "auto", "stages_per_rank": 2},
+    {"dp": 2, "tp": 2, "num_microbatches": 4, "mode": "static"},
+    {"tp": 2, "pp": 2, "num_microbatches": 4, "mode": "static"},
+    {"tp": 2, "pp": 2, "num_microbatches": 4, "schedule": "zb_v", "mode": "static"},
+    {"tp": 2, "pp": 2, "num_microbatches": 2, "mode": "compile"},
+]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@LAYOUTS
-@ranks(4, timeout=180)  # a compiled layout takes half a minute on a quiet machine
-def test_layout_trains_as_one_process(layout, dropout):
+def words(value):
+    return " ".join(f"{key}={each}" for key, each in value.items()) if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize("layout, dropout", params_in_halves(LAYOUTS, [0.0, 0.2]), ids=words)
+@ranks(4)
+def test_layout_trains_as_one_process(layout, dropout, compile_with):
+    compile_with("aot_eager")
     losses, norms = train(vescale.Plan(**layout), dropout=dropout)
     plain_losses, plain_norms = train_plain(dropout)
     assert losses == pytest.approx(plain_losses, rel=1e-10)
