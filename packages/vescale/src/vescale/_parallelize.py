@@ -3,7 +3,8 @@
 1  checks                plan, optimizer, module plan, number of processes, before any communication
 2  mesh                  axes pp, dp, tp in the plan's order
 3  PipelineEngine        modules of other stages become stubs, so that a rank never holds them
-4  parallelize_module    tensor parallelism; materializes the shards of a deferred model
+4  parallelize_module    tensor parallelism; materializes the shards of a deferred model. It precedes 3 in a dry run:
+                         other stages exist only as a copy of the model there, which has to have its layouts
 5  DDP                   data parallelism and ZeRO
 6  DistributedOptimizer  state of this rank's shards, gradient norm over all axes
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -48,6 +50,9 @@ def parallelize(
     example_inputs: Mapping[str, Any] | None = None,
 ) -> tuple[ParallelModel, DistributedOptimizer]:
     """Parallelize a model and its optimizer by a plan. Every process calls it with the same arguments.
+
+    On torch's fake process group one process makes a dry run: it runs the part of its rank in a world that does not
+    exist, with zeros for what other ranks would send, and so shows shapes, memory and collectives.
 
     Args:
         plan: degrees and choices, written by hand or by `generate_plan`.
@@ -98,6 +103,9 @@ def parallelize(
     ensure_process_group(plan)
     check_same_plan(plan)
     mesh = _resolve_mesh(plan, mesh)
+    is_dry = dist.get_backend() == "fake"
+    if is_dry:
+        _parallelize_tensors(plan, model, mesh, resolved)
     engine = None
     if plan.pp > 1 or plan.num_microbatches > 1:
         pipeline = PipelinePlan(
@@ -116,9 +124,8 @@ def parallelize(
             row_wise=row_wise,
             example_inputs=_without_target(example_inputs, loss_fn),
         )
-    if not is_deferred(model):
-        model.to(plan.device)
-    parallelize_module(model, mesh["tp"], resolved, mode=plan.mode)
+    if not is_dry:
+        _parallelize_tensors(plan, model, mesh, resolved)
     ddp = DDP(model, mesh["dp"], zero=plan.zero, bucket_bytes=plan.bucket_bytes, per_rank=per_rank, row_wise=row_wise)
     optimizer = DistributedOptimizer(
         optimizer_class,
@@ -129,6 +136,12 @@ def parallelize(
         **hyperparameters,
     )
     return ParallelModel(ddp, plan=plan, mesh=mesh, engine=engine, loss_fn=loss_fn), optimizer
+
+
+def _parallelize_tensors(plan: Plan, model: nn.Module, mesh: DeviceMesh, module_plan: ModulePlan) -> None:
+    if not is_deferred(model):
+        model.to(plan.device)
+    parallelize_module(model, mesh["tp"], module_plan, mode=plan.mode)
 
 
 def _without_target(batch: Mapping[str, Any] | None, loss_fn: object) -> Mapping[str, Any] | None:

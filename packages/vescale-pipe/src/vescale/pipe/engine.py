@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from ._checked import checked
 from ._lost_ranks import first_line
-from ._run.backward import GradientSum, HookGate, connect
+from ._run.backward import GradientSum, HookGate, connect, needs_whole_backward
 from ._run.draws import DrawRules
 from ._run.dry import Twin
 from ._run.microbatch import Inputs, equal_shares, num_rows, shares_of, split_inputs, split_sizes
@@ -352,8 +352,10 @@ class PipelineEngine:
         return PipelineEngine(model, axis, plan, loss_fn=self._loss_fn, meshes=self._meshes, per_microbatch=True)
 
     def _recorded_by(self, twin: Twin[PipelineEngine], call: Callable[..., Any], inputs: Inputs) -> Program:
-        """Return the program of a micro-batch that a twin has run."""
-        return twin.run(call, inputs, model=self.model, generators=self._draws.generators)._current
+        """Return the program of a micro-batch that a twin has run; only this rank knows what owns its parameters."""
+        program = twin.run(call, inputs, model=self.model, generators=self._draws.generators)._current
+        program.whole.update(stage for stage, own in self._parameters().items() if needs_whole_backward(own))
+        return program
 
     def _rule_of(self, pipeline: Pipeline, programs: Sequence[Program], microbatches: Sequence[Inputs]) -> LossRule:
         """Return how losses of micro-batches make that of the batch, which a rehearsal of each program shows.

@@ -443,6 +443,12 @@ class HookGate:
                     hooks[key] = _GuardedHook(hook, self)
 
 
+def needs_whole_backward(parameters: Sequence[torch.Tensor]) -> bool:
+    """Return whether gradients of weights come with those of inputs, as hooks run, or memory is freed, in between."""
+    frees = any(getattr(getattr(p, "_vescale_memory", None), "frees", False) for p in parameters)
+    return frees or any(map(is_hooked, parameters))
+
+
 def is_hooked(parameter: torch.Tensor) -> bool:
     """Return whether hooks see the gradients of a parameter, other than those of the accumulation into it."""
     return not all(map(_accumulates, (tensor_hooks(parameter) or {}).values()))

@@ -23,7 +23,7 @@ from .._stages.placement import Placement
 from .._stages.split import StageSplit
 from .._stages.stub import StageModules
 from .._torch import has_forward_hooks
-from .backward import Boundary, Gradients, GradientSum, StageBackward, is_hooked
+from .backward import Boundary, Gradients, GradientSum, StageBackward, needs_whole_backward
 from .crossings import Crossings
 from .draws import Course, DrawRules, StepDraws
 from .frame import Frame
@@ -341,8 +341,7 @@ class Step:
             loss = self._follow(mine, microbatch, crossings, course, recorder=recorder, tape=None)
         for stage, own in self.total.of_stage.items():
             split = self._pipeline.split
-            frees = any(getattr(getattr(p, "_vescale_memory", None), "frees", False) for p in own)
-            if frees or any(map(is_hooked, own)) or (split and recorder.hooked & {*split.stages[stage]}):
+            if needs_whole_backward(own) or (split and recorder.hooked & {*split.stages[stage]}):
                 self._programs[microbatch].whole.add(stage)
         return crossings.boundaries, loss
 
