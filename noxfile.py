@@ -46,6 +46,8 @@ PATIENT = ("--ranks-timeout", "180")
 # As many tests of a package at a time as there are cores: the ranks of one test wait for each other and leave some of
 # them idle. `-- -n 0` runs them one by one, as a debugger needs it.
 AT_A_TIME = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal", *PATIENT)
+# These suites start programs, which limit their own times.
+ONE_BY_ONE = {"docs", "recipes"}
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "virtualenv"
@@ -239,7 +241,8 @@ def composed(session: nox.Session) -> None:
 @each_suite
 def integration(session: nox.Session, suite: str) -> None:
     """Run one composed suite of tests/ over all built wheels."""
-    run_composed(session, "pytest", f"tests/{suite}", *PATIENT, *session.posargs)
+    how = PATIENT if suite in ONE_BY_ONE else AT_A_TIME
+    run_composed(session, "pytest", *how, f"tests/{suite}", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])

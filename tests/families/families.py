@@ -10,7 +10,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+)
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -24,9 +29,12 @@ FAMILIES = """
     olmo olmo2 olmoe openai-gpt opt pegasus persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe rembert roberta roformer
     rwkv seed_oss smollm3 squeezebert stablelm starcoder2 t5 vaultgemma whisper xlm xlm-roberta-xl yoso
 """.split()  # noqa: SIM905
+VISION = "beit convnext convnextv2 dinov2 regnet resnet swin vit vit_msn".split()  # noqa: SIM905 - of images
+FAMILIES += VISION
 
 VOCABULARY, TOKENS = 64, 12
 WIDTH, INNER, LAYERS, HEADS = 32, 48, 2, 4
+CLASSES = 5
 SIZES = {
     **dict.fromkeys(
         ("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim", "dim", "emb_dim"), WIDTH
@@ -47,6 +55,9 @@ SIZES = {
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "type_vocab_size"), 2),
     "vocab_size": VOCABULARY,
     "ffn_hidden_size": INNER,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_labels": CLASSES,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -55,8 +66,15 @@ KINDS = (
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM),
     (modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, AutoModelForSeq2SeqLM),
     (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, AutoModelForMaskedLM),
+    (modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, AutoModelForImageClassification),
 )
+STAGES = {"hidden_sizes": [8, 16], "depths": [1, 2]}  # of a convolutional network
 OTHERS = {
+    "convnext": {**STAGES, "num_stages": 2, "patch_size": 2},
+    "convnextv2": {**STAGES, "num_stages": 2, "patch_size": 2},
+    "regnet": {**STAGES, "embedding_size": 8, "groups_width": 4},
+    "resnet": {**STAGES, "embedding_size": 8, "layer_type": "basic"},
+    "swin": {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 2], "num_attention_heads": [2, 2], "window_size": 2},
     "deepseek_v3": {
         **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
         **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
@@ -86,17 +104,23 @@ def build(family: str) -> nn.Module:
     return make.from_config(config).double().train()
 
 
-def batch(num_rows: int, seed: int) -> dict[str, Tensor]:
-    """Return inputs of a step: tokens and targets, some of which are ignored."""
+def batch(model: nn.Module, num_rows: int, seed: int) -> dict[str, Tensor]:
+    """Return inputs of a step: images and classes, or tokens and targets, some of which are ignored."""
     generator = torch.Generator().manual_seed(seed)
+    if model.main_input_name == "pixel_values":
+        size = (num_rows, 3, SIZES["image_size"], SIZES["image_size"])
+        labels = torch.randint(CLASSES, (num_rows,), generator=generator)
+        return {"pixel_values": torch.randn(size, generator=generator, dtype=torch.float64), "labels": labels}
     tokens = torch.randint(3, VOCABULARY, (num_rows, TOKENS), generator=generator)
     ignored = torch.rand(num_rows, TOKENS, generator=generator) < 0.2
     return {"input_ids": tokens, "labels": tokens.masked_fill(ignored, -100)}
 
 
-def even_batch(num_rows: int, seed: int) -> dict[str, Tensor]:
+def even_batch(model: nn.Module, num_rows: int, seed: int) -> dict[str, Tensor]:
     """Return inputs of a step with a mask of padding, in which every pair of rows ignores equally many targets."""
-    inputs = batch(num_rows, seed)
+    inputs = batch(model, num_rows, seed)
+    if "input_ids" not in inputs:
+        return inputs
     is_padding = torch.zeros(num_rows, TOKENS, dtype=torch.bool)
     is_padding[1::2, -3:] = True
     ignored = is_padding | (torch.arange(TOKENS) == 4)

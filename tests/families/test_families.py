@@ -37,8 +37,8 @@ def test_micro_batches_are_parts_of_a_batch():
 
 
 def test_stages_of_a_pipeline():
-    """Heads tied to embeddings, an embedding of encoder and decoder, the dtype of a weight, the loss of a router."""
-    for family in ("mamba", "t5", "gpt2", "bert", "mixtral"):
+    """Heads tied to embeddings, an embedding of encoder and decoder, the dtype of a weight, a router's loss, images."""
+    for family in ("mamba", "t5", "gpt2", "bert", "mixtral", "vit"):
         found = zoo.run_family(family, ["pp 2", "pp 2 V"])
         assert found == dict.fromkeys(found, ("right", "")), family
 

@@ -78,15 +78,14 @@ def train(
     num_rows: int,
     rows: slice = slice(None),
     *,
-    make: Callable[[int, int], dict[str, Tensor]] = batch,
+    make: Callable[[nn.Module, int, int], dict[str, Tensor]] = batch,
     call: Callable[..., Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return the losses of the steps, the sums of gradients and the random state."""
     torch.manual_seed(1)
-    found = {}
+    found, plain = {}, getattr(model, "module", model)
     for step in range(STEPS):
-        inputs = {name: value[rows] for name, value in make(num_rows, step).items()}
-        inputs |= arguments(getattr(model, "module", model))
+        inputs = {name: value[rows] for name, value in make(plain, num_rows, step).items()} | arguments(plain)
         with keep_float64():
             loss = model(**inputs).loss if call is None else call(**inputs)
             loss.backward()
@@ -138,7 +137,7 @@ def splits_of(family: str, case: str, *, every: bool) -> list[list[str]]:
 
 def example_of(model: nn.Module) -> dict[str, Any]:
     """Return arguments of a call without a mask, whose elements code reads."""
-    return batch(ROWS, 0) | arguments(model)
+    return batch(model, ROWS, 0) | arguments(model)
 
 
 def num_rows_of(case: str) -> int:
@@ -151,7 +150,7 @@ def plan_of(model: nn.Module, axes: Mapping[str, int]) -> dict[str, Any]:
     parameters: dict[str, Any] = {}
     values: dict[str, Any] = {}
     if "dp" in axes:
-        values["input"] = {name: {"dp": Shard(0)} for name in batch(1, 0)}
+        values["input"] = {name: {"dp": Shard(0)} for name in batch(model, 1, 0)}
     if "tp" in axes:
         num_uses = collections.Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         for name, module in model.named_modules():
@@ -178,12 +177,13 @@ def plan_of(model: nn.Module, axes: Mapping[str, int]) -> dict[str, Any]:
 def run_family(family: str, cases: Sequence[str], *, every_split: bool = False) -> dict[str, tuple[str, str]]:
     """Return, by case, its kind and what an error says; ranks of several cases on one mesh live through all of them."""
     found = {}
+    timeout = TIMEOUT * (10 if every_split else 1)
     for axes in SHAPES.values():
         names = [case for case in cases if CASES[case][0] == axes]
         if not names:
             continue
         try:
-            of_ranks = run_ranks(_on_a_rank, math.prod(axes.values()), family, names, every_split, timeout=TIMEOUT)
+            of_ranks = run_ranks(_on_a_rank, math.prod(axes.values()), family, names, every_split, timeout=timeout)
         except RankFailure as failure:
             text = str(failure).partition("\n")[0]
             found |= dict.fromkeys(names, ("hang" if "did not end" in text else "died", text))
@@ -201,7 +201,7 @@ def _on_a_rank(family: str, cases: Sequence[str], every_split: bool) -> dict[str
     warnings.filterwarnings("ignore")
 
     @functools.cache
-    def alone(num_rows: int, make: Callable[[int, int], dict[str, Tensor]]) -> dict[str, Tensor]:
+    def alone(num_rows: int, make: Callable[[nn.Module, int, int], dict[str, Tensor]]) -> dict[str, Tensor]:
         return train(build(family), num_rows, make=make)
 
     def worst(case: str) -> tuple[str, str]:
@@ -252,7 +252,7 @@ def _is_ours(error: Exception) -> bool:
 def main(given: Sequence[str] | None = None, tell: Callable[[str], None] = print) -> int:
     """Run the chosen families and cases and tell about each; return 1 if anything is wrong, hangs or dies."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="*", default=FAMILIES, help="by default all of them")
+    parser.add_argument("--families", nargs="*", default=FAMILIES, choices=FAMILIES, help="by default all")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), help="by default all of them")
     parser.add_argument("--every-split", action="store_true", help="let stages begin at every module once")
     parser.add_argument("--json", help="a file for all results")
