@@ -56,6 +56,7 @@ from ._run.timing import Stopwatch, Timing
 from ._run.transport import Transport, is_dry
 from ._run.values import PipelineError
 from ._schedule.actions import Schedule
+from ._stages.absent import is_plain
 from ._stages.attributes import attributes_of, outside_modules
 from ._stages.placement import Placement
 from ._stages.split import StageSplit, split_units
@@ -174,8 +175,6 @@ class PipelineEngine:
         num_stages = 1 if self._twin else self.num_stages
         self._draws = DrawRules(self._transport.device, num_stages, are_parts=not per_microbatch)
         self._programs = Programs(self._placement, self._transport, self._draws, self._ties)
-        modules = self._modules
-        constants = dict if modules is None else functools.partial(modules.constants, of_this_rank=True)
         outside = [] if self.split is None else outside_modules(model, self.split.stages)
         attributes = functools.partial(self._attributes, outside, loss_fn)
         self._pipeline = Pipeline(
@@ -193,7 +192,7 @@ class PipelineEngine:
             forget=self._programs.forget,
             attributes=attributes,
             outside=outside,
-            code=OutsideCode(self._state, constants, attributes, is_repeated=len(self.stages) > 1),
+            code=OutsideCode(self._state, self._modules, attributes, is_repeated=len(self.stages) > 1),
         )
 
     @property
@@ -393,8 +392,12 @@ class PipelineEngine:
 
     def _attributes(self, outside: Sequence[nn.Module], function: Callable[..., Any] | None) -> tuple:
         """Return what code outside of units can depend on, other than its inputs."""
-        constants = {} if self._modules is None else self._modules.constants()
-        return *attributes_of(outside, function), *map(id, constants.values())
+        own = attributes_of(outside, function)
+        if self._modules is None:
+            return own
+        read = self._modules.attributes(sorted(self._state.attributes_shared))
+        values = (value if is_plain(value) else id(value) for value in read.values())
+        return *own, *map(id, self._modules.constants().values()), *values
 
     def _rehearsed(self, pipeline: Pipeline, args: tuple, kwargs: dict) -> torch.Tensor | None:
         """Run a call forward, for nothing but what it shows, and return its loss, or a mean, where that is."""

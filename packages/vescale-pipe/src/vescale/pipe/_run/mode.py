@@ -54,7 +54,9 @@ class RunState:
         latest: the program of the last forward of each stage.
         device: this rank's device, once it is known.
         constants_read: names of the buffers of other stages that code outside of units has read.
-        constants_written: names of those that steps have written on this rank.
+        attributes_read: the same of plain attributes, with the values that it has got.
+        attributes_shared: names of those that any rank has read.
+        constants_written: names of buffers and attributes that steps have changed on this rank.
     """
 
     def __init__(self) -> None:
@@ -62,6 +64,8 @@ class RunState:
         self.latest: dict[int, object] = {}
         self.device: torch.device | None = None
         self.constants_read: set[str] = set()
+        self.attributes_read: dict[str, Any] = {}
+        self.attributes_shared: set[str] = set()
         self.constants_written: set[str] = set()
 
 

@@ -307,11 +307,14 @@ class Step:
     def _record(self, microbatch: int) -> None:
         """Run a micro-batch, forward and backward, in lockstep with all ranks, and record it."""
         program = self._programs[microbatch]
+        self._pipeline.state.attributes_read.clear()
         self._pipeline.state.latest.update(dict.fromkeys(self._placement.mine, program))
         with self.recording(microbatch) as recorder:
             boundaries, loss = self.record_forward(recorder, microbatch)
-            read = recorder.synchronize("constants", None, self._pipeline.state.constants_read)
-            program.constants = frozenset().union(*read)
+            state, code = self._pipeline.state, self._pipeline.code
+            read = recorder.synchronize("constants", None, (state.constants_read, state.attributes_read))
+            program.constants = frozenset().union(*(names for each in read for names in each))
+            code.share_attributes([attributes for _, attributes in read])
             self._microbatches[microbatch] = None
             part = None if loss is None else self._result.add(microbatch, loss)
             if self.has_backward:

@@ -8,8 +8,9 @@ Code outside of stage modules runs on every stage::
 
 Inside of a forward the modules in it are found, too, and are instances of their classes, for code that hooks them.
 
-Buffers that are no part of the state dict follow from the configuration. So stubs keep them, up to a size. A stage that
-writes one that is read elsewhere raises (``Step.run``).
+Buffers that are no part of the state dict follow from the configuration. So stubs keep them, up to a size, and plain
+attributes. A stage that changes one that is read elsewhere raises (``OutsideCode``). What stubs themselves need has
+names that begin with ``_vescale_``, so that no attribute of a module is hidden.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ _MAY = "code outside of stage modules may call the module, and read plain attrib
 
 
 class LooksLike:
-    """Base of what `isinstance` takes for an instance of another class, ``_kind``, while the model runs."""
+    """Base of what `isinstance` takes for an instance of another class, ``_vescale_kind``, while the model runs."""
 
-    _kind: type
-    _state: RunState
+    _vescale_kind: type
+    _vescale_state: RunState
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        state = vars(self).get("_state")
-        return type(self) if state is None or state.mode is None else self._kind
+        state = vars(self).get("_vescale_state")
+        return type(self) if state is None or state.mode is None else self._vescale_kind
 
 
 class AbsentModule(LooksLike, nn.Module):
@@ -64,12 +65,12 @@ class AbsentModule(LooksLike, nn.Module):
         is_here: bool = False,
     ) -> None:
         super().__init__()
-        self._fqn, self._stage, self._constant = fqn, stage, constant
-        self._kind, self._state = type(module), state
+        self._vescale_fqn, self._vescale_stage, self._vescale_constant = fqn, stage, constant
+        self._vescale_kind, self._vescale_state = type(module), state
         self.training = module.training
-        self._items: dict[str, Any] = _plain_attributes(module)
+        self._vescale_items: dict[str, Any] = _plain_attributes(module)
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            self._items[name] = AbsentTensor(tensor, f"{fqn}.{name}", stage, state)
+            self._vescale_items[name] = AbsentTensor(tensor, f"{fqn}.{name}", stage, state)
         for name, child in module.named_children():
             vars(self)["_modules"][name] = AbsentModule(child, f"{fqn}.{name}", stage, state, constant, is_here=is_here)
         if is_here:
@@ -81,7 +82,7 @@ class AbsentModule(LooksLike, nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> AbsentModule:
         """Change dtypes as the function changes those of tensors."""
-        for item in self._items.values():
+        for item in self._vescale_items.values():
             if isinstance(item, AbsentTensor):
                 item.apply(fn)
         super()._apply(fn, recurse)
@@ -91,34 +92,44 @@ class AbsentModule(LooksLike, nn.Module):
         """Refuse: a unit is called as a whole."""
         del args, kwargs
         raise PipelineError(
-            f"expected calls of whole units by code outside of stage modules, got one of `{self._fqn}`, a part of a "
-            f"unit of stage {self._stage}; pass example_inputs, which show what is called, or name `{self._fqn}` in "
-            "PipelinePlan.split"
+            f"expected calls of whole units by code outside of stage modules, got one of `{self._vescale_fqn}`, a part "
+            f"of a unit of stage {self._vescale_stage}; pass example_inputs, which show what is called, or name "
+            f"`{self._vescale_fqn}` in PipelinePlan.split"
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: there are none here."""
         del args, kwargs
-        raise AttributeError(_only_there("a list of tensors", self._fqn, self._stage))
+        raise AttributeError(_only_there("a list of tensors", self._vescale_fqn, self._vescale_stage))
 
     named_buffers = state_dict = named_parameters
 
+    def _vescale_keeps(self, name: str) -> bool:
+        return name in self._vescale_items
+
     def __setattr__(self, name: str, value: Any) -> None:
-        known = self.__dict__.get("_items", {}).get(name)
+        items = self.__dict__.get("_vescale_items", {})
+        known = items.get(name)
         if isinstance(known, AbsentTensor) and isinstance(value, torch.Tensor):
             known.shape, known.dtype = value.shape, value.dtype
+        elif name in items:
+            items[name] = value
         else:
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        items, modules = self.__dict__.get("_items", {}), self.__dict__.get("_modules", {})
+        items, modules = self.__dict__.get("_vescale_items", {}), self.__dict__.get("_modules", {})
         if name in modules:
             return modules[name]
         if name in items:
-            is_tensor = isinstance(items[name], AbsentTensor)
-            constant = self._constant(f"{self._fqn}.{name}") if is_tensor else None
-            return items[name] if constant is None else constant
-        raise AttributeError(_only_there(f"attribute `{name}`", self.__dict__.get("_fqn"), self.__dict__.get("_stage")))
+            value, full_name = items[name], f"{self._vescale_fqn}.{name}"
+            if not isinstance(value, AbsentTensor):
+                self._vescale_state.attributes_read[full_name] = value
+                return value
+            constant = self._vescale_constant(full_name)
+            return value if constant is None else constant
+        own = self.__dict__
+        raise AttributeError(_only_there(f"attribute `{name}`", own.get("_vescale_fqn"), own.get("_vescale_stage")))
 
 
 def _only_there(what: str, fqn: str | None, stage: int | None) -> str:
@@ -208,12 +219,17 @@ def constants_of(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    def is_plain(value: Any) -> bool:
-        if isinstance(value, tuple):
-            return all(map(is_plain, value))
-        return isinstance(value, bool | int | float | str | torch.dtype | torch.device)
+def is_plain(value: Any) -> bool:
+    """Return whether stubs keep an attribute: None, a number, a string, a dtype, a device, or a tuple of these."""
+    if isinstance(value, tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
 
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     own_classes = [cls for cls in type(module).__mro__ if cls not in nn.Module.__mro__]
-    layers = [*(vars(cls) for cls in reversed(own_classes)), vars(module)]
-    return {k: v for layer in layers for k, v in layer.items() if is_plain(v) and not k.startswith("_")}
+    registries = [vars(module)[name] for name in ("_parameters", "_buffers", "_modules")]  # which may hold None
+    layers = [*(vars(cls) for cls in reversed(own_classes)), vars(module), *registries]
+    found = {k: v for layer in layers for k, v in layer.items() if is_plain(v) and not k.startswith("_")}
+    found.pop("training", None)  # every module has its own
+    return found

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,56 +35,58 @@ class Stub(LooksLike, nn.Module):
 
     def __init__(self, module: nn.Module, *, fqn: str, stage: int, state: RunState, is_here: bool) -> None:
         super().__init__()
-        self.fqn = fqn
-        self.stage = stage
-        self.replaced = type(module).__name__
-        self._kind = type(module)
+        self._vescale_fqn = fqn
+        self._vescale_stage = stage
+        self._vescale_replaced = type(module).__name__
+        self._vescale_kind = type(module)
         self.training = module.training
-        self._state = state
-        self._here: list[nn.Module] = [module] if is_here else []  # a list, as attributes that are modules are parts
-        self._constants: dict[str, tuple[nn.Module, str]] = {}  # by full name: where each is
+        self._vescale_state = state
+        self._vescale_here: list[nn.Module] = [module] if is_here else []  # a list, as modules would be parts
+        self._vescale_constants: dict[str, tuple[nn.Module, str]] = {}  # by full name: where each is
         for name, constant in constants_of(module).items():
             parent, _, buffer = name.rpartition(".")
-            self._constants[f"{fqn}.{name}"] = module.get_submodule(parent), buffer
+            self._vescale_constants[f"{fqn}.{name}"] = module.get_submodule(parent), buffer
             if not is_here:
-                self._constants[f"{fqn}.{name}"] = self, (kept := f"constant__{name.replace('.', '__')}")
+                self._vescale_constants[f"{fqn}.{name}"] = self, (kept := f"constant__{name.replace('.', '__')}")
                 self.register_buffer(kept, constant, persistent=False)
         self.absent_fqns = _all_fqns(module)
         # no part of this module: `StageModules.only` shows the modules in it while the model runs
-        self.elsewhere: AbsentModule | None
-        vars(self)["elsewhere"] = None if is_here else AbsentModule(module, fqn, stage, state, self._read)
+        self._vescale_elsewhere: AbsentModule | None
+        absent = None if is_here else AbsentModule(module, fqn, stage, state, self._vescale_read)
+        vars(self)["_vescale_elsewhere"] = absent
 
     @property
-    def constants(self) -> dict[str, torch.Tensor]:
+    def _vescale_buffers(self) -> dict[str, torch.Tensor]:
         """The constants of the module, by full name."""
-        return {name: vars(owner)["_buffers"][buffer] for name, (owner, buffer) in self._constants.items()}
+        return {name: vars(owner)["_buffers"][buffer] for name, (owner, buffer) in self._vescale_constants.items()}
 
     @property
-    def _absent(self) -> AbsentModule:
+    def _vescale_absent(self) -> AbsentModule:
         """What is known of the module; of one on this rank, what it is like at present."""
-        if self.elsewhere is not None:
-            return self.elsewhere
-        return AbsentModule(self._here[0], self.fqn, self.stage, self._state, self._read, is_here=True)
+        if self._vescale_elsewhere is not None:
+            return self._vescale_elsewhere
+        where = self._vescale_fqn, self._vescale_stage
+        return AbsentModule(self._vescale_here[0], *where, self._vescale_state, self._vescale_read, is_here=True)
 
-    def _read(self, name: str) -> torch.Tensor | None:
+    def _vescale_read(self, name: str) -> torch.Tensor | None:
         """Return a constant by its full name, and note that it is read."""
-        if name not in self._constants:
+        if name not in self._vescale_constants:
             return None
-        self._state.constants_read.add(name)
-        return self.constants[name]
+        self._vescale_state.constants_read.add(name)
+        return self._vescale_buffers[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return placeholders for the module's outputs, and run its hooks with them."""
-        mode = self._state.mode
+        mode = self._vescale_state.mode
         if mode is None:
             raise PipelineError(
-                f"expected a call through PipelineEngine, got a direct call of `{self.fqn}`, a module of pipeline "
-                f"stage {self.stage}; run the model through its engine"
+                f"expected a call through PipelineEngine, got a direct call of `{self._vescale_fqn}`, a module of "
+                f"pipeline stage {self._vescale_stage}; run the model through its engine"
             )
         with mode.paused():
-            call = mode.frame.begin(self.fqn, *flatten((args, kwargs)), owner=self.stage)
+            call = mode.frame.begin(self._vescale_fqn, *flatten((args, kwargs)), owner=self._vescale_stage)
             output, inside = mode.frame.absent(call)
-            module, numbers = self._hooked, numbers_of if self.elsewhere is None else None
+            module, numbers = self._vescale_hooked, numbers_of if self._vescale_elsewhere is None else None
             run_hooks(module, numbers, True, args, kwargs)
             for name, *given in inside:
                 run_hooks(module.get_submodule(name), numbers, *given)
@@ -92,59 +94,64 @@ class Stub(LooksLike, nn.Module):
             return output
 
     @property
-    def _hooked(self) -> nn.Module:
+    def _vescale_hooked(self) -> nn.Module:
         """What has the module's hooks."""
-        return self._here[0] if self.elsewhere is None else self.elsewhere
+        return self._vescale_here[0] if self._vescale_elsewhere is None else self._vescale_elsewhere
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
         """Register a hook that runs before each call, with placeholders."""
         if is_ours(hook):
             return super().register_forward_pre_hook(hook, **options)
-        return self._hooked.register_forward_pre_hook(hook, **options)
+        return self._vescale_hooked.register_forward_pre_hook(hook, **options)
 
     def register_forward_hook(self, hook: Any, **options: Any) -> Any:
         """Register a hook that runs after each call, with placeholders."""
         if is_ours(hook):
             return super().register_forward_hook(hook, **options)
-        return self._hooked.register_forward_hook(hook, **options)
+        return self._vescale_hooked.register_forward_hook(hook, **options)
 
     def train(self, mode: bool = True) -> Stub:
         """Set the mode of what stands for the modules in it, too."""
-        if self.elsewhere is not None:
-            self.elsewhere.train(mode)
+        if self._vescale_elsewhere is not None:
+            self._vescale_elsewhere.train(mode)
         super().train(mode)
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if "elsewhere" not in vars(self):  # a copy in the making
+        if "_vescale_elsewhere" not in vars(self):  # a copy in the making
             return super().__getattr__(name)
-        constant = self._read(f"{self.fqn}.{name}")
+        constant = self._vescale_read(f"{self._vescale_fqn}.{name}")
         if constant is not None:
             return constant
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self._absent, name)
+            return getattr(self._vescale_absent, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a new parameter or buffer is that of the other stage, and only looked at."""
-        if not isinstance(value, torch.Tensor):
+        if "_vescale_elsewhere" not in vars(self) or name.startswith("_vescale_"):
             super().__setattr__(name, value)
-        elif f"{self.fqn}.{name}" in self._constants:
-            owner, buffer = self._constants[f"{self.fqn}.{name}"]
+        elif not isinstance(value, torch.Tensor):
+            known = self._vescale_elsewhere
+            super().__setattr__(name, value) if known is None or not known._vescale_keeps(name) else setattr(
+                known, name, value
+            )
+        elif f"{self._vescale_fqn}.{name}" in self._vescale_constants:
+            owner, buffer = self._vescale_constants[f"{self._vescale_fqn}.{name}"]
             vars(owner)["_buffers"][buffer] = value
         else:
-            setattr(self._absent, name, value)
+            setattr(self._vescale_absent, name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Stub:
-        if self.elsewhere is not None:
-            self.elsewhere._apply(fn)
+        if self._vescale_elsewhere is not None:
+            self._vescale_elsewhere._apply(fn)
         super()._apply(fn, recurse)
         return self
 
     def extra_repr(self) -> str:
         """Return the replaced class and its stage."""
-        return f"{self.replaced} of stage {self.stage}"
+        return f"{self._vescale_replaced} of stage {self._vescale_stage}"
 
 
 def _all_fqns(module: nn.Module) -> tuple[str, ...]:
@@ -183,7 +190,7 @@ class StageModules:
                 continue
             parent, _, name = fqn.rpartition(".")
             place = _Place(model.get_submodule(parent), name, module, stubs[module])
-            if (stage := stubs[module].stage) in self._places:
+            if (stage := stubs[module]._vescale_stage) in self._places:
                 self._places[stage].append(place)
             else:
                 place.put(place.stub)
@@ -192,8 +199,22 @@ class StageModules:
 
     def constants(self, *, of_this_rank: bool = False) -> dict[str, torch.Tensor]:
         """Return the constants of all modules, or of those of this rank's stages, by full name."""
-        stubs = [stub for stub in self._stubs.values() if not of_this_rank or stub.fqn in self.units]
-        return {name: constant for stub in stubs for name, constant in stub.constants.items()}
+        stubs = [stub for stub in self._stubs.values() if not of_this_rank or stub._vescale_fqn in self.units]
+        return {name: constant for stub in stubs for name, constant in stub._vescale_buffers.items()}
+
+    def attributes(self, names: Iterable[str], *, of_this_rank: bool = False) -> dict[str, Any]:
+        """Return plain attributes of modules in units, of all or of this rank's, by their full names."""
+        found: dict[str, Any] = {}
+        for name in names:
+            path, _, attribute = name.rpartition(".")
+            stub = next(s for s in self._stubs.values() if f"{path}.".startswith(f"{s._vescale_fqn}."))
+            part = path.removeprefix(stub._vescale_fqn).removeprefix(".")
+            if stub._vescale_elsewhere is None:
+                found[name] = getattr(stub._vescale_here[0].get_submodule(part), attribute, None)
+            elif not of_this_rank:
+                absent = cast(AbsentModule, stub._vescale_elsewhere.get_submodule(part))
+                found[name] = absent._vescale_items.get(attribute)
+        return found
 
     @contextlib.contextmanager
     def only(self, stages: Collection[int]) -> Iterator[None]:
@@ -202,7 +223,8 @@ class StageModules:
         Code finds what stands for the modules in units of other ranks, which are no part of the model otherwise.
         """
         absent = [place for stage, places in self._places.items() if stage not in stages for place in places]
-        elsewhere = [(stub, stub.elsewhere) for stub in self._stubs.values() if stub.elsewhere is not None]
+        stubs = self._stubs.values()
+        elsewhere = [(stub, each) for stub in stubs if (each := stub._vescale_elsewhere) is not None]
         try:
             for place in absent:
                 place.put(place.stub)
