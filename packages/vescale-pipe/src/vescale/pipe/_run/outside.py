@@ -126,7 +126,7 @@ class OutsideCode:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other
-    return type(one) is type(other) and bool(one == other)
+    return one is other or (type(one) is type(other) and bool(one == other))
 
 
 def _changed(name: str, before: Any, after: Any) -> PipelineError:

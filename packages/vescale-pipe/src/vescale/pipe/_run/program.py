@@ -101,8 +101,8 @@ class Program:
     are the stages whose gradients of weights are computed with those of inputs. ``rule`` is that of the loss, once it
     is known. ``tapes`` are those of this rank's stages, made with these ``attributes`` of modules outside of units.
     ``draws`` is what a micro-batch draws, once it is known. ``ties`` are the states of tied weights.
-    ``constants`` are the buffers that stages read of others. ``used_inside`` are the calls of units of which code
-    outside uses a tensor that a hook has stored.
+    ``constants`` are the buffers and attributes that stages read of others. ``used_inside`` are the calls of units of
+    which code outside uses a tensor that a hook has stored.
 
     The gradient of a value visits the stages that use it from the last one back, and each adds its own, so all are
     added in the order of one process.

@@ -149,8 +149,8 @@ class Transport:
 
     def wait_sends(self) -> None:
         """Wait until every send of the step completes."""
-        for work, kept in self._pending:
-            self.wait_message(work, "a send to another stage", wire=kept.device)
+        if self._pending:  # in one go: a wait is handed to another thread
+            self.wait_message(_Several([work for work, _ in self._pending]), "a send to another stage", wire=self._wire)
         self._pending = []
 
     def drop_sends(self) -> None:
@@ -221,6 +221,15 @@ class Transport:
 
     def _describe(self, what: str) -> str:
         return f"{what} over axis {self._axis_name!r} in step {self.step}"
+
+
+@dataclass
+class _Several:
+    works: list[Any]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 @dataclass

@@ -25,6 +25,7 @@ from .._run.inside import users_hooks
 from .._run.mode import RunState
 from .._run.values import PipelineError, Placeholder
 
+_NO_VALUE = object()
 KEPT_BYTES = 1 << 20  # the largest constant that stubs keep
 
 _MAY = "code outside of stage modules may call the module, and read plain attributes and what its tensors are like"
@@ -104,16 +105,16 @@ class AbsentModule(LooksLike, nn.Module):
 
     named_buffers = state_dict = named_parameters
 
-    def _vescale_keeps(self, name: str) -> bool:
-        return name in self._vescale_items
+    def _vescale_keeps(self, name: str, value: Any) -> bool:
+        """Return whether a new value of an attribute is a plain one of a plain attribute."""
+        return is_plain(value) and is_plain(self.__dict__.get("_vescale_items", {}).get(name, _NO_VALUE))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        items = self.__dict__.get("_vescale_items", {})
-        known = items.get(name)
+        known = self.__dict__.get("_vescale_items", {}).get(name)
         if isinstance(known, AbsentTensor) and isinstance(value, torch.Tensor):
             known.shape, known.dtype = value.shape, value.dtype
-        elif name in items:
-            items[name] = value
+        elif self._vescale_keeps(name, value):
+            self._vescale_items[name] = value
         else:
             object.__setattr__(self, name, value)
 

@@ -130,13 +130,11 @@ class Stub(LooksLike, nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a new parameter or buffer is that of the other stage, and only looked at."""
-        if "_vescale_elsewhere" not in vars(self) or name.startswith("_vescale_"):
-            super().__setattr__(name, value)
+        absent = vars(self).get("_vescale_elsewhere")
+        if absent is not None and absent._vescale_keeps(name, value):
+            setattr(absent, name, value)
         elif not isinstance(value, torch.Tensor):
-            known = self._vescale_elsewhere
-            super().__setattr__(name, value) if known is None or not known._vescale_keeps(name) else setattr(
-                known, name, value
-            )
+            super().__setattr__(name, value)
         elif f"{self._vescale_fqn}.{name}" in self._vescale_constants:
             owner, buffer = self._vescale_constants[f"{self._vescale_fqn}.{name}"]
             vars(owner)["_buffers"][buffer] = value
