@@ -22,8 +22,9 @@ from .split import StageSplit
 class Stub(LooksLike, nn.Module):
     """Replacement for a module of another stage. Its forward returns placeholder tensors.
 
-    Plain attributes of the module (numbers, strings, booleans) stay readable, and what its tensors are like. Its hooks,
-    and those of modules in it, run with placeholders. While the model runs, it is an instance of the module's class.
+    Plain attributes of the module (numbers, strings, booleans, None) stay readable, and what its tensors are like. Its
+    hooks, and those of modules in it, run with placeholders. While the model runs, it is an instance of the module's
+    class.
 
     Args:
         module: the replaced module.
