@@ -22,11 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
+    "Height",
     "NoisySums",
     "collectives_started",
     "count_gathers",
     "database",
     "gathers",
+    "largest",
     "local_tensor",
     "make",
     "sizes",
@@ -202,6 +204,28 @@ class NoisySums(TorchDispatchMode):
     def _factor(self, sum_: Tensor) -> Tensor:
         noise = self._share * max(self._unit, 2.5 * torch.finfo(sum_.dtype).eps)
         return 1 + noise * torch.randn(sum_.shape, generator=self._generator, dtype=torch.float64)
+
+
+class Height(TorchDispatchMode):
+    """Keeps the largest finite magnitude of the results of operators, as ``largest``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0.0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run an operator."""
+        results = op(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(largest(t) for t in tree_leaves(results) if isinstance(t, Tensor))])
+        return results
+
+
+def largest(tensor: Tensor) -> float:
+    """Return the largest finite magnitude of a tensor of numbers that are no integers; 0 for all else."""
+    if tensor._is_zerotensor() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0  # a gradient that is known to be zeros has no memory
+    magnitudes = tensor.detach().abs().double()
+    return magnitudes[magnitudes.isfinite()].max().item() if magnitudes.isfinite().any() else 0.0
 
 
 def _memory(tensor: Tensor) -> int:

@@ -128,7 +128,7 @@ def run(
     move: Callable,
     weigh: Callable,
     mode: contextlib.AbstractContextManager | None = None,
-    heights: list[float] | None = None,
+    in_gradients: contextlib.AbstractContextManager | None = None,
 ) -> dict[str, torch.Tensor | None]:
     """Run a program; return its variables as they are at the end, its gradients and the generator's state, by name.
 
@@ -137,9 +137,9 @@ def run(
         inputs: Plain tensors or DTensors.
         move: What the lines call ``move``.
         weigh: Returns the gradient of result ``number`` where the backward pass starts, given ``(number, result)``.
-        mode: Around each line. Under a mode torch computes some gradients by the formulas for subclasses of tensors,
-            as those of DTensors, so it is not around those.
-        heights: Gets the largest magnitude of the gradient of each variable.
+        mode: Around each line.
+        in_gradients: Around gradients, some of which torch computes under a mode by other formulas: those for
+            subclasses of tensors, so those of DTensors.
 
     Raises:
         LineFailed: A line, or the backward pass, raised an error; it is the cause.
@@ -157,17 +157,14 @@ def run(
         found = {name: value for name, value in scope.items() if re.fullmatch(r"[xv]\d+", name)}
         wanted = {name: tensor for name, tensor in names.items() if tensor.requires_grad}
         outs = _differentiable(found.values())
-        variables = list(outs.values())
         for turn in range(1, program.order + 1 if wanted and outs else 1):
             try:
                 weights = [weigh(number, out) for number, out in outs.items()]
                 again, tensors = turn < program.order, list(wanted.values())
-                if heights is not None:
-                    every = torch.autograd.grad(
-                        [*outs.values()], variables, weights, retain_graph=True, allow_unused=True
+                with in_gradients or contextlib.nullcontext():
+                    grads = torch.autograd.grad(
+                        [*outs.values()], tensors, weights, create_graph=again, allow_unused=True
                     )
-                    heights += map(_largest, every)
-                grads = torch.autograd.grad([*outs.values()], tensors, weights, create_graph=again, allow_unused=True)
             except Exception as error:
                 raise LineFailed("second gradient" if turn == 2 else "gradient") from error
             found |= {f"grad{turn} of {name}": grad for name, grad in zip(wanted, grads, strict=True)}
@@ -184,7 +181,10 @@ def _differentiable(values: Iterable[object]) -> dict[int, torch.Tensor]:
 
 
 def one_device(
-    program: Program, share: float = 0.0, unit: float = 0.0, heights: list[float] | None = None
+    program: Program,
+    share: float = 0.0,
+    unit: float = 0.0,
+    in_gradients: contextlib.AbstractContextManager | None = None,
 ) -> dict[str, torch.Tensor | None]:
     """Run a program on plain tensors; with a ``share`` of noise, ``unit`` times as large, in inputs and sums."""
     inputs = [
@@ -194,7 +194,7 @@ def one_device(
     partial = [x for x, each in zip(inputs, program.inputs, strict=True) if each.num_addends(program.mesh) > 2]
     has_sums = any(each.num_addends(program.mesh) > 1 for each in program.inputs)
     mode = _torch.NoisySums(share, unit, has_sums=has_sums, partial=partial) if share else None
-    found = run(program, inputs, lambda tensor, _: tensor.clone(), weight, mode, heights)
+    found = run(program, inputs, lambda tensor, _: tensor.clone(), weight, mode, in_gradients)
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 
 
@@ -209,16 +209,19 @@ def is_steady(program: Program) -> dict[str, torch.Tensor | None] | None:
     """Return the results of one device, or None where the program has none that another order of additions keeps.
 
     Such a program fails on plain tensors, has results that are not finite, or results that rounding errors change.
-    Gradients that are added up, and cancel, have rounding errors of the largest of them.
+    What is added up to gradients, and cancels, has rounding errors of the largest number; formulas have large ones
+    inside, such as the second gradients of norms of a single element.
     """
-    heights: list[float] = []
+    height = _torch.Height()
     try:
-        expected = one_device(program, heights=heights)
+        expected = one_device(program)
         if not all(torch.isfinite(v).all() for v in expected.values() if isinstance(v, torch.Tensor)):
             return None
         precision = program.precision(expected)
         gradients = max((_largest(value) for name, value in expected.items() if name.startswith("grad")), default=0.0)
-        if NOISE[precision] * max(heights, default=0.0) > RTOL[precision] / 30 * max(1e-3, gradients):
+        if program.order:
+            one_device(program, in_gradients=height)
+        if NOISE[precision] * height.largest > RTOL[precision] / 30 * max(1e-3, gradients):
             return None
         for share in (1, -1, 0.5, -0.5):  # the noise of an input has the same pattern in every run
             noisy = one_device(program, share, NOISE[precision])
@@ -260,10 +263,7 @@ def same_results(actual: dict, expected: dict, rtol: float) -> None:
 
 def _largest(value: object) -> float:
     """Return the largest finite magnitude of a tensor of numbers that are no integers; 0 for all else."""
-    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return 0.0
-    magnitudes = value.detach().abs().double()
-    return magnitudes[magnitudes.isfinite()].max().item() if magnitudes.isfinite().any() else 0.0
+    return _torch.largest(value) if isinstance(value, torch.Tensor) else 0.0
 
 
 def _is_rounding(got: torch.Tensor, wanted: torch.Tensor, largest: float) -> bool:
