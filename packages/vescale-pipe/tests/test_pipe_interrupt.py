@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelinePlan
-from vescale_testing import RankFailure, run_ranks
+from vescale.pipe._lost_ranks import Failures
+from vescale_testing import RankFailure, ranks, run_ranks
 
 
 class Block(nn.Module):
@@ -70,6 +72,17 @@ def at_all_ranks(mesh_of, plan):
     steps(mesh_of, plan, prepare, is_in_step=False)  # it may come between two steps
 
 
+def at_a_waiting_rank(mesh_of, plan, last):
+    """The last stage sleeps, so that the others wait for it when rank 0 is interrupted."""
+
+    def prepare(blocks):
+        blocks[last].linear.register_forward_hook(lambda *_: time.sleep(10) if blocks[last].calls == 6 else None)
+        if dist.get_rank() == 0:
+            threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    steps(mesh_of, plan, prepare)
+
+
 def errors_of(function, world_size, *args):
     with pytest.raises(RankFailure) as failure:
         run_ranks(function, world_size, *args, timeout=60)
@@ -110,3 +123,32 @@ def test_at_all_ranks(pipeline_mesh, plan):
     errors = errors_of(at_all_ranks, 2, pipeline_mesh, plan)
     assert any(error.startswith("KeyboardInterrupt") for error in errors.values())
     assert all(re.match("KeyboardInterrupt|RuntimeError: .*KeyboardInterrupt", e, re.DOTALL) for e in errors.values())
+
+
+def test_at_a_rank_that_waits(pipeline_mesh, monkeypatch):
+    """It does not wait on, and neither do others that wait."""
+    monkeypatch.setattr(Failures, "POLL", timedelta(seconds=0.1))
+    monkeypatch.setattr(Failures, "PATIENCE", 1.0)  # less than the 3 s after which ranks are ended
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(at_a_waiting_rank, 3, pipeline_mesh, PipelinePlan("1f1b", 4), 2, timeout=60)
+    errors = {rank: str(error) for rank, error in failure.value.exceptions.items()}
+    assert set(errors) == {0, 1}, failure.value  # code of the user is not interrupted
+    assert all(float(re.match(r"after (\S+) s: ", text)[1]) < 3 + 5 for text in errors.values()), errors
+    assert "s: KeyboardInterrupt" in errors[0]
+    assert "rank 0: KeyboardInterrupt in " in errors[1], errors[1]
+
+
+@ranks(2)
+def test_a_handler_of_the_user_does_not_end_the_step(pipeline_mesh):
+    """As one that asks the loop to stop after the step."""
+    noticed = []
+    signal.signal(signal.SIGINT, lambda *_: noticed.append("asked to stop"))
+    blocks = [Block(), Block()]
+    engine = PipelineEngine(nn.Sequential(*blocks), pipeline_mesh(), PipelinePlan("1f1b", 4), loss_fn=torch.mean)
+    expected = engine(torch.ones(8, 4))
+    blocks[1].linear.register_forward_hook(lambda *_: time.sleep(2) if blocks[1].calls == 6 else None)
+    if dist.get_rank() == 0:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert torch.equal(engine(torch.ones(8, 4)), expected)
+    assert len(noticed) == (dist.get_rank() == 0)
+    assert signal.set_wakeup_fd(-1) == -1

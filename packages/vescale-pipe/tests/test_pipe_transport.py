@@ -115,3 +115,18 @@ def test_stages_in_different_numbers_of_groups(pipeline_mesh):
         dist.new_group([0], use_local_synchronization=True)
     with pytest.raises(RuntimeError):
         dist.new_group([0, 1], use_local_synchronization=True, timeout=timedelta(seconds=1))
+
+
+@ranks(3)
+def test_a_sent_value_is_freed_when_its_gradient_has_arrived(pipeline_mesh):
+    """As its activations are: 1F1B holds those of as many micro-batches as stages follow."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", 8), loss_fn=torch.mean)
+    transport, held = engine._transport, []
+    send = transport.send
+    for _ in range(2):
+        held.clear()
+        transport.send = lambda *args, **kwargs: (held.append(len(transport._pending)), send(*args, **kwargs))[1]
+        engine(torch.ones(8, 4))
+    if dist.get_rank() == 0:
+        assert max(held) == 2

@@ -111,7 +111,7 @@ class Failures:
             raise RuntimeError(self.describe(what, ""))
 
     def wait_message(self, work: Any, what: str) -> None:
-        """Wait for a send or a receive on the CPU.
+        """Wait for a work on the CPU whose wait can have no limit.
 
         gloo closes a connection over which a wait for a message has timed out. So a thread waits without limit, and
         this one listens.

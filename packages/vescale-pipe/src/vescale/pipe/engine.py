@@ -288,17 +288,18 @@ class PipelineEngine:
         self._current = programs[0]
         step = None
         try:
-            rule = self._rule_of(pipeline, programs, microbatches)
-            result: BatchLoss | BatchRows = BatchRows()
-            if outputs_of is None:
-                is_last = self._placement.is_here(self.num_stages - 1)
-                result = BatchLoss(rule, self.rows, is_here=is_last, shares=shares)
-            with self._ties.active(programs[0].ties), self.rows.rehearsed():
-                total = GradientSum(parameters if torch.is_grad_enabled() else dict.fromkeys(parameters, ()))
-                self._gate.guard(total.parameters)
-                step = Step(pipeline, microbatches, programs, shares, total, result)
-                with contextlib.closing(step):
-                    step.run()
+            with self._transport.listening():
+                rule = self._rule_of(pipeline, programs, microbatches)
+                result: BatchLoss | BatchRows = BatchRows()
+                if outputs_of is None:
+                    is_last = self._placement.is_here(self.num_stages - 1)
+                    result = BatchLoss(rule, self.rows, is_here=is_last, shares=shares)
+                with self._ties.active(programs[0].ties), self.rows.rehearsed():
+                    total = GradientSum(parameters if torch.is_grad_enabled() else dict.fromkeys(parameters, ()))
+                    self._gate.guard(total.parameters)
+                    step = Step(pipeline, microbatches, programs, shares, total, result)
+                    with contextlib.closing(step):
+                        step.run()
         except BaseException as error:
             self._transport.drop_sends()
             # a recording fails on all ranks with nothing in flight, unless one of them is interrupted or lost; later

@@ -32,6 +32,7 @@ with parameters whose memory is freed between uses, as with ZeRO 3 (``docs/proto
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -83,8 +84,14 @@ class _Receive(torch.autograd.Function):
 def attach(tensor: torch.Tensor) -> tuple[torch.Tensor, GradientEdge]:
     """Return a received tensor that requires a gradient, and the graph edge of its gradient."""
     with torch.enable_grad():
-        tensor = _Receive.apply(torch.zeros((), requires_grad=True), tensor)
+        tensor = _Receive.apply(_anchor(), tensor)
     return tensor, get_gradient_edge(tensor)
+
+
+@functools.cache
+def _anchor() -> torch.Tensor:
+    """Return what lets functions require a gradient that have no other input that does."""
+    return torch.zeros((), device="cpu", requires_grad=True)
 
 
 class StageBackward:
@@ -416,10 +423,9 @@ def connect(loss: torch.Tensor, total: GradientSum, reductions: Reduced, gate: H
     ``backward`` then accumulates into the parameters as in plain torch, with post-accumulate hooks and loss scaling.
     Those that are reduced get their means.
     """
-    anchor = torch.zeros((), requires_grad=True)
     left = [(p, own) for p, own in zip(total.parameters, total.totals, strict=True) if p not in reductions]
     parameters, totals = zip(*left, strict=True) if left else ((), ())
-    connected: torch.Tensor = _Accumulate.apply(loss, gate, reductions, anchor, list(totals), *parameters)
+    connected: torch.Tensor = _Accumulate.apply(loss, gate, reductions, _anchor(), list(totals), *parameters)
     return connected
 
 

@@ -44,6 +44,7 @@ class Mail:
         self._transport, self._placement, self._programs = transport, placement, programs
         self._backward = backward
         self._here: dict[Letter, torch.Tensor] = {}
+        self._sent: dict[Letter, int] = {}
         self._arriving: dict[Letter, Arrival] = {}
         self._expected: dict[int, Iterator[Letter]] | None = None
         if schedule is not None:
@@ -54,7 +55,7 @@ class Mail:
         _, receiver = self._stages(letter)
         to = self._placement.ranks[receiver]
         if to != self._placement.rank:
-            self._transport.send(tensor, to, stride=stride)
+            self._sent[letter] = self._transport.send(tensor, to, stride=stride)
         elif letter[2]:
             self._here[letter] = tensor
         else:  # a value may be written by the stage that gets it
@@ -66,7 +67,11 @@ class Mail:
         if letter in self._here:
             return self._here.pop(letter)
         self._begin_until(letter)
-        return self._arriving.pop(letter).wait()
+        tensor = self._arriving.pop(letter).wait()
+        index, microbatch, is_gradient = letter
+        if is_gradient and (number := self._sent.pop((index, microbatch, False), None)) is not None:
+            self._transport.wait_send(number)  # the value has arrived, since its gradient has
+        return tensor
 
     def expect(self, action: Action) -> None:
         """Begin to receive the messages that an action needs."""

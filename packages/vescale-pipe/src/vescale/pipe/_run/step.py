@@ -147,13 +147,14 @@ class Step:
         if watch is not None:
             self._transport.gather_integers([0])  # so that all ranks begin at the same time
             watch.begin()
+        for needed in actions[:1]:
+            self._mail.expect(needed)
         for action, following in itertools.zip_longest(actions, actions[1:]):
             self.where = str(action)
-            for needed in (action, following):
-                if needed is not None:
-                    self._mail.expect(needed)
+            if following is not None:
+                self._mail.expect(following)
             timed = contextlib.nullcontext() if watch is None else watch.action(action)
-            with record_function(f"vescale.pipe/{action}"), timed:
+            with record_function(f"vescale.pipe/{self.where}"), timed:
                 if action.kind == FORWARD:
                     self._forward(action.stage, action.microbatch)
                 elif self.has_backward:

@@ -12,10 +12,11 @@ every dtype is supported and a transposed dense tensor arrives transposed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._lost_ranks import Failures
 from .._torch import bound_device, default_store, new_group
+from .listener import listener
 from .timing import Stopwatch
 from .tree import flatten
 
@@ -76,7 +78,8 @@ class Transport:
         self.rank = axis.get_local_rank()
         self._ranks = axis.mesh.flatten().tolist()
         self.device = current_device(axis.device_type)
-        self._pending: list[tuple[Any, torch.Tensor]] = []
+        self._pending: dict[int, tuple[Any, torch.Tensor, str]] = {}
+        self._num_sent = 0
         self._groups: dict[str, dist.ProcessGroup] = {}
         self.step = 0
         self._of_inputs = self.device
@@ -90,10 +93,12 @@ class Transport:
         everyone = bound_device() is not None
         groups = new_groups(self._ranks, backend, 2, everyone=everyone, timeout=timeout)
         self._groups = dict(zip((UP, DOWN), groups, strict=True))
+        self._rank_in_group = [dist.get_group_rank(groups[0], rank) for rank in self._ranks]
         (self._control,) = new_groups(self._ranks, "gloo", 1, everyone=False, timeout=timeout)
         self._axis_name = (axis.mesh_dim_names or ("",))[0]
         rank, name = self._ranks[self.rank], self._control.group_name
         self._failures = Failures(self._ranks, rank, default_store(), name=name)
+        self._has_answered = False  # to others that have failed
 
     def begin_step(self, args: tuple, kwargs: dict) -> None:
         """Begin a step with these inputs. In a dry run all tensors are on their device, which may be "meta"."""
@@ -107,24 +112,32 @@ class Transport:
             return self._of_inputs
         return self.device if device_type == self.device.type else current_device(device_type)
 
+    def listening(self) -> contextlib.AbstractContextManager[None]:
+        """Let Ctrl-C end waits for messages in this context."""
+        return contextlib.nullcontext() if self.is_alone else listener().step()
+
     # --- tensors ---
 
-    def send(self, tensor: torch.Tensor, to: int, *, stride: Sequence[int] | None = None) -> None:
-        """Begin to send a plain tensor. Do not write to it before ``wait_sends``.
+    def send(self, tensor: torch.Tensor, to: int, *, stride: Sequence[int] | None = None) -> int:
+        """Begin to send a plain tensor, and return its number. Do not write to it before ``wait_sends``.
 
         ``stride`` has the strides on the receiver; the tensor's own by default.
         """
+        self._num_sent += 1
         if self.is_dry:
-            return
-        if stride is not None and tuple(stride) != tensor.stride() and _is_dense(tensor.shape, stride):
+            return self._num_sent
+        if stride is not None and tuple(stride) != tensor.stride() and _is_dense(tensor.shape, tuple(stride)):
             source = tensor
             tensor = torch.empty_strided(source.shape, tuple(stride), dtype=source.dtype, device=source.device)
             tensor.copy_(source)
-        flat = _bytes_in_storage_order(tensor).to(self._wire)
-        self._pending = [(work, kept) for work, kept in self._pending if not work.is_completed()]
+        flat = _in_storage_order(tensor).to(self._wire)
+        if self._wire.type != "cpu":  # those of gloo complete when they are waited for
+            self._pending = {number: sent for number, sent in self._pending.items() if not sent[0].is_completed()}
         if flat.numel():
-            work = dist.isend(flat, self._ranks[to], group=self._groups[UP if to > self.rank else DOWN])
-            self._pending.append((work, flat))
+            way = UP if to > self.rank else DOWN
+            work = dist.isend(flat, group=self._groups[way], group_dst=self._rank_in_group[to])
+            self._pending[self._num_sent] = work, flat, way
+        return self._num_sent
 
     def receive(
         self,
@@ -142,20 +155,26 @@ class Transport:
             tensor.zero_()
         if self.is_dry or tensor.numel() == 0:
             return Arrival(tensor)
-        flat = _bytes_in_storage_order(tensor)
+        flat = _in_storage_order(tensor)
         buffer = flat if device.type == self._wire.type else torch.empty_like(flat, device=self._wire)
-        work = dist.irecv(buffer, self._ranks[source], group=self._groups[UP if self.rank > source else DOWN])
-        return Arrival(tensor, _InFlight(self, work, flat, buffer, what))
+        way = UP if self.rank > source else DOWN
+        work = dist.irecv(buffer, group=self._groups[way], group_src=self._rank_in_group[source])
+        return Arrival(tensor, _InFlight(self, work, way, flat, buffer, what))
+
+    def wait_send(self, number: int) -> None:
+        """Wait until the send of this number completes, and free its memory."""
+        if (sent := self._pending.pop(number, None)) is not None:
+            work, _, way = sent
+            self.wait_message(work, way, "a send to another stage", wire=self._wire)
 
     def wait_sends(self) -> None:
         """Wait until every send of the step completes."""
-        if self._pending:  # in one go: a wait is handed to another thread
-            self.wait_message(_Several([work for work, _ in self._pending]), "a send to another stage", wire=self._wire)
-        self._pending = []
+        for number in list(self._pending):
+            self.wait_send(number)
 
     def drop_sends(self) -> None:
         """Drop unfinished sends after a failure."""
-        self._pending = []
+        self._pending = {}
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Return the tensor of rank ``source`` on every rank; all pass a tensor of the same shape and dtype."""
@@ -190,7 +209,7 @@ class Transport:
 
     def report(self, error: BaseException, what: str) -> None:
         """Tell the ranks that wait for this one that it has failed in ``what``, unless another one failed first."""
-        if not self.is_alone and not self.has_failed():
+        if not self.is_alone and not self._has_answered:
             text = "".join(traceback.format_exception(error)).strip()
             self._failures.report(f"{type(error).__name__} in {what} in step {self.step}\n{text}")
 
@@ -206,30 +225,31 @@ class Transport:
 
     def _wait(self, work: Any, what: str, *, wire: torch.device) -> None:
         """Wait for a collective: on the CPU the process, on an accelerator its current stream."""
-        self._wait_by(self._failures.wait, work, what, wire)
-
-    def wait_message(self, work: Any, what: str, *, wire: torch.device) -> None:
-        """Wait for a send or a receive, as `_wait`."""
-        self._wait_by(self._failures.wait_message, work, what, wire)
-
-    def _wait_by(self, wait: Callable[[Any, str], None], work: Any, what: str, wire: torch.device) -> None:
-        with contextlib.nullcontext() if self.watch is None else self.watch.waiting():
+        with self._waiting():
             if wire.type == "cpu":
-                wait(work, self._describe(what))
+                self._failures.wait(work, self._describe(what))
             else:
                 work.wait()
 
+    def wait_message(self, work: Any, way: str, what: str, *, wire: torch.device) -> None:
+        """Wait for a send or a receive, as `_wait`."""
+        with self._waiting():
+            if wire.type == "cpu":
+                listener().wait(work, self._groups[way], self._failures, lambda: self._describe(what))
+            else:
+                work.wait()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        try:
+            with contextlib.nullcontext() if self.watch is None else self.watch.waiting():
+                yield
+        except RuntimeError:
+            self._has_answered = True
+            raise
+
     def _describe(self, what: str) -> str:
         return f"{what} over axis {self._axis_name!r} in step {self.step}"
-
-
-@dataclass
-class _Several:
-    works: list[Any]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
 
 
 @dataclass
@@ -238,12 +258,13 @@ class _InFlight:
 
     transport: Transport
     work: Any
+    way: str
     flat: torch.Tensor
     buffer: torch.Tensor
     what: str
 
     def wait(self) -> None:
-        self.transport.wait_message(self.work, f"the receive of {self.what}", wire=self.buffer.device)
+        self.transport.wait_message(self.work, self.way, f"the receive of {self.what}", wire=self.buffer.device)
         if self.buffer is not self.flat:
             self.flat.copy_(self.buffer)
 
@@ -264,7 +285,7 @@ class Arrival:
 
 def new_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor with these strides if they are dense, else a contiguous one."""
-    if not _is_dense(shape, stride):
+    if not _is_dense(tuple(shape), tuple(stride)):
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
 
@@ -281,7 +302,8 @@ def current_device(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+@functools.lru_cache(maxsize=1024)
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether elements fill memory without gaps or overlaps, in some order of the dims."""
     expected = 1
     for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
@@ -291,9 +313,14 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _bytes_in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as a 1-D tensor of bytes: a view of dense memory, else a contiguous copy."""
+def _in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as they are in memory, in a contiguous tensor: a view of dense memory, else a copy.
+
+    On an accelerator they are bytes, as its backend knows fewer dtypes than torch.
+    """
     tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_cpu and tensor.is_contiguous():
+        return tensor
     if not _is_dense(tensor.shape, tensor.stride()):
         tensor = tensor.contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
