@@ -82,8 +82,9 @@ def change_received(monkeypatch, change, *, later_stage):
     """Change the float64 values of two rows that this rank receives from one side."""
     receive = dist.irecv
 
-    def receive_changed(buffer, source, **kwargs):
-        work = receive(buffer, source, **kwargs)
+    def receive_changed(buffer, *, group, group_src):
+        work = receive(buffer, group=group, group_src=group_src)
+        source = dist.get_global_rank(group, group_src)
         if (source > dist.get_rank()) == later_stage and buffer.nbytes == 2 * 6 * 8:
             return Changing(work, lambda: change(buffer.view(torch.float64)))
         return work

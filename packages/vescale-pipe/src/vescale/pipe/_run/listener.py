@@ -35,7 +35,7 @@ _UNUSED = 1  # a tag: messages have 0
 
 
 class _Wait:
-    """A wait in progress, for a message over ``group``; ``is_ended`` tells whether it was made to fail."""
+    """A wait in progress, for a message over ``group``; ``is_ended`` once it was made to fail."""
 
     def __init__(self, group: dist.ProcessGroup, failures: Failures) -> None:
         self.group, self.failures = group, failures
