@@ -130,7 +130,7 @@ class Transport:
             source = tensor
             tensor = torch.empty_strided(source.shape, tuple(stride), dtype=source.dtype, device=source.device)
             tensor.copy_(source)
-        flat = _in_storage_order(tensor).to(self._wire)
+        flat = _in_storage_order(tensor, as_bytes=self._wire.type != "cpu").to(self._wire)
         if self._wire.type != "cpu":  # those of gloo complete when they are waited for
             self._pending = {number: sent for number, sent in self._pending.items() if not sent[0].is_completed()}
         if flat.numel():
@@ -155,7 +155,7 @@ class Transport:
             tensor.zero_()
         if self.is_dry or tensor.numel() == 0:
             return Arrival(tensor)
-        flat = _in_storage_order(tensor)
+        flat = _in_storage_order(tensor, as_bytes=self._wire.type != "cpu")
         buffer = flat if device.type == self._wire.type else torch.empty_like(flat, device=self._wire)
         way = UP if self.rank > source else DOWN
         work = dist.irecv(buffer, group=self._groups[way], group_src=self._rank_in_group[source])
@@ -208,7 +208,7 @@ class Transport:
     # --- failures ---
 
     def report(self, error: BaseException, what: str) -> None:
-        """Tell the ranks that wait for this one that it has failed in ``what``, unless another one failed first."""
+        """Tell the ranks that wait for this one that it has failed in ``what``, unless it has answered them before."""
         if not self.is_alone and not self._has_answered:
             text = "".join(traceback.format_exception(error)).strip()
             self._failures.report(f"{type(error).__name__} in {what} in step {self.step}\n{text}")
@@ -254,7 +254,7 @@ class Transport:
 
 @dataclass
 class _InFlight:
-    """A receive that was begun: ``buffer`` gets the bytes of ``flat``, a view of the tensor."""
+    """A receive that was begun over the group ``way``: ``buffer`` gets what is in ``flat``, a view of the tensor."""
 
     transport: Transport
     work: Any
@@ -313,13 +313,13 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
+def _in_storage_order(tensor: torch.Tensor, *, as_bytes: bool) -> torch.Tensor:
     """Return the elements as they are in memory, in a contiguous tensor: a view of dense memory, else a copy.
 
-    On an accelerator they are bytes, as its backend knows fewer dtypes than torch.
+    ``as_bytes`` is for backends that know fewer dtypes than torch.
     """
     tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.is_cpu and tensor.is_contiguous():
+    if not as_bytes and tensor.is_contiguous():
         return tensor
     if not _is_dense(tensor.shape, tensor.stride()):
         tensor = tensor.contiguous()
