@@ -214,8 +214,9 @@ class Height(TorchDispatchMode):
         self.largest = 0.0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run an operator."""
-        results = op(*args, **(kwargs or {}))
+        """Run an operator; zeros that have no memory get some, as kernels read it that a mode calls."""
+        args, kwargs = tree_map(_with_memory, (args, kwargs or {}))
+        results = op(*args, **kwargs)
         self.largest = max([self.largest, *(largest(t) for t in tree_leaves(results) if isinstance(t, Tensor))])
         return results
 
@@ -223,9 +224,16 @@ class Height(TorchDispatchMode):
 def largest(tensor: Tensor) -> float:
     """Return the largest finite magnitude of a tensor of numbers that are no integers; 0 for all else."""
     if tensor._is_zerotensor() or not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0.0  # a gradient that is known to be zeros has no memory
+        return 0.0
     magnitudes = tensor.detach().abs().double()
     return magnitudes[magnitudes.isfinite()].max().item() if magnitudes.isfinite().any() else 0.0
+
+
+def _with_memory(value: Any) -> Any:
+    """Return zeros for a gradient that is only known to be zeros, and any other value unchanged."""
+    if not isinstance(value, Tensor) or not value._is_zerotensor():
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
 def _memory(tensor: Tensor) -> int:
