@@ -51,6 +51,22 @@ def test_programs_that_another_order_of_additions_changes_have_no_result():
         assert program.is_steady(program.Program((2,), inputs, lines[:1], 0)) is not None
 
 
+def test_gradients_that_pass_through_large_numbers_have_no_result():
+    """The second gradient of the norm of one element is what is left of numbers of 1e7."""
+    inputs = (program.Input((4, 1), "float", "A", requires_grad=True),)
+    for lines, is_steady in ((("v0 = x0[0] * x0", "v1 = F.group_norm(x0, 1)"), False), (("v0 = x0[0] * x0",), True)):
+        assert (program.is_steady(program.Program((2,), inputs, lines, 2)) is not None) is is_steady
+
+
+def test_gradients_that_are_known_to_be_zeros_are_read():
+    """They have no memory, so kernels under a mode would end the process."""
+    inputs = (program.Input((6,), "float", "S0", requires_grad=True),)
+    each = program.Program((2,), inputs, ("v0 = x0.mean()", "v1 = v0.abs().sqrt()", "v2 = torch.ones_like(x0) - v0"), 2)
+    height = program._torch.Height()
+    program.same_results(program.one_device(each, in_gradients=height), program.one_device(each), rtol=1e-10)
+    assert height.largest > 1
+
+
 def test_programs_on_a_branch_cut_have_no_result():
     """Whether the square root of a negative number is above or below the real axis is the sign of a zero."""
     lines = ("v0 = x0.to(torch.complex128)", "v0.narrow(2,0,1).neg_()", "v1 = v0.sqrt()")
