@@ -223,7 +223,7 @@ class Height(TorchDispatchMode):
 
 def largest(tensor: Tensor) -> float:
     """Return the largest finite magnitude of a tensor of numbers that are no integers; 0 for all else."""
-    if tensor._is_zerotensor() or not (tensor.is_floating_point() or tensor.is_complex()):
+    if tensor.is_meta or tensor._is_zerotensor() or not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     magnitudes = tensor.detach().abs().double()
     return magnitudes[magnitudes.isfinite()].max().item() if magnitudes.isfinite().any() else 0.0
