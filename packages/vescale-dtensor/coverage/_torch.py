@@ -207,7 +207,9 @@ class NoisySums(TorchDispatchMode):
 
 
 class Height(TorchDispatchMode):
-    """Keeps the largest finite magnitude of the results of operators, as ``largest``."""
+    """Keeps the largest finite magnitude of what operators compute, as ``largest``; memory that is not written yet has
+    any magnitude.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,6 +219,8 @@ class Height(TorchDispatchMode):
         """Run an operator; zeros that have no memory get some, as kernels read it that a mode calls."""
         args, kwargs = tree_map(_with_memory, (args, kwargs or {}))
         results = op(*args, **kwargs)
+        if op._schema._is_view_op() or any(word in op.overloadpacket.__name__ for word in ("empty", "resize")):
+            return results
         self.largest = max([self.largest, *(largest(t) for t in tree_leaves(results) if isinstance(t, Tensor))])
         return results
 

@@ -123,6 +123,21 @@ def test_no_gradient_is_one_of_rounding_errors():
         program.same_results({"v0": None}, {"v0": torch.zeros(1)}, rtol=1e-10)
 
 
+def test_memory_that_is_not_written_has_no_height():
+    """The gradient of a slice written in place starts as memory of any content."""
+    height, x = program._torch.Height(), torch.ones(2)
+    for size in range(1, 200):
+        several = [torch.full((size, 2), 1e30, dtype=torch.float64) for _ in range(5)]
+        del several  # what follows may get their memory
+        with height:
+            torch.ones(size, 2, dtype=torch.float64)
+            torch.empty(size, 2, dtype=torch.float64)
+            torch.empty_strided((size, 2), (1, size), dtype=torch.float64)
+            x.new_empty(size, 2, dtype=torch.float64)[:1]
+            torch.empty(0, dtype=torch.float64).resize_(size, 2)
+    assert height.largest == 1
+
+
 LONG = program.Program(
     mesh=(2,),
     inputs=(program.Input((4, 6), "float", "S0", True), program.Input((6,), "float", "R")),
