@@ -32,7 +32,7 @@ ROWS = {
 }
 
 
-RESULTS = ("Box", "Manifest", "Piece", "StoredTensor", "TensorMeta")  # of planning and of manifests
+RESULTS = ("Box", "Manifest", "Piece", "StoredFile", "StoredTensor", "TensorMeta")  # of planning and of manifests
 LISTS = {"()", "[]", "[text]", "{}", "{text: 0}", "longer", "shorter"}
 
 

@@ -1,5 +1,6 @@
 """A save appears whole or not at all: failures and crashes leave the path, and an earlier checkpoint, as they were."""
 
+import itertools
 import os
 import resource
 import signal
@@ -106,33 +107,16 @@ def test_a_rank_killed_in_the_middle_leaves_the_earlier_checkpoint(tmp_path, kil
     assert_holds(path, 1)
 
 
-@pytest.mark.parametrize("step", ["write_manifest", "commit_directory"])
+@pytest.mark.parametrize("step", ["open", "os.replace"])
 def test_a_failure_at_the_very_end_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, step):
     path = tmp_path / "c"
     save(path, state(1))
 
-    def fail(*_args):
+    def fail(*_args, **_kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(f"vescale.ckpt._save.save.{step}", fail)
+    monkeypatch.setattr(f"vescale.ckpt._format.versions.{step}", fail, raising=False)
     with pytest.raises(CheckpointError, match="OSError: No space left on device"):
-        save(path, state(2), overwrite=True)
-    assert_holds(path, 1)
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_when_the_last_rename_fails_the_earlier_checkpoint_returns(tmp_path, monkeypatch):
-    path = tmp_path / "c"
-    save(path, state(1))
-    rename = Path.rename
-
-    def fail_on_new(self, target):
-        if ".tmp-" in self.name:
-            raise OSError("Input/output error")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fail_on_new)
-    with pytest.raises(CheckpointError, match="Input/output error"):
         save(path, state(2), overwrite=True)
     assert_holds(path, 1)
     assert list(tmp_path.iterdir()) == [path]
@@ -157,18 +141,14 @@ def test_an_unfinished_directory_is_no_checkpoint(tmp_path):
         read_manifest(tmp_path / "nowhere")
 
 
-def test_a_version_set_aside_by_a_killed_overwrite_is_pointed_at(tmp_path):
-    save(tmp_path / "c", state(1))
-    (tmp_path / "c").rename(tmp_path / "c.old-1234")
-    with pytest.raises(CheckpointError, match=r"an earlier version is at .*/c.old-1234"):
+def test_leftovers_of_a_killed_save_are_mentioned_and_in_nobodys_way(tmp_path, caplog):
+    (tmp_path / "c" / "save-00001234").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"without manifest\.json; a save runs or did not finish"):
         load(tmp_path / "c", state(0))
-
-
-def test_leftovers_of_a_killed_save_are_mentioned(tmp_path, caplog):
-    (tmp_path / "c.tmp-1234").mkdir()
     save(tmp_path / "c", state(1))
-    assert "c.tmp-1234 is left over from a save that did not finish" in caplog.text
-    assert_holds(tmp_path / "c", 1)
+    assert "c/save-00001234 is left over from a save that did not finish" in caplog.text
+    save(tmp_path / "c", state(2), overwrite=True)
+    assert_holds(tmp_path / "c", 2)
 
 
 @ranks(2)
@@ -179,3 +159,84 @@ def test_ranks_must_agree_on_path_and_metadata(tmp_path):
     with pytest.raises(CheckpointError, match="expected the same metadata on all ranks"):
         save(tmp_path / "c", state(1), metadata={"rank": rank})
     assert list(tmp_path.iterdir()) == []
+
+
+def kill_at_step(step: int, run) -> bool:
+    """Run in a child that is killed before its ``step``-th operation on files; return whether it was."""
+    pid = os.fork()
+    if pid == 0:
+        steps = itertools.count()
+
+        def counted(function):
+            def before(*args, **kwargs):
+                if next(steps) == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **kwargs)
+
+            return before
+
+        for name in ("open", "fsync", "replace", "link", "unlink", "mkdir", "rmdir", "rename"):
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            run()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_kill_at_any_step_leaves_the_earlier_checkpoint_or_the_new_one(tmp_path, overwrite):
+    seen = set()
+    for step in itertools.count():
+        path = tmp_path / f"c{step}"
+        if overwrite:
+            save(path, state(1))
+        was_killed = kill_at_step(step, lambda path=path: save(path, state(2), overwrite=overwrite))
+        try:
+            value = read_manifest(path).leaves["step"]
+        except CheckpointError:
+            value = 0
+        seen.add(value)
+        if value:
+            assert_holds(path, value)
+        save(path, state(3), overwrite=overwrite or value > 0)  # nothing that is left is in the way
+        assert_holds(path, 3)
+        if not was_killed:
+            break
+    assert value == 2
+    assert seen == ({1, 2} if overwrite else {0, 2})
+    assert step > 5
+
+
+class Meanwhile:
+    """An object in the state that does something when a save or a load comes to it."""
+
+    def __init__(self, action) -> None:
+        self.action = action
+
+    def state_dict(self):
+        self.action()
+        return {}
+
+    def load_state_dict(self, state_dict): ...
+
+
+def test_two_saves_to_one_path_leave_one_of_them_complete(tmp_path):
+    path = tmp_path / "c"
+    other = Meanwhile(lambda: save(path, state(1)))
+    with pytest.raises(CheckpointError, match="no other save to the same path, got one that was completed meanwhile"):
+        save(path, {**state(2), "other": other})
+    assert_holds(path, 1)
+    other = Meanwhile(lambda: save(path, state(3), overwrite=True))
+    save(path, {**state(4), "other": other}, overwrite=True)
+    assert_holds(path, 4)
+    assert len(list(path.iterdir())) == 2
+
+
+def test_a_load_beside_a_save_to_the_same_path_is_told_to_read_again(tmp_path):
+    path = tmp_path / "c"
+    save(path, state(1))
+    other = Meanwhile(lambda: save(path, state(2), overwrite=True))
+    with pytest.raises(CheckpointError, match="a save has replaced the checkpoint while it was read"):
+        load(path, {**state(0), "other": other})
+    assert_holds(path, 2)

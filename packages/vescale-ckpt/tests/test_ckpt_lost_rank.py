@@ -62,7 +62,7 @@ def test_the_others_name_the_lost_rank(tmp_path, body, world_size, lost):
         assert isinstance(error, RuntimeError)
         assert head in str(error), error
     assert read_manifest(tmp_path / "first").world_size == world_size
-    assert not (tmp_path / "second").exists()
+    assert not (tmp_path / "second" / "manifest.json").exists()
 
 
 @ranks(2)

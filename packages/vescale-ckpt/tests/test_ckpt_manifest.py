@@ -1,11 +1,12 @@
 """The manifest on disk is plain JSON that says everything about a checkpoint, and a changed one is refused."""
 
 import json
+import zlib
 
 import pytest
 import torch
 
-from vescale.ckpt import Box, CheckpointError, Manifest, StoredTensor, TensorMeta, load, read_manifest, save
+from vescale.ckpt import Box, CheckpointError, Manifest, StoredFile, StoredTensor, TensorMeta, load, read_manifest, save
 
 
 class TwoBoxes:
@@ -28,17 +29,23 @@ def path(tmp_path):
     return tmp_path / "step-1"
 
 
+def header_crc32(file) -> int:
+    data = file.read_bytes()
+    return zlib.crc32(data[: 8 + int.from_bytes(data[:8], "little")])
+
+
 def test_manifest_says_what_was_saved(path):
     manifest = read_manifest(path)
     pieces = manifest.tensors["w"].pieces
     assert [piece.box for piece in pieces] == [Box((0, 0), (2, 2)), Box((2, 0), (2, 2))]
     assert [piece.key for piece in pieces] == ["w[0:2, 0:2]", "w[2:4, 0:2]"]
-    (file,) = path.glob("*.safetensors")
+    (file,) = path.glob("*/*.safetensors")
     assert manifest == Manifest(
         world_size=1,
         metadata={"note": "größer"},
         leaves=LEAVES,
-        files={file.name: file.stat().st_size},
+        folder=file.parent.name,
+        files={file.name: StoredFile(file.stat().st_size, header_crc32(file))},
         tensors={"w": StoredTensor(TensorMeta("bfloat16", (4, 2)), pieces)},
     )
 
@@ -94,8 +101,8 @@ REFUSED = {
         "expected 'vescale-checkpoint' at format, got None; pass a directory of",
     ),
     "future": (
-        lambda text: text.replace('"version": 1', '"version": 99'),
-        "expected 1 at version, got 99; load it with",
+        lambda text: text.replace('"version": 2', '"version": 99'),
+        "expected 2 at version, got 99; load it with",
     ),
 }
 

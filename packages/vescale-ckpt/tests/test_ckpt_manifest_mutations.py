@@ -31,17 +31,20 @@ def write(manifest, crc32):
                     "sizes": piece.box.sizes,
                     "file": piece.file,
                     "key": piece.key,
-                    "crc32": f"{piece.crc32:08x}",
                 }
                 for piece in tensor.pieces
             ],
         }
         for name, tensor in manifest.tensors.items()
     }
-    names = ("world_size", "metadata", "leaves", "files", "optimizers")
+    files = {
+        name: {"bytes": file.num_bytes, "header_crc32": f"{file.header_crc32:08x}"}
+        for name, file in manifest.files.items()
+    }
+    names = ("world_size", "metadata", "leaves", "folder", "optimizers")
     tree = {name: getattr(manifest, name) for name in names}
-    head = {"format": "vescale-checkpoint", "version": 1, "crc32": crc32}
-    return json.dumps({**head, **tree, "tensors": tensors})
+    head = {"format": "vescale-checkpoint", "version": 2, "crc32": crc32}
+    return json.dumps({**head, **tree, "files": files, "tensors": tensors})
 
 
 @pytest.fixture
@@ -67,8 +70,9 @@ def test_every_mutation(path):
         (lambda body: body["tensors"]["w"].update(shape=[2, 3.0]), r"an integer at tensors\.w\.shape\[1\], got 3\.0"),
         (lambda body: body["tensors"]["w"].update(shape=[2, -3]), r"an integer from 0 to .* at tensors\.w\.shape\[1\]"),
         (lambda body: body["tensors"]["w"].update(dtype="int3"), r"a dtype of .*, got 'int3' at tensors\.w"),
-        (lambda body: body["files"].update({"../x": 1}), "names of files in the checkpoint's directory, got '../x'"),
-        (lambda body: body.update(version=True), "expected 1 at version, got True; load it with the vescale-ckpt"),
+        (lambda body: body["files"].update({"../x": {"bytes": 1, "header_crc32": "0" * 8}}), "files .*, got '../x'"),
+        (lambda body: body.update(folder="../save-00000000"), "name of a folder .*, got '../save-00000000'"),
+        (lambda body: body.update(version=True), "expected 2 at version, got True; load it with the vescale-ckpt"),
         (lambda body: body.update(world_size=2**63), "an integer from 1 to .* at world_size, got 9223372036854775808"),
     ],
 )

@@ -144,8 +144,10 @@ def test_model_optimizer_and_scheduler_continue_as_if_never_stopped(tmp_path):
 def test_data_files_open_with_safetensors_and_hold_the_values(tmp_path):
     saved = {"model": {"w": torch.randn(3, 4), "b": torch.randn(4, dtype=torch.bfloat16)}, "n": torch.tensor(3)}
     save(tmp_path / "c", saved, metadata={"note": "x"})
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["data-0-0.safetensors", "manifest.json"]
-    with safe_open(tmp_path / "c" / "data-0-0.safetensors", framework="pt") as file:
+    (data,) = (tmp_path / "c").glob("*/*")
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["manifest.json", data.parent.name]
+    assert data.name == "data-0-0.safetensors"
+    with safe_open(data, framework="pt") as file:
         assert sorted(file.keys()) == ["model/b", "model/w", "n"]
         assert torch.equal(file.get_tensor("model/w"), saved["model"]["w"])
         assert torch.equal(file.get_tensor("model/b"), saved["model"]["b"])
@@ -166,10 +168,10 @@ def test_no_pickle_is_read_or_written(tmp_path, monkeypatch):
 
 
 def test_a_large_state_is_spread_over_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("vescale.ckpt._format.files.pack_files.__kwdefaults__", {"max_bytes": 100})
+    monkeypatch.setattr("vescale.ckpt._format.data_files.pack_files.__kwdefaults__", {"max_bytes": 100})
     saved = {f"t{i}": torch.randn(10) for i in range(6)}  # 40 bytes each, two to a file
     save(tmp_path / "c", saved)
-    assert len(list((tmp_path / "c").glob("data-0-*.safetensors"))) == 3
+    assert len(list((tmp_path / "c").glob("*/data-0-*.safetensors"))) == 3
     loaded = {f"t{i}": torch.zeros(10) for i in range(6)}
     load(tmp_path / "c", loaded)
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)

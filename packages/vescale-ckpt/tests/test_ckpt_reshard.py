@@ -8,6 +8,7 @@ corresponding slice of the global tensor.
 """
 
 import json
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -180,11 +181,10 @@ def test_two_swapped_pieces_fail_the_comparison(saved, tmp_path, rewrite_manifes
         assert first["sizes"] == second["sizes"]
         first["offsets"], second["offsets"] = second["offsets"], first["offsets"]
 
-    for file in (saved / "dp1 tp4").iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    rewrite_manifest(tmp_path, swap)
+    path = shutil.copytree(saved / "dp1 tp4", tmp_path / "c")
+    rewrite_manifest(path, swap)
     state = build_state({}, filled=False)
-    load(tmp_path, state)
+    load(path, state)
     assert count_differences(state) == 1
 
 
@@ -198,7 +198,7 @@ def test_a_large_replicated_tensor_is_written_by_all_its_holders(tmp_path):
     value = torch.arange(200_000.0)
     save(tmp_path / "c", {"w": value.clone(), "b": torch.ones(3)})
     manifest = verify(tmp_path / "c")
-    sizes = [manifest.files[f"data-{rank}-0.safetensors"] for rank in range(4)]
+    sizes = [manifest.files[f"data-{rank}-0.safetensors"].num_bytes for rank in range(4)]
     assert max(sizes) / (sum(sizes) / 4) < 1.01
     target = {"w": torch.zeros(200_000), "b": torch.zeros(3)}
     load(tmp_path / "c", target)

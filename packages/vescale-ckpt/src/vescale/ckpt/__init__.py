@@ -18,7 +18,7 @@ Supported values are plain tensors, torch's ``DTensor``, and any value with
 from ._errors import CheckpointError
 from ._format.boxes import Box
 from ._format.inspect import read_manifest, verify
-from ._format.manifest import Manifest, Piece, StoredTensor, TensorMeta
+from ._format.manifest import Manifest, Piece, StoredFile, StoredTensor, TensorMeta
 from ._load.load import load
 from ._save.save import save
 from ._torch_range import warn_if_untested
@@ -28,6 +28,7 @@ __all__ = [
     "CheckpointError",
     "Manifest",
     "Piece",
+    "StoredFile",
     "StoredTensor",
     "TensorMeta",
     "load",

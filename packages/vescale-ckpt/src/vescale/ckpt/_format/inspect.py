@@ -6,8 +6,9 @@ from pathlib import Path
 
 from .._checked import FilePath, checked
 from .._errors import CheckpointError
-from .files import find_old_versions, open_data_file
+from .data_files import DataFile
 from .manifest import MANIFEST_NAME, Manifest, Piece, manifest_from_text
+from .versions import check_files
 
 
 @checked
@@ -59,7 +60,7 @@ def verify(path: FilePath) -> Manifest:
     for name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
             pieces[piece.file].append((name, piece))
-    faults = [fault for file in sorted(pieces) for fault in _verify_file(where / file, pieces[file], manifest)]
+    faults = [fault for file in sorted(manifest.files) for fault in _verify_file(where, file, pieces[file], manifest)]
     if faults:
         raise CheckpointError(
             f"{where}: expected undamaged pieces, got faults in {len(faults)}; use another checkpoint:\n"
@@ -72,7 +73,7 @@ def read_manifest_text(where: Path) -> str:
     """Return the text of the manifest at ``where``.
 
     Raises:
-        CheckpointError: there is no manifest; the text names an earlier version, if any.
+        CheckpointError: there is no manifest.
     """
     try:
         return (where / MANIFEST_NAME).read_text(encoding="utf-8")
@@ -83,42 +84,21 @@ def read_manifest_text(where: Path) -> str:
     except ValueError as error:  # a path that no file system takes
         raise CheckpointError(f"{where}: expected a checkpoint, got {error}; check the path") from None
     except OSError as error:
-        old = [str(other) for other in find_old_versions(where)]
-        hint = f"an earlier version is at {', '.join(old)}" if old else "check the path"
         if where.is_dir() and not (where / MANIFEST_NAME).exists():
             raise CheckpointError(
-                f"{where}: expected a complete checkpoint, got a directory without {MANIFEST_NAME}; {hint}"
+                f"{where}: expected a complete checkpoint, got a directory without {MANIFEST_NAME}; a "
+                "save runs or did not finish, so use another checkpoint"
             ) from None
-        raise CheckpointError(f"{where}: expected a checkpoint, got {error.strerror}; {hint}") from None
+        raise CheckpointError(f"{where}: expected a checkpoint, got {error.strerror}; check the path") from None
 
 
-def check_files(where: Path, manifest: Manifest) -> None:
-    """Check that all data files exist with the sizes of the manifest.
-
-    Raises:
-        CheckpointError: a data file is missing or has another size.
-    """
-    for file, size in manifest.files.items():
-        try:
-            found = (where / file).stat().st_size
-        except OSError as error:
-            raise CheckpointError(
-                f"{where}: expected data file {file!r}, got {error.strerror}; restore it, or use another checkpoint"
-            ) from error
-        if found != size:
-            raise CheckpointError(
-                f"{where}: expected {size} bytes in data file {file!r}, got {found}; restore it, or use another "
-                "checkpoint"
-            )
-
-
-def _verify_file(path: Path, pieces: list[tuple[str, Piece]], manifest: Manifest) -> list[str]:
+def _verify_file(where: Path, file: str, pieces: list[tuple[str, Piece]], manifest: Manifest) -> list[str]:
     faults = []
     try:
-        with open_data_file(path) as opened:
+        with DataFile(where / manifest.folder / file, manifest.files[file]) as opened:
             for name, piece in pieces:
                 try:
-                    opened.read(piece, piece.box, name=name, dtype=manifest.tensors[name].meta.dtype)
+                    opened.check(piece, name=name, dtype=manifest.tensors[name].meta.dtype)
                 except CheckpointError as error:
                     faults.append(str(error))
     except CheckpointError as error:

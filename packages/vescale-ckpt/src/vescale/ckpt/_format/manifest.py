@@ -7,10 +7,11 @@ A checkpoint is a directory of safetensors files and one manifest with these key
     world_size         number of ranks that saved
     metadata           the JSON object of ``save(metadata=...)``
     leaves             name -> JSON value
-    files              data file -> bytes
+    folder             name of the folder of the data files
+    files              data file -> bytes, and the CRC-32 of its header
     optimizers         path of an optimizer -> name of its class
-    tensors            name -> dtype, global shape, pieces; a piece is a box (offsets, sizes) with its file, its key in
-                       the file and the CRC-32 of its bytes
+    tensors            name -> dtype, global shape, pieces; a piece is a box (offsets, sizes) with its file and its key
+                       in the file
 
 The pieces of a tensor tile its global shape exactly once; every read of a manifest checks this. Nothing is pickled. The
 JSON dialect is Python's: ``Infinity`` and ``NaN`` are valid numbers.
@@ -29,8 +30,9 @@ from .boxes import Box, describe_coverage_fault
 from .dtypes import ITEM_BYTES
 
 FORMAT = "vescale-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST_NAME = "manifest.json"
+FOLDER_NAME = re.compile("save-[0-9a-f]{8}")
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
@@ -55,15 +57,26 @@ class Piece:
 
     Attributes:
         box: the box in the global tensor.
-        file: name of the safetensors file, in the checkpoint's directory.
+        file: name of the safetensors file, in the checkpoint's folder of data files.
         key: name of the tensor in that file.
-        crc32: CRC-32 of its bytes, row-major and little-endian.
     """
 
     box: Box
     file: str
     key: str
-    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A data file of a checkpoint.
+
+    Attributes:
+        num_bytes: its size.
+        header_crc32: CRC-32 of its header, which has the checksums of the data.
+    """
+
+    num_bytes: int
+    header_crc32: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,8 @@ class Manifest:
         world_size: number of ranks that saved.
         metadata: the JSON object of ``save(metadata=...)``.
         leaves: JSON values by name, such as ``"optimizer/param_groups"``.
-        files: size in bytes of every data file.
+        folder: name of the folder of the data files, in the checkpoint's directory.
+        files: data files by name.
         tensors: stored tensors by name, such as ``"model/embed.weight"``.
         optimizers: class names by path, such as ``{"optimizer": "AdamW"}``.
     """
@@ -90,7 +104,8 @@ class Manifest:
     world_size: int
     metadata: Mapping[str, Json]
     leaves: Mapping[str, Json]
-    files: Mapping[str, int]
+    folder: str
+    files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredTensor]
     optimizers: Mapping[str, str] = field(default_factory=dict)
 
@@ -103,12 +118,21 @@ class _PieceText:
     sizes: tuple[Size, ...]
     file: str
     key: str
-    crc32: str
 
     def __post_init__(self) -> None:
-        _check_crc(self.crc32)
         if len(self.offsets) != len(self.sizes):
             raise ValueError(f"expected as many offsets as sizes, got {self.offsets} and {self.sizes}")
+
+
+@dataclass(frozen=True)
+class _FileText:
+    """A data file in ``manifest.json``."""
+
+    bytes: Size
+    header_crc32: str
+
+    def __post_init__(self) -> None:
+        _check_crc(self.header_crc32)
 
 
 @dataclass(frozen=True)
@@ -134,15 +158,18 @@ class _Body:
     world_size: Annotated[int, AtLeast(1)]
     metadata: Mapping[str, Any]
     leaves: Mapping[str, Any]
-    files: Mapping[str, Size]
+    folder: str
+    files: Mapping[str, _FileText]
     tensors: Mapping[str, _TensorText]
     optimizers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_crc(self.crc32)
+        if not FOLDER_NAME.fullmatch(self.folder):
+            raise ValueError(f"expected the name of a folder such as 'save-1f0c22ab', got {self.folder!r}")
         for name in self.files:
             if not re.fullmatch(r"[\w-][\w.-]*", name):
-                raise ValueError(f"expected names of files in the checkpoint's directory, got {name!r}")
+                raise ValueError(f"expected names of files in the checkpoint's folder, got {name!r}")
 
 
 def _check_crc(text: str) -> None:
@@ -176,7 +203,13 @@ def manifest_from_text(text: str, *, where: str) -> Manifest:
     reader.expect(tree, "format", FORMAT, fix="pass a directory of vescale.ckpt.save")
     reader.expect(tree, "version", VERSION, fix="load it with the vescale-ckpt release that wrote it")
     body = reader.read(tree, _Body)
-    found = _crc_of({key: value for key, value in tree.items() if key != "crc32"})
+    try:
+        found = _crc_of({key: value for key, value in tree.items() if key != "crc32"})
+    except RecursionError:
+        raise CheckpointError(
+            f"{where}: {MANIFEST_NAME}: expected fewer levels of lists and objects; it was changed, so use another "
+            "checkpoint"
+        ) from None
     if body.crc32 != found:
         raise CheckpointError(
             f"{where}: expected checksum {body.crc32} of {MANIFEST_NAME}, got {found}; it was changed after the save, "
@@ -187,6 +220,17 @@ def manifest_from_text(text: str, *, where: str) -> Manifest:
     return manifest
 
 
+def folder_of(text: str) -> str | None:
+    """Return the folder that a manifest names, or None if it names none; for saves beside this one.
+
+    Raises:
+        CheckpointError: it is not JSON.
+    """
+    tree = JsonReader(MANIFEST_NAME, "use another checkpoint", CheckpointError).parse(text)
+    folder = tree.get("folder") if isinstance(tree, dict) else None
+    return folder if isinstance(folder, str) and FOLDER_NAME.fullmatch(folder) else None
+
+
 def _to_body(manifest: Manifest) -> dict[str, Any]:
     return {
         "format": FORMAT,
@@ -194,7 +238,11 @@ def _to_body(manifest: Manifest) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "metadata": dict(manifest.metadata),
         "leaves": dict(manifest.leaves),
-        "files": dict(manifest.files),
+        "folder": manifest.folder,
+        "files": {
+            name: {"bytes": file.num_bytes, "header_crc32": f"{file.header_crc32:08x}"}
+            for name, file in manifest.files.items()
+        },
         "optimizers": dict(manifest.optimizers),
         "tensors": {name: _tensor_to_json(tensor) for name, tensor in manifest.tensors.items()},
     }
@@ -207,7 +255,6 @@ def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
             "sizes": list(piece.box.sizes),
             "file": piece.file,
             "key": piece.key,
-            "crc32": f"{piece.crc32:08x}",
         }
         for piece in tensor.pieces
     ]
@@ -216,15 +263,18 @@ def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
 
 def _from_body(body: _Body) -> Manifest:
     tensors = {name: _tensor_from_json(tensor) for name, tensor in body.tensors.items()}
-    return Manifest(body.world_size, body.metadata, body.leaves, body.files, tensors, body.optimizers)
+    files = {name: StoredFile(file.bytes, int(file.header_crc32, 16)) for name, file in body.files.items()}
+    return Manifest(body.world_size, body.metadata, body.leaves, body.folder, files, tensors, body.optimizers)
 
 
 def _tensor_from_json(tensor: _TensorText) -> StoredTensor:
-    pieces = tuple(Piece(Box(p.offsets, p.sizes), p.file, p.key, int(p.crc32, 16)) for p in tensor.pieces)
+    pieces = tuple(Piece(Box(p.offsets, p.sizes), p.file, p.key) for p in tensor.pieces)
     return StoredTensor(TensorMeta(tensor.dtype, tensor.shape), pieces)
 
 
 def _check_pieces(manifest: Manifest, where: str) -> None:
+    """Check that pieces tile their tensors, and that their files are large enough: nothing is allocated before."""
+    left = {name: file.num_bytes for name, file in manifest.files.items()}
     for name, tensor in manifest.tensors.items():
         fault = describe_coverage_fault(tensor.meta.shape, [piece.box for piece in tensor.pieces])
         if fault is not None:
@@ -237,6 +287,13 @@ def _check_pieces(manifest: Manifest, where: str) -> None:
                 raise CheckpointError(
                     f"{where}: expected the file of tensor {name!r} in the list of files, got {piece.file!r}; "
                     "use another checkpoint"
+                )
+            left[piece.file] -= piece.box.num_elements * ITEM_BYTES[tensor.meta.dtype]
+            if left[piece.file] < 0:
+                raise CheckpointError(
+                    f"{where}: expected pieces that fit in data file {piece.file!r} of "
+                    f"{manifest.files[piece.file].num_bytes} bytes, got more with tensor {name!r}; use another "
+                    "checkpoint"
                 )
 
 

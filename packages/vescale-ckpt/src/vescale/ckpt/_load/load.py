@@ -20,9 +20,10 @@ import torch.distributed as dist
 from .._checked import CheckedInside, FilePath, checked
 from .._control import Control, open_control
 from .._errors import CheckpointError, format_some
-from .._format.files import open_data_file
-from .._format.inspect import check_files, read_manifest_text
+from .._format.data_files import DataFile
+from .._format.inspect import read_manifest_text
 from .._format.manifest import Manifest, manifest_from_text
+from .._format.versions import check_files, was_replaced
 from .._state.flat import FlatState, flatten, restore
 from .._state.objects import Objects
 from .plan import Comparison, Request, compare, find_mismatch, left_over, plan_load
@@ -61,8 +62,8 @@ def load(
 
     Raises:
         CheckpointError: with the same text on all ranks. If the checkpoint does not fit, the state is unmodified. If
-            stored bytes are damaged, tensors are partly filled, and the text says so. Checksums are compared for pieces
-            that a rank reads in full; ``verify`` compares all.
+            stored bytes are damaged, tensors are partly filled, and the text says so. Every byte that is read is
+            compared with a checksum; ``verify`` compares all.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -118,14 +119,15 @@ def _fill(where: Path, flat: FlatState, manifest: Manifest) -> None:
     boxes = {name: [box for box, _ in held.boxes] for name, held in flat.tensors.items()}
     try:
         for file, reads in plan_load(boxes, manifest).items():
-            with open_data_file(where / file) as opened:
+            with DataFile(where / manifest.folder / file, manifest.files[file]) as opened:
                 for item in reads:
+                    target = views[item.name, item.into][item.box.slices(inside=item.into)]
                     dtype = manifest.tensors[item.name].meta.dtype
-                    values = opened.read(item.piece, item.box, name=item.name, dtype=dtype)
-                    views[item.name, item.into][item.box.slices(inside=item.into)].copy_(values)
+                    opened.fill(target, item.piece, item.box, name=item.name, dtype=dtype)
     except CheckpointError as error:
+        why = "; a save has replaced the checkpoint while it was read" if was_replaced(where, manifest) else ""
         raise CheckpointError(
-            f"{error}; the tensors of the state are partly filled, so load another checkpoint before using them"
+            f"{error}{why}; the tensors of the state are partly filled, so load another checkpoint before using them"
         ) from error
 
 

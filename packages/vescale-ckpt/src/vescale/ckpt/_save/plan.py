@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from .._errors import CheckpointError, format_ranks, format_some
 from .._format.boxes import Box, describe_coverage_fault
+from .._format.data_files import Checksums
 from .._format.dtypes import ITEM_BYTES
 from .._format.manifest import TensorMeta
 from .balance import MIN_CUT_BYTES, HeldBox, Write, share_out
@@ -101,16 +102,16 @@ def plan_save(inventories: Sequence[Inventory], *, min_cut_bytes: int = MIN_CUT_
     return SavePlan(tensors, leaves, shares, optimizers)
 
 
-def find_torn_replicas(sums: Sequence[Mapping[tuple[str, Box], int]]) -> str | None:
+def find_torn_replicas(sums: Sequence[Mapping[tuple[str, Box], Checksums]]) -> str | None:
     """Compare the checksums of replicated boxes between ranks.
 
     Args:
-        sums: per rank, the CRC-32 of each of its replicas.
+        sums: per rank, the checksums of each of its replicas.
 
     Returns:
         A text with the first boxes that differ and their ranks, or None.
     """
-    ranks_of: dict[tuple[str, Box], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    ranks_of: dict[tuple[str, Box], dict[Checksums, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, own in enumerate(sums):
         for key, crc in own.items():
             ranks_of[key][crc].append(rank)

@@ -2,7 +2,7 @@
 
 Two rounds (see ``_control.py``):
 
-    1. every rank lists its boxes            rank 0 creates the temporary directory and plans
+    1. every rank lists its boxes            rank 0 creates the folder and plans
     2. every rank writes its share           rank 0 compares replicas, writes the manifest and commits
 
 A failure in either round leaves ``path`` unchanged.
@@ -24,17 +24,9 @@ from .._checked import CheckedInside, FilePath, checked
 from .._control import open_control
 from .._errors import CheckpointError, format_some
 from .._format.boxes import Box
-from .._format.files import (
-    Entry,
-    checksum,
-    commit_directory,
-    discard_directory,
-    pack_files,
-    prepare_directory,
-    write_data_file,
-    write_manifest,
-)
-from .._format.manifest import Manifest, Piece, StoredTensor, manifest_to_text
+from .._format.data_files import Checksums, Entry, checksums, pack_files, write_data_file
+from .._format.manifest import Manifest, Piece, StoredFile, StoredTensor, manifest_to_text
+from .._format.versions import NewVersion
 from .._state.flat import FlatState, flatten, leaves_as_text
 from .._state.objects import Objects
 from .plan import Holding, Inventory, RankPlan, SavePlan, find_torn_replicas, plan_save
@@ -103,8 +95,8 @@ class _Written:
     """The pieces and files written by one rank, and the checksums of its replicas."""
 
     pieces: list[tuple[str, Piece]]
-    files: dict[str, int]
-    replicas: dict[tuple[str, Box], int]
+    files: dict[str, StoredFile]
+    replicas: dict[tuple[str, Box], Checksums]
 
 
 class _Saving:
@@ -120,13 +112,13 @@ class _Saving:
         self._overwrite = overwrite
         self._check_replicas = check
         self._flat = FlatState()
-        self._temporary: Path | None = None
+        self._version: NewVersion | None = None
         self._plan: SavePlan | None = None
         self._start = time.perf_counter()
 
     def offer(self) -> _Offer:
         if self.rank == 0:
-            self._temporary = prepare_directory(self._path, overwrite=self._overwrite)
+            self._version = NewVersion(self._path, overwrite=self._overwrite)
         objects = Objects(self._state)
         self._flat = flatten(self._state, open_object=objects.open)
         tensors = {
@@ -138,15 +130,15 @@ class _Saving:
     def plan(self, offers: Sequence[_Offer]) -> list[tuple[Path, RankPlan]]:
         _require_same("path", [offer.path for offer in offers])
         _require_same("metadata", [offer.metadata for offer in offers])
-        assert self._temporary is not None, "rank 0 makes the directory when it offers"
+        assert self._version is not None, "rank 0 makes the folder when it offers"
         self._plan = plan_save([offer.inventory for offer in offers])
-        return [(self._temporary, share) for share in self._plan.ranks]
+        return [(self._version.folder, share) for share in self._plan.ranks]
 
-    def write(self, directory: Path, share: RankPlan) -> _Written:
-        if not directory.is_dir():
+    def write(self, folder: Path, share: RankPlan) -> _Written:
+        if not folder.is_dir():
             raise CheckpointError(
-                f"rank {self.rank}: expected the directory {directory} of rank 0, got no such directory; save to a "
-                "file system shared by all ranks"
+                f"rank {self.rank}: expected the folder {folder} of rank 0, got no such folder; save to a file system "
+                "shared by all ranks"
             )
         views = {(name, box): view for name, held in self._flat.tensors.items() for box, view in held.boxes}
         entries = []
@@ -155,20 +147,22 @@ class _Saving:
             is_full = item.box == Box.full(self._flat.tensors[item.name].meta.shape)
             entries.append(Entry(item.name, item.name if is_full else f"{item.name}{item.box}", item.box, view))
         pieces, files = [], {}
+        sums: dict[tuple[str, Box], Checksums] = {}
         for number, run in enumerate(pack_files([entry.num_bytes for entry in entries])):
-            file = directory / f"data-{self.rank}-{number}.safetensors"
-            pieces += write_data_file(file, entries[run.start : run.stop])
-            files[file.name] = file.stat().st_size
-        sums = {(name, piece.box): piece.crc32 for name, piece in pieces}
+            file = f"data-{self.rank}-{number}.safetensors"
+            written = write_data_file(folder / file, entries[run.start : run.stop])
+            files[file] = written.file
+            pieces += [(name, piece) for name, piece, _ in written.pieces]
+            sums |= {(name, piece.box): own for name, piece, own in written.pieces}
         if not self._check_replicas:
             return _Written(pieces, files, {})
-        replicas = {place: sums[place] if place in sums else checksum(views[place]) for place in share.replicas}
+        replicas = {place: sums[place] if place in sums else checksums(views[place]) for place in share.replicas}
         return _Written(pieces, files, replicas)
 
     def commit(self, written: Sequence[_Written]) -> list[None]:
         if torn := find_torn_replicas([own.replicas for own in written]):
             raise CheckpointError(torn)
-        assert self._plan is not None and self._temporary is not None, "the plan comes before the commit"  # noqa: PT018
+        assert self._plan is not None and self._version is not None, "the plan comes before the commit"  # noqa: PT018
         pieces: dict[str, list[Piece]] = {name: [] for name in self._plan.tensors}
         for own in written:
             for name, piece in own.pieces:
@@ -177,27 +171,27 @@ class _Saving:
             world_size=len(written),
             metadata=json.loads(_metadata_text(self._metadata)),
             leaves={name: json.loads(text) for name, text in self._plan.leaves.items()},
-            files={name: size for own in written for name, size in own.files.items()},
+            folder=self._version.folder.name,
+            files={name: file for own in written for name, file in own.files.items()},
             tensors={
                 name: StoredTensor(meta, tuple(sorted(pieces[name], key=lambda piece: piece.box)))
                 for name, meta in self._plan.tensors.items()
             },
             optimizers=self._plan.optimizers,
         )
-        write_manifest(self._temporary, manifest_to_text(manifest))
-        commit_directory(self._temporary, self._path)
-        self._temporary = None
+        self._version.commit(manifest_to_text(manifest))
+        self._version = None
         self._log(manifest)
         return [None] * len(written)
 
     def discard(self) -> None:
-        if self._temporary is not None:
-            discard_directory(self._temporary)
-            self._temporary = None
+        if self._version is not None:
+            self._version.discard()
+            self._version = None
 
     def _log(self, manifest: Manifest) -> None:
         seconds = time.perf_counter() - self._start
-        gigabytes = sum(manifest.files.values()) / 1e9
+        gigabytes = sum(file.num_bytes for file in manifest.files.values()) / 1e9
         logger.info(
             "saved %s: %d tensors, %.3f GB from %d ranks in %.2f s",
             self._path, len(manifest.tensors), gigabytes, manifest.world_size, seconds,

@@ -1,0 +1,400 @@
+"""Write and read data files: safetensors files with a checksum for every 4 MiB.
+
+A data file has the safetensors format: 8 bytes of header length (little-endian), a JSON header with dtype, shape and
+byte range of every tensor, then the bytes. Every tensor is cut into blocks of 4 MiB, the last one shorter, and the
+header's ``__metadata__`` has their CRC-32 in hexadecimal:
+
+    {"__metadata__": {"format": "pt", "block_bytes": "4194304", "crc32": "{\"w\": \"0a1b2c3d4e5f6071\"}"},
+     "w": {"dtype": "F32", "shape": [1536, 1024], "data_offsets": [0, 6291456]}}
+
+The manifest has the CRC-32 of the header. So whatever a load reads of a file is compared with a checksum, also where it
+reads a part of a tensor: it reads the blocks around that part. Memory is bounded by a few blocks.
+
+The safetensors package reads these files, but offers no reads of blocks, and writes what is a copy on the CPU already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import math
+import operator
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._errors import CheckpointError
+from .._typed_json import JsonReader, Size
+from .boxes import Box
+from .dtypes import ITEM_BYTES, SAFETENSORS_CODES, dtype_name
+from .manifest import Piece, StoredFile
+
+BLOCK_BYTES = 4 * 1024**2
+MAX_FILE_BYTES = 4 * 1024**3
+_MAX_HEADER_BYTES = 100_000_000  # of the safetensors format
+_METADATA = "__metadata__"
+_CODES = {code: name for name, code in SAFETENSORS_CODES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write: its name, its key in the file, its box in the global tensor and its values."""
+
+    name: str
+    key: str
+    box: Box
+    view: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes."""
+        return self.view.numel() * self.view.element_size()
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written to a file: its row of the manifest, and each piece with the checksums of its blocks."""
+
+    file: StoredFile
+    pieces: list[tuple[str, Piece, Checksums]]
+
+
+Checksums = tuple[int, ...]
+
+
+def pack_files(sizes: Sequence[int], *, max_bytes: int = MAX_FILE_BYTES) -> list[range]:
+    """Split items of these sizes, in order, into runs of at most ``max_bytes`` (or one item)."""
+    runs, first, total = [], 0, 0
+    for index, size in enumerate(sizes):
+        if index > first and total + size > max_bytes:
+            runs.append(range(first, index))
+            first, total = index, 0
+        total += size
+    return [*runs, range(first, len(sizes))] if sizes else []
+
+
+def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
+    """Write tensors to one file, flushed to disk."""
+    # Wide elements first: every tensor then starts at a multiple of its element size.
+    entries = sorted(entries, key=lambda entry: -entry.view.element_size())
+    sums: dict[str, Checksums] = {entry.key: (0,) * _num_blocks(entry.num_bytes) for entry in entries}
+    with open(path, "xb") as file:
+        file.write(_header_of(entries, sums))  # of the same length as the one that replaces it
+        for entry in entries:
+            values = entry.view.detach().cpu().contiguous()
+            blocks = [zlib.crc32(block) for block in _written(file, _bytes_of(values))]
+            sums[entry.key] = tuple(blocks)
+        header = _header_of(entries, sums)
+        size = file.tell()
+        file.seek(0)
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
+    pieces = [(entry.name, Piece(entry.box, path.name, entry.key), sums[entry.key]) for entry in entries]
+    return Written(StoredFile(size, zlib.crc32(header)), pieces)
+
+
+def checksums(values: torch.Tensor) -> Checksums:
+    """Return the CRC-32 of each block of a tensor's values in row-major order; the copy on the CPU is bounded."""
+    sums = []
+    for block in values.detach().reshape(-1).split(BLOCK_BYTES // values.element_size()):
+        host = block.cpu().contiguous()
+        sums.append(zlib.crc32(_bytes_of(host)))
+    return tuple(sums) if values.numel() else ()
+
+
+class DataFile:
+    """An open data file of a checkpoint, whose header has been checked. Use it as a context.
+
+    Args:
+        path: of the file.
+        stored: its row of the manifest.
+
+    Raises:
+        CheckpointError: it is no regular file, or not the one of the manifest, or has no valid header.
+    """
+
+    def __init__(self, path: Path, stored: StoredFile) -> None:
+        self._path = path
+        try:
+            # a link may lead out of the checkpoint
+            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+        except OSError as error:
+            raise self._fault(f"a data file, got {error.strerror}") from error
+        self._file = FileIO(handle, "r")
+        try:
+            self._tensors = self._read_header(stored)
+        except BaseException:
+            self._file.close()
+            raise
+        self._buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)  # pages of new memory cost as much as checksums
+        self._latest: tuple[str, int] | None = None  # the block in the buffer: its key and number
+
+    def __enter__(self) -> DataFile:
+        """Return the file."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def fill(self, target: torch.Tensor, piece: Piece, box: Box, *, name: str, dtype: str) -> None:
+        """Read the values of ``box``, a part of ``piece``, and copy them to ``target``; memory is bounded.
+
+        Raises:
+            CheckpointError: the file does not match the manifest, or bytes were changed; the text has the tensor.
+        """
+        stored = self._tensor_of(piece, name, dtype)
+        starts = tuple(a - b for a, b in zip(box.offsets, piece.box.offsets, strict=True))
+        strides = tuple(math.prod(piece.box.sizes[dim + 1 :]) for dim in range(len(starts)))
+        limit = BLOCK_BYTES // stored.item_bytes
+        for part, into in _parts(_Part(starts, box.sizes, strides), target, limit):
+            if part.is_run and into.is_contiguous():
+                flat = into.view(-1)
+                for at, values in self._values(piece, stored, part.first, part.length, name):
+                    flat[at : at + values.numel()].copy_(values)
+                continue
+            run = torch.empty(part.length, dtype=stored.dtype)
+            for at, values in self._values(piece, stored, part.first, part.length, name):
+                run[at : at + values.numel()].copy_(values)
+            into.copy_(run.as_strided(part.sizes, part.strides))
+
+    def check(self, piece: Piece, *, name: str, dtype: str) -> None:
+        """Compare all bytes of a piece with their checksums.
+
+        Raises:
+            CheckpointError: as for ``fill``.
+        """
+        stored = self._tensor_of(piece, name, dtype)
+        for _ in self._values(piece, stored, 0, piece.box.num_elements, name):
+            pass
+
+    # --- blocks ---
+
+    def _values(
+        self, piece: Piece, stored: _Tensor, first: int, length: int, name: str
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the elements from ``first`` on, block by block, each with its place among them, until the next."""
+        per_block = BLOCK_BYTES // stored.item_bytes
+        end = first + length
+        for number in range(first // per_block, -(-end // per_block)):
+            block = self._block(piece, stored, number, name).view(stored.dtype)
+            start = number * per_block
+            yield max(start - first, 0), block[max(first - start, 0) : end - start]
+
+    def _block(self, piece: Piece, stored: _Tensor, number: int, name: str) -> torch.Tensor:
+        """Return the bytes of a block, which equal their checksum."""
+        start = stored.start + number * BLOCK_BYTES
+        block = self._buffer[: min(BLOCK_BYTES, stored.end - start)]
+        if self._latest == (piece.key, number):
+            return block
+        self._latest = None
+        if self._read(start, _bytes_of(block)) != block.numel():
+            raise self._fault(f"{stored.end} bytes, got fewer", name, piece)
+        expected, found = stored.crc32[number], zlib.crc32(_bytes_of(block))
+        if found != expected:
+            raise self._fault(
+                f"checksum {expected:08x} of bytes {start} to {start + block.numel()}, got {found:08x}: bytes were "
+                "changed or lost",
+                name,
+                piece,
+            )
+        self._latest = piece.key, number
+        return block
+
+    def _read(self, start: int, memory: memoryview) -> int:
+        """Read from a position, until the memory is full or the file ends, and return the number of bytes."""
+        self._file.seek(start)
+        count = 0
+        while count < len(memory) and (step := self._file.readinto(memory[count:])):
+            count += step
+        return count
+
+    # --- the header ---
+
+    def _read_header(self, stored: StoredFile) -> dict[str, _Tensor]:
+        found = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise self._fault("a regular file, got another kind")
+        if found.st_size != stored.num_bytes:
+            raise self._fault(f"{stored.num_bytes} bytes, got {found.st_size}")
+        length = int.from_bytes(self._file.read(8) or b"", "little")
+        if length > min(_MAX_HEADER_BYTES, found.st_size - 8):
+            raise self._fault(f"a header inside the file, got one of {length} bytes")
+        header = bytearray(8 + length)
+        self._read(0, memoryview(header))
+        if (crc := zlib.crc32(header)) != stored.header_crc32:
+            raise self._fault(f"checksum {stored.header_crc32:08x} of the header, got {crc:08x}: bytes were changed")
+        reader = JsonReader(f"{self._path}: header", "restore it, or use another checkpoint", CheckpointError)
+        try:
+            tree = reader.parse(header[8:].decode())
+        except UnicodeDecodeError as error:
+            raise self._fault(f"a header of UTF-8 text, got {error}") from None
+        metadata = reader.read(tree.pop(_METADATA, None) if isinstance(tree, dict) else tree, _MetadataText)
+        sums = reader.read(reader.parse(metadata.crc32), _SUMS)
+        rows = reader.read(tree, _ROWS)
+        tensors, end = {}, 0
+        for key, row in sorted(rows.items(), key=lambda item: item[1].data_offsets):
+            start, following = row.data_offsets
+            if start != end:
+                raise self._fault(f"tensors without gaps or overlaps, got {key!r} at byte {start} after {end}")
+            crc32 = _checksums_from(sums.get(key, ""))
+            if len(crc32) != _num_blocks(following - start):
+                raise self._fault(f"checksums of {_num_blocks(following - start)} blocks of {key!r}, got {len(crc32)}")
+            dtype = getattr(torch, _CODES[row.dtype])
+            tensors[key] = _Tensor(dtype, row.shape, len(header) + start, len(header) + following, crc32)
+            end = following
+        if len(header) + end != found.st_size:
+            raise self._fault(f"{len(header) + end} bytes by the header, got {found.st_size}")
+        return tensors
+
+    def _tensor_of(self, piece: Piece, name: str, dtype: str) -> _Tensor:
+        stored = self._tensors.get(piece.key)
+        if stored is None or (stored.dtype, stored.shape) != (getattr(torch, dtype), piece.box.sizes):
+            got = "none" if stored is None else f"{dtype_name(stored.dtype)} {stored.shape}"
+            raise self._fault(f"{dtype} {piece.box.sizes} by the manifest, got {got} in the file", name, piece)
+        return stored
+
+    def _fault(self, text: str, name: str = "", piece: Piece | None = None) -> CheckpointError:
+        what = "" if piece is None else f"tensor {name!r} {piece.box} in "
+        return CheckpointError(f"{what}{self._path}: expected {text}; restore it, or use another checkpoint")
+
+
+@dataclass(frozen=True)
+class _MetadataText:
+    """The ``__metadata__`` of a header."""
+
+    format: str
+    block_bytes: str
+    crc32: str
+
+    def __post_init__(self) -> None:
+        if self.block_bytes != str(BLOCK_BYTES):
+            raise ValueError(f"expected blocks of {BLOCK_BYTES} bytes, got {self.block_bytes}")
+
+
+@dataclass(frozen=True)
+class _TensorText:
+    """A tensor in a header."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    data_offsets: tuple[Size, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _CODES:
+            raise ValueError(f"expected a dtype of {', '.join(_CODES)}, got {self.dtype!r}")
+        num_bytes = math.prod(self.shape) * ITEM_BYTES[_CODES[self.dtype]]
+        if len(self.data_offsets) != 2 or self.data_offsets[1] - self.data_offsets[0] != num_bytes:
+            raise ValueError(f"expected a range of {num_bytes} bytes, got {list(self.data_offsets)}")
+
+
+_ROWS: Any = Mapping[str, _TensorText]
+_SUMS: Any = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor in a file: its dtype and shape, its bytes in the file, and the checksums of its blocks."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    crc32: Checksums
+
+    @property
+    def item_bytes(self) -> int:
+        return self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a stored tensor, and the run of its elements, in row-major order, that it lies in.
+
+    Attributes:
+        starts: first index of the part, per dim.
+        sizes: of the part.
+        strides: of the stored tensor.
+    """
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        """The first element of the run."""
+        return sum(map(operator.mul, self.starts, self.strides))
+
+    @property
+    def length(self) -> int:
+        """Count the elements of the run."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the part is all of the run."""
+        return self.length == math.prod(self.sizes)
+
+
+def _parts(part: _Part, target: torch.Tensor, limit: int) -> Iterator[tuple[_Part, torch.Tensor]]:
+    """Cut a part, and the tensor that it goes to, until it is all of a run in both, or in one of ``limit`` elements."""
+    if part.length <= limit or (part.is_run and target.is_contiguous()):
+        yield part, target
+        return
+    dim = next(dim for dim, size in enumerate(part.sizes) if size > 1)
+    half = part.sizes[dim] // 2
+    for start, size in ((0, half), (half, part.sizes[dim] - half)):
+        starts, sizes = list(part.starts), list(part.sizes)
+        starts[dim], sizes[dim] = starts[dim] + start, size
+        cut = _Part(tuple(starts), tuple(sizes), part.strides)
+        yield from _parts(cut, target.narrow(dim, start, size), limit)
+
+
+def _num_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def _checksums_from(text: str) -> Checksums:
+    """Return the checksums of a header; none if the text has others than hexadecimal ones."""
+    is_valid = re.fullmatch("([0-9a-f]{8})*", text)
+    return tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)) if is_valid else ()
+
+
+def _written(file: Any, data: memoryview) -> Iterator[memoryview]:
+    """Write bytes, and yield each block while it is in the processor's cache."""
+    for start in range(0, len(data), BLOCK_BYTES):
+        block = data[start : start + BLOCK_BYTES]
+        file.write(block)
+        yield block
+
+
+def _header_of(entries: Sequence[Entry], sums: dict[str, Checksums]) -> bytes:
+    texts = {key: "".join(f"{crc:08x}" for crc in own) for key, own in sums.items()}
+    metadata = {"format": "pt", "block_bytes": str(BLOCK_BYTES), "crc32": json.dumps(texts)}
+    header: dict[str, object] = {_METADATA: metadata}
+    ends = itertools.accumulate((entry.num_bytes for entry in entries), initial=0)
+    for entry, (start, end) in zip(entries, itertools.pairwise(ends), strict=True):
+        if entry.key in header:
+            raise CheckpointError(f"expected distinct keys in a file, got {entry.key!r} twice; rename {entry.name!r}")
+        code = SAFETENSORS_CODES[dtype_name(entry.view.dtype)]
+        header[entry.key] = {"dtype": code, "shape": list(entry.view.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % max(ITEM_BYTES.values()))
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, without a copy; keep the tensor alive while they are used."""
+    count = values.numel() * values.element_size()
+    return memoryview((ctypes.c_char * count).from_address(values.data_ptr())).cast("B")
