@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vescale.ckpt as public
-from vescale.ckpt import load, read_manifest, save, verify
+from vescale.ckpt import latest, load, read_manifest, save, verify
 from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 ROWS = {
@@ -28,6 +28,15 @@ ROWS = {
         lambda _: read_manifest("a\0b"),
         "expected a checkpoint, got embedded null byte",
     ),
+    "save, keep_last": (
+        lambda path: save(path / "a-1", {}, keep_last=0),
+        "save: expected an integer of 1 or more for keep_last, got 0",
+    ),
+    "save, keep_last without a number": (
+        lambda path: save(path / "best", {}, keep_last=1),
+        "expected a name with a number at its end for keep_last, such as 'step-100', got 'best'",
+    ),
+    "latest": (lambda _: latest(3), "latest: expected str or PathLike for directory, got 3"),
     "verify": (lambda _: verify(3), "verify: expected str or PathLike for path, got 3"),
 }
 
@@ -47,6 +56,7 @@ def calls():
         "state": state(),
         "metadata": {"note": "a", "values": [1, 2.0]},
         "overwrite": True,
+        "keep_last": None,
         "check_replicas": True,
         "process_group": None,
     }
@@ -61,6 +71,9 @@ def calls():
     return {
         "load": Call(load, lambda: {**loaded, "state": state()}, {"ignore": LISTS}),
         "read_manifest": Call(read_manifest, lambda: {"path": "step"}),
+        "latest": Call(
+            latest, lambda: {"directory": ".", "process_group": None}, {"directory": {"text", "misspelled"}}
+        ),
         "verify": Call(verify, lambda: {"path": "step"}),
         "save": Call(
             save,

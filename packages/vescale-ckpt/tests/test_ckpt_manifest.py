@@ -42,6 +42,7 @@ def test_manifest_says_what_was_saved(path):
     (file,) = path.glob("*/*.safetensors")
     assert manifest == Manifest(
         world_size=1,
+        saved_at=manifest.saved_at,
         metadata={"note": "größer"},
         leaves=LEAVES,
         folder=file.parent.name,

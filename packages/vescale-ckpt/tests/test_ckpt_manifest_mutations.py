@@ -41,7 +41,7 @@ def write(manifest, crc32):
         name: {"bytes": file.num_bytes, "header_crc32": f"{file.header_crc32:08x}"}
         for name, file in manifest.files.items()
     }
-    names = ("world_size", "metadata", "leaves", "folder", "optimizers")
+    names = ("world_size", "saved_at", "metadata", "leaves", "folder", "optimizers")
     tree = {name: getattr(manifest, name) for name in names}
     head = {"format": "vescale-checkpoint", "version": 2, "crc32": crc32}
     return json.dumps({**head, **tree, "files": files, "tensors": tensors})

@@ -19,6 +19,7 @@ from ._errors import CheckpointError
 from ._format.boxes import Box
 from ._format.inspect import read_manifest, verify
 from ._format.manifest import Manifest, Piece, StoredFile, StoredTensor, TensorMeta
+from ._load.latest import latest
 from ._load.load import load
 from ._save.save import save
 from ._torch_range import warn_if_untested
@@ -31,6 +32,7 @@ __all__ = [
     "StoredFile",
     "StoredTensor",
     "TensorMeta",
+    "latest",
     "load",
     "read_manifest",
     "save",

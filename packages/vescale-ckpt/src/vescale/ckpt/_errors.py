@@ -4,7 +4,7 @@ Every failure of a save or a load raises ``CheckpointError`` with the same text 
 ranks of the job would block in their next collective.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class CheckpointError(ValueError):
@@ -29,3 +29,14 @@ def format_some(items: Iterable[str], *, limit: int = 5) -> str:
     listed = list(items)
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"
+
+
+def require_same(argument: str, values: Sequence[str]) -> None:
+    """Check that all ranks have given the same argument.
+
+    Raises:
+        CheckpointError: they have not; the text has the value of each.
+    """
+    if len(set(values)) > 1:
+        found = format_some(f"{value} on rank {rank}" for rank, value in enumerate(values))
+        raise CheckpointError(f"expected the same {argument} on all ranks, got {found}; pass equal arguments")

@@ -5,6 +5,7 @@ A checkpoint is a directory of safetensors files and one manifest with these key
     format, version    the name "vescale-checkpoint" and the version of this layout
     crc32              CRC-32 of all other keys, so that a changed offset or learning rate is detected
     world_size         number of ranks that saved
+    saved_at           when the save ended, in seconds since 1970 by the clock of its first rank
     metadata           the JSON object of ``save(metadata=...)``
     leaves             name -> JSON value
     folder             name of the folder of the data files
@@ -93,6 +94,7 @@ class Manifest:
 
     Attributes:
         world_size: number of ranks that saved.
+        saved_at: when the save ended, in seconds since 1970 by the clock of its first rank.
         metadata: the JSON object of ``save(metadata=...)``.
         leaves: JSON values by name, such as ``"optimizer/param_groups"``.
         folder: name of the folder of the data files, in the checkpoint's directory.
@@ -102,6 +104,7 @@ class Manifest:
     """
 
     world_size: int
+    saved_at: float
     metadata: Mapping[str, Json]
     leaves: Mapping[str, Json]
     folder: str
@@ -156,6 +159,7 @@ class _Body:
     version: int
     crc32: str
     world_size: Annotated[int, AtLeast(1)]
+    saved_at: float
     metadata: Mapping[str, Any]
     leaves: Mapping[str, Any]
     folder: str
@@ -236,6 +240,7 @@ def _to_body(manifest: Manifest) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "world_size": manifest.world_size,
+        "saved_at": manifest.saved_at,
         "metadata": dict(manifest.metadata),
         "leaves": dict(manifest.leaves),
         "folder": manifest.folder,
@@ -264,7 +269,9 @@ def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
 def _from_body(body: _Body) -> Manifest:
     tensors = {name: _tensor_from_json(tensor) for name, tensor in body.tensors.items()}
     files = {name: StoredFile(file.bytes, int(file.header_crc32, 16)) for name, file in body.files.items()}
-    return Manifest(body.world_size, body.metadata, body.leaves, body.folder, files, tensors, body.optimizers)
+    return Manifest(
+        body.world_size, body.saved_at, body.metadata, body.leaves, body.folder, files, tensors, body.optimizers
+    )
 
 
 def _tensor_from_json(tensor: _TensorText) -> StoredTensor:

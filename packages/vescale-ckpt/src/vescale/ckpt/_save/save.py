@@ -20,12 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._checked import CheckedInside, FilePath, checked
+from .._checked import CheckedInside, Count, FilePath, checked
 from .._control import open_control
-from .._errors import CheckpointError, format_some
+from .._errors import CheckpointError, require_same
 from .._format.boxes import Box
 from .._format.data_files import Checksums, Entry, checksums, pack_files, write_data_file
 from .._format.manifest import Manifest, Piece, StoredFile, StoredTensor, manifest_to_text
+from .._format.series import number_in, remove_earlier
 from .._format.versions import NewVersion
 from .._state.flat import FlatState, flatten, leaves_as_text
 from .._state.objects import Objects
@@ -41,6 +42,7 @@ def save(
     *,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    keep_last: Count | None = None,
     check_replicas: bool = True,
     process_group: CheckedInside[dist.ProcessGroup | None] = None,
 ) -> None:
@@ -56,6 +58,8 @@ def save(
             optimizer of ``torch.optim`` is stored by parameter names and needs its model in the same state.
         metadata: a JSON object to store in the manifest.
         overwrite: replace a checkpoint at ``path``; it stays in place until the new one is complete.
+        keep_last: when the checkpoint is complete, remove those that are named like it apart from the number at the end
+            of the name, in the same directory, but the last ``keep_last`` that were saved.
         check_replicas: compare checksums of replicas between ranks, and refuse to save if they differ. The cost is one
             pass over the replicated bytes of each rank. If False and replicas differ, the stored tensor may mix parts
             of several ranks.
@@ -68,9 +72,9 @@ def save(
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
-        >>> save("runs/step-10", {"model": model, "step": 10}, overwrite=True)
+        >>> save("runs/step-10", {"model": model, "step": 10}, overwrite=True, keep_last=3)
     """
-    saving = _Saving(Path(os.path.abspath(path)), state, metadata, overwrite, check_replicas)
+    saving = _Saving(Path(os.path.abspath(path)), state, metadata, overwrite, keep_last, check_replicas)
     with open_control(process_group) as control, torch.no_grad():
         saving.rank = control.rank
         try:
@@ -103,13 +107,20 @@ class _Saving:
     """The steps of one save, in order; ``plan``, ``commit`` and ``discard`` act on rank 0."""
 
     def __init__(
-        self, path: Path, state: dict[str, Any], metadata: Mapping[str, Any] | None, overwrite: bool, check: bool
+        self,
+        path: Path,
+        state: dict[str, Any],
+        metadata: Mapping[str, Any] | None,
+        overwrite: bool,
+        keep_last: int | None,
+        check: bool,
     ) -> None:
         self.rank = 0
         self._path = path
         self._state = state
         self._metadata = metadata
         self._overwrite = overwrite
+        self._keep_last = keep_last
         self._check_replicas = check
         self._flat = FlatState()
         self._version: NewVersion | None = None
@@ -117,6 +128,11 @@ class _Saving:
         self._start = time.perf_counter()
 
     def offer(self) -> _Offer:
+        if self._keep_last is not None and number_in(self._path.name) is None:
+            raise CheckpointError(
+                f"{self._path}: expected a name with a number at its end for keep_last, such as 'step-100', got "
+                f"{self._path.name!r}; checkpoints of one name and other numbers are removed"
+            )
         if self.rank == 0:
             self._version = NewVersion(self._path, overwrite=self._overwrite)
         objects = Objects(self._state)
@@ -128,8 +144,8 @@ class _Saving:
         return _Offer(str(self._path), _metadata_text(self._metadata), inventory)
 
     def plan(self, offers: Sequence[_Offer]) -> list[tuple[Path, RankPlan]]:
-        _require_same("path", [offer.path for offer in offers])
-        _require_same("metadata", [offer.metadata for offer in offers])
+        require_same("path", [offer.path for offer in offers])
+        require_same("metadata", [offer.metadata for offer in offers])
         assert self._version is not None, "rank 0 makes the folder when it offers"
         self._plan = plan_save([offer.inventory for offer in offers])
         return [(self._version.folder, share) for share in self._plan.ranks]
@@ -169,6 +185,7 @@ class _Saving:
                 pieces[name].append(piece)
         manifest = Manifest(
             world_size=len(written),
+            saved_at=time.time(),
             metadata=json.loads(_metadata_text(self._metadata)),
             leaves={name: json.loads(text) for name, text in self._plan.leaves.items()},
             folder=self._version.folder.name,
@@ -182,6 +199,8 @@ class _Saving:
         self._version.commit(manifest_to_text(manifest))
         self._version = None
         self._log(manifest)
+        if self._keep_last is not None:
+            remove_earlier(self._path, keep=self._keep_last)
         return [None] * len(written)
 
     def discard(self) -> None:
@@ -204,9 +223,3 @@ def _metadata_text(metadata: Mapping[str, Any] | None) -> str:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"expected metadata to be a JSON object with str keys, got {error}; convert it") from None
     return text
-
-
-def _require_same(argument: str, values: Sequence[str]) -> None:
-    if len(set(values)) > 1:
-        found = format_some(f"{value} on rank {rank}" for rank, value in enumerate(values))
-        raise CheckpointError(f"expected the same {argument} on all ranks, got {found}; pass equal arguments to save")

@@ -1,0 +1,63 @@
+"""The checkpoints of one run: directories beside each other, such as ``runs/step-100`` and ``runs/step-200``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from .._errors import CheckpointError
+from .inspect import read_manifest_text
+from .manifest import MANIFEST_NAME, Manifest, manifest_from_text
+from .versions import check_files
+
+logger = logging.getLogger("vescale.ckpt")
+
+
+def complete_in(directory: Path) -> list[tuple[Path, Manifest]]:
+    """Return the complete checkpoints in a directory, in the order in which they were saved."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for path in sorted(map(Path, os.scandir(directory))):
+            if (path / MANIFEST_NAME).is_file():
+                try:
+                    manifest = manifest_from_text(read_manifest_text(path), where=str(path))
+                    check_files(path, manifest)
+                except CheckpointError as error:
+                    logger.warning("skipped a checkpoint that cannot be loaded: %s", error)
+                    continue
+                found.append((path, manifest))
+    return sorted(found, key=lambda item: item[1].saved_at)
+
+
+def number_in(name: str) -> tuple[str, str] | None:
+    """Return the name of a series and the number at its end, such as ``("step-", "100")``; None without a number."""
+    found = re.fullmatch(r"(.*?)([0-9]+)", name)
+    return None if found is None else (found[1], found[2])
+
+
+def remove_earlier(path: Path, *, keep: int) -> None:
+    """Remove all checkpoints of the series of ``path`` but this one and the last of the others, ``keep`` in all.
+
+    A checkpoint loses its manifest first: one that is removed in part is an incomplete one. Other files stay.
+    """
+    series = number_in(path.name)
+    assert series is not None, "the save has looked"
+    others = [
+        (other, manifest)
+        for other, manifest in complete_in(path.parent)
+        if other != path and (number_in(other.name) or ("",))[0] == series[0]
+    ]
+    for each, manifest in others[: max(0, len(others) - keep + 1)]:
+        try:
+            (each / MANIFEST_NAME).unlink()
+            shutil.rmtree(each / manifest.folder)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", each, error)
+            continue
+        with contextlib.suppress(OSError):  # there are other files
+            each.rmdir()
+        logger.info("removed %s, as the last %d are kept", each, keep)

@@ -1,0 +1,48 @@
+"""Find the checkpoint to go on from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .._checked import CheckedInside, FilePath, checked
+from .._control import open_control
+from .._errors import require_same
+from .._format.series import complete_in
+
+
+@checked
+def latest(directory: FilePath, *, process_group: CheckedInside[dist.ProcessGroup | None] = None) -> Path | None:
+    """Return the checkpoint in a directory that was saved last, or None if there is none.
+
+    A collective: all ranks get the answer of the first one. Checkpoints that are not complete, or that miss data files,
+    are skipped with a warning.
+
+    Args:
+        directory: where the checkpoints are, each in a directory of its own; it need not exist.
+        process_group: as for ``save``.
+
+    Raises:
+        CheckpointError: the ranks have given several directories.
+
+    Example:
+        >>> save("runs/step-10", {"step": 10}, overwrite=True)
+        >>> save("runs/step-20", {"step": 20}, overwrite=True)
+        >>> latest("runs").name
+        'step-20'
+    """
+    where = Path(os.path.abspath(directory))
+    with open_control(process_group) as control:
+
+        def find() -> tuple[str, str | None]:
+            found = complete_in(where) if control.rank == 0 else []
+            return str(where), found[-1][0].name if found else None
+
+        def choose(answers: list[tuple[str, str | None]]) -> list[str | None]:
+            require_same("directory", [directory for directory, _ in answers])
+            return [answers[0][1]] * control.size
+
+        name: str | None = control.run_round(find, choose)
+    return None if name is None else where / name
