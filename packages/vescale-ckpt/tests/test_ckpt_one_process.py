@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -24,6 +25,8 @@ DTYPES = [
     "bfloat16",
     "float32",
     "float64",
+    "complex64",
+    "complex128",
 ]
 
 
@@ -85,6 +88,47 @@ def test_nested_values_come_back_with_their_types(tmp_path):
     target = state(False)
     load(tmp_path / "c", target)
     assert repr(target) == repr(state(True))
+
+
+def test_arrays_of_numpy_are_filled_and_bytes_come_back(tmp_path):
+    """The state of numpy's generator, of a data loader, and numbers of numpy."""
+
+    def state(filled: bool):
+        array = np.arange(6.0).reshape(2, 3)
+        return {
+            "array": array.T if filled else np.zeros((3, 2)),
+            "generator": np.random.RandomState(3 if filled else 0).get_state(),
+            "loader": bytes(range(256)) if filled else b"",
+            "nested": [(b"a", {"b": b"c" if filled else b""})],
+            "count": np.int64(2**40 if filled else 0),
+            "best": np.float32(0.1 if filled else 0),
+            "done": np.bool_(filled),
+        }
+
+    save(tmp_path / "c", state(True))
+    target = state(False)
+    array = target["array"]
+    load(tmp_path / "c", target)
+    assert target["array"] is array
+    assert repr(target) == repr(state(True))
+    assert repr(target) != repr(state(False))
+    with safe_open(next((tmp_path / "c").glob("*/*")), framework="np") as file:
+        assert np.array_equal(file.get_tensor("array"), array)
+
+
+def test_views_that_torch_conjugates_or_negates_when_they_are_read(tmp_path):
+    x = torch.complex(torch.arange(5.0), torch.arange(5.0) + 1)
+    saved = {"conjugate": x.conj(), "negated": x.conj().imag, "part": x.real}
+    assert saved["conjugate"].is_conj()
+    assert saved["negated"].is_neg()
+    save(tmp_path / "c", saved)
+    loaded = {name: torch.zeros_like(value.resolve_conj().resolve_neg()) for name, value in saved.items()}
+    load(tmp_path / "c", loaded)
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value)
+    y = torch.zeros(5, dtype=torch.complex64)
+    load(tmp_path / "c", {"conjugate": y.conj(), "negated": torch.zeros(5), "part": torch.zeros(5)})
+    assert torch.equal(y.conj(), x.conj())
 
 
 def test_an_ordered_dict_with_attributes_is_given_back_as_such(tmp_path):
@@ -203,11 +247,17 @@ class Unsupported:
 
 REFUSED = {
     "object": ({"a": {"b": Unsupported()}}, r"'a/b': expected a tensor, .*, got <class '.*Unsupported'>"),
-    "bytes": ({"a": b"raw"}, "'a': expected a tensor, .*, got <class 'bytes'>"),
-    "complex": (
-        {"a": torch.zeros(2, dtype=torch.complex64)},
-        r"'a': expected a dtype .*, got torch.complex64",
+    "other dtype": (
+        {"a": torch.zeros(2, dtype=torch.float8_e4m3fnuz)},
+        r"'a': expected a dtype .*, got torch.float8_e4m3fnuz",
     ),
+    "array of objects": (
+        {"a": np.array([None])},
+        "array 'a': expected an array that a tensor can share, got dtype obj",
+    ),
+    "fixed array": ({"a": np.broadcast_to(np.ones(1), 3)}, "array 'a': expected .* one that may not be written; pass"),
+    "complex value": ({"a": np.complex64(1)}, "'a': expected a tensor, .*, got <class 'numpy.complex64'>"),
+    "tag of bytes": ({"a": {1: {"__bytes__": "AAEC"}}}, "another key than '__bytes__', which marks a type; rename it"),
     "meta": ({"a": torch.zeros(2, device="meta")}, "'a': expected values, got the meta device; materialize it first"),
     "sparse": (
         {"a": torch.eye(2).to_sparse()},

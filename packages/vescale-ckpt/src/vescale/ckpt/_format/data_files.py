@@ -35,7 +35,7 @@ import torch
 from .._errors import CheckpointError
 from .._typed_json import JsonReader, Size
 from .boxes import Box
-from .dtypes import ITEM_BYTES, SAFETENSORS_CODES, dtype_name
+from .dtypes import ITEM_BYTES, SAFETENSORS_CODES, dtype_name, stored_form
 from .manifest import Piece, StoredFile
 
 BLOCK_BYTES = 4 * 1024**2
@@ -90,7 +90,7 @@ def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
     with open(path, "xb") as file:
         file.write(_header_of(entries, sums))  # of the same length as the one that replaces it
         for entry in entries:
-            values = entry.view.detach().cpu().contiguous()
+            values = _resolved(entry.view).cpu().contiguous()
             blocks = [zlib.crc32(block) for block in _written(file, _bytes_of(values))]
             sums[entry.key] = tuple(blocks)
         header = _header_of(entries, sums)
@@ -106,7 +106,7 @@ def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
 def checksums(values: torch.Tensor) -> Checksums:
     """Return the CRC-32 of each block of a tensor's values in row-major order; the copy on the CPU is bounded."""
     sums = []
-    for block in values.detach().reshape(-1).split(BLOCK_BYTES // values.element_size()):
+    for block in _resolved(values).reshape(-1).split(BLOCK_BYTES // values.element_size()):
         host = block.cpu().contiguous()
         sums.append(zlib.crc32(_bytes_of(host)))
     return tuple(sums) if values.numel() else ()
@@ -153,18 +153,18 @@ class DataFile:
         Raises:
             CheckpointError: the file does not match the manifest, or bytes were changed; the text has the tensor.
         """
-        stored = self._tensor_of(piece, name, dtype)
+        stored, kind = self._tensor_of(piece, name, dtype), getattr(torch, dtype)
         starts = tuple(a - b for a, b in zip(box.offsets, piece.box.offsets, strict=True))
         strides = tuple(math.prod(piece.box.sizes[dim + 1 :]) for dim in range(len(starts)))
-        limit = BLOCK_BYTES // stored.item_bytes
+        limit = BLOCK_BYTES // kind.itemsize
         for part, into in _parts(_Part(starts, box.sizes, strides), target, limit):
             if part.is_run and into.is_contiguous():
                 flat = into.view(-1)
-                for at, values in self._values(piece, stored, part.first, part.length, name):
+                for at, values in self._values(piece, stored, kind, part.first, part.length, name):
                     flat[at : at + values.numel()].copy_(values)
                 continue
-            run = torch.empty(part.length, dtype=stored.dtype)
-            for at, values in self._values(piece, stored, part.first, part.length, name):
+            run = torch.empty(part.length, dtype=kind)
+            for at, values in self._values(piece, stored, kind, part.first, part.length, name):
                 run[at : at + values.numel()].copy_(values)
             into.copy_(run.as_strided(part.sizes, part.strides))
 
@@ -175,19 +175,19 @@ class DataFile:
             CheckpointError: as for ``fill``.
         """
         stored = self._tensor_of(piece, name, dtype)
-        for _ in self._values(piece, stored, 0, piece.box.num_elements, name):
+        for _ in self._values(piece, stored, getattr(torch, dtype), 0, piece.box.num_elements, name):
             pass
 
     # --- blocks ---
 
     def _values(
-        self, piece: Piece, stored: _Tensor, first: int, length: int, name: str
+        self, piece: Piece, stored: _Tensor, dtype: torch.dtype, first: int, length: int, name: str
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the elements from ``first`` on, block by block, each with its place among them, until the next."""
-        per_block = BLOCK_BYTES // stored.item_bytes
+        per_block = BLOCK_BYTES // dtype.itemsize
         end = first + length
         for number in range(first // per_block, -(-end // per_block)):
-            block = self._block(piece, stored, number, name).view(stored.dtype)
+            block = self._block(piece, stored, number, name).view(dtype)
             start = number * per_block
             yield max(start - first, 0), block[max(first - start, 0) : end - start]
 
@@ -250,8 +250,7 @@ class DataFile:
             crc32 = _checksums_from(sums.get(key, ""))
             if len(crc32) != _num_blocks(following - start):
                 raise self._fault(f"checksums of {_num_blocks(following - start)} blocks of {key!r}, got {len(crc32)}")
-            dtype = getattr(torch, _CODES[row.dtype])
-            tensors[key] = _Tensor(dtype, row.shape, len(header) + start, len(header) + following, crc32)
+            tensors[key] = _Tensor(row.dtype, row.shape, len(header) + start, len(header) + following, crc32)
             end = following
         if len(header) + end != found.st_size:
             raise self._fault(f"{len(header) + end} bytes by the header, got {found.st_size}")
@@ -259,9 +258,10 @@ class DataFile:
 
     def _tensor_of(self, piece: Piece, name: str, dtype: str) -> _Tensor:
         stored = self._tensors.get(piece.key)
-        if stored is None or (stored.dtype, stored.shape) != (getattr(torch, dtype), piece.box.sizes):
-            got = "none" if stored is None else f"{dtype_name(stored.dtype)} {stored.shape}"
-            raise self._fault(f"{dtype} {piece.box.sizes} by the manifest, got {got} in the file", name, piece)
+        code, shape = stored_form(dtype, piece.box.sizes)
+        if stored is None or (stored.code, stored.shape) != (code, shape):
+            got = "none" if stored is None else f"{stored.code} {stored.shape}"
+            raise self._fault(f"{code} {shape} by the manifest, got {got} in the file", name, piece)
         return stored
 
     def _fault(self, text: str, name: str = "", piece: Piece | None = None) -> CheckpointError:
@@ -304,17 +304,13 @@ _SUMS: Any = Mapping[str, str]
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor in a file: its dtype and shape, its bytes in the file, and the checksums of its blocks."""
+    """A tensor in a file: its code and shape, its bytes in the file, and the checksums of its blocks."""
 
-    dtype: torch.dtype
+    code: str
     shape: tuple[int, ...]
     start: int
     end: int
     crc32: Checksums
-
-    @property
-    def item_bytes(self) -> int:
-        return self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -387,11 +383,16 @@ def _header_of(entries: Sequence[Entry], sums: dict[str, Checksums]) -> bytes:
     for entry, (start, end) in zip(entries, itertools.pairwise(ends), strict=True):
         if entry.key in header:
             raise CheckpointError(f"expected distinct keys in a file, got {entry.key!r} twice; rename {entry.name!r}")
-        code = SAFETENSORS_CODES[dtype_name(entry.view.dtype)]
-        header[entry.key] = {"dtype": code, "shape": list(entry.view.shape), "data_offsets": [start, end]}
+        code, shape = stored_form(dtype_name(entry.view.dtype), tuple(entry.view.shape))
+        header[entry.key] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % max(ITEM_BYTES.values()))
     return len(text).to_bytes(8, "little") + text
+
+
+def _resolved(values: torch.Tensor) -> torch.Tensor:
+    """Return values that are in memory as they are: torch conjugates and negates some views when they are read."""
+    return values.detach().resolve_conj().resolve_neg()
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

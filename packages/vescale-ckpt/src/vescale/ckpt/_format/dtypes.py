@@ -20,7 +20,14 @@ SAFETENSORS_CODES = {
     "float32": "F32",
     "float64": "F64",
 }
-ITEM_BYTES: dict[str, int] = {name: getattr(torch, name).itemsize for name in SAFETENSORS_CODES}
+# Complex numbers are stored as their real and imaginary parts, in one more dim, as by ``torch.view_as_real``.
+_PARTS = {"complex64": "float32", "complex128": "float64"}
+ITEM_BYTES: dict[str, int] = {name: getattr(torch, name).itemsize for name in (*SAFETENSORS_CODES, *_PARTS)}
+
+
+def stored_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return the code of the safetensors format and the shape by which a tensor is stored."""
+    return (SAFETENSORS_CODES[_PARTS[dtype]], (*shape, 2)) if dtype in _PARTS else (SAFETENSORS_CODES[dtype], shape)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -54,8 +54,9 @@ def save(
     Args:
         path: directory to create, on a file system shared by all ranks. Its parents are created.
         state: nested dict (or list) of objects with ``state_dict`` and ``load_state_dict`` (models, optimizers,
-            schedulers), tensors, DTensors, values with ``__global_shape__`` and ``__boxes__()``, and JSON values. An
-            optimizer of ``torch.optim`` is stored by parameter names and needs its model in the same state.
+            schedulers), tensors, DTensors, arrays of numpy, values with ``__global_shape__`` and ``__boxes__()``,
+            bytes, and JSON values. An optimizer of ``torch.optim`` is stored by parameter names and needs its model in
+            the same state.
         metadata: a JSON object to store in the manifest.
         overwrite: replace a checkpoint at ``path``; it stays in place until the new one is complete.
         keep_last: when the checkpoint is complete, remove those that are named like it apart from the number at the end

@@ -5,8 +5,9 @@
 becomes tensors ``model/embed.weight``, ``optimizer/state/embed.weight/exp_avg``, ... and JSON leaves
 ``optimizer/param_groups``, ``step``. Names are path components joined with "/". The type of a node selects its form:
 
-    tensor, DTensor, value with __boxes__      a tensor, in boxes (see ``Held``)
-    None, bool, int, float, str, and           one JSON leaf
+    tensor, DTensor, value with __boxes__,     a tensor, in boxes (see ``Held``)
+      array of numpy
+    None, bool, int, float, str, bytes, and    one JSON leaf
       lists, tuples and int-keyed dicts of them
     dict with str keys                         one component per key
     other list or tuple                        one component per index
@@ -16,12 +17,14 @@ Tensors are live views of the state, and a load writes into them. ``restore`` th
 passes each object's filled state dict to ``load_state_dict``.
 """
 
+import base64
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -33,6 +36,7 @@ from .._torch import dtensor_box
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _ITEMS = "__items__"  # tag of an int-keyed dict in JSON: {"__items__": [[30, 1], [80, 1]]}
+_BYTES = "__bytes__"  # tag of bytes in JSON: {"__bytes__": "AAEC"}, by base64
 
 
 @dataclass(frozen=True)
@@ -115,16 +119,18 @@ def find_objects(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def to_json(node: Any) -> Json:
-    """Return the JSON form of a plain value: tuples as lists, int-keyed dicts tagged."""
+    """Return the JSON form of a plain value: tuples as lists, int-keyed dicts and bytes tagged."""
     if isinstance(node, list | tuple):
         return [to_json(item) for item in node]
     if isinstance(node, dict):
         if any(isinstance(key, int) for key in node):
             return {_ITEMS: [[key, to_json(item)] for key, item in node.items()]}
-        if list(node) == [_ITEMS]:
-            raise CheckpointError(f"expected another key than {_ITEMS!r}, which marks int keys; rename it")
+        if list(node) in ([_ITEMS], [_BYTES]):
+            raise CheckpointError(f"expected another key than {next(iter(node))!r}, which marks a type; rename it")
         return {key: to_json(item) for key, item in node.items()}
-    scalar: bool | int | float | str | None = node
+    if isinstance(node, bytes):
+        return {_BYTES: base64.b64encode(node).decode()}
+    scalar: bool | int | float | str | None = node.item() if isinstance(node, numpy.generic) else node
     return scalar
 
 
@@ -134,11 +140,20 @@ def from_json(value: Json, *, like: Any) -> Any:
         olds = like if isinstance(like, list | tuple) else ()
         items = [from_json(v, like=olds[i] if i < len(olds) else None) for i, v in enumerate(value)]
         return tuple(items) if isinstance(like, tuple) else items
+    if isinstance(value, dict) and list(value) == [_BYTES]:
+        return _bytes(value[_BYTES])
     if isinstance(value, dict):
         old = like if isinstance(like, dict) else {}
         entries = {key: from_json(item, like=old.get(key)) for key, item in _items(value)}
         return type(like)(entries) if isinstance(like, dict) else entries
-    return value
+    return type(like)(value) if isinstance(like, numpy.generic) and isinstance(value, bool | int | float) else value
+
+
+def _bytes(text: Json) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"expected base64 under {_BYTES!r}, got {text!r} ({error}); rename this key") from None
 
 
 def _items(value: dict[str, Json]) -> Iterable[tuple[Any, Any]]:
@@ -165,8 +180,9 @@ def _read(node: Any, path: str, flat: FlatState, open_object: Callable | None) -
         _read(flat.opened[path], path, flat, None)
     else:
         raise CheckpointError(
-            f"{path!r}: expected a tensor, a value with __global_shape__ and __boxes__(), a JSON value, or an object "
-            f"with state_dict() and load_state_dict(), got {type(node)}; convert it, or leave it out of the state"
+            f"{path!r}: expected a tensor, an array of numpy, a value with __global_shape__ and __boxes__(), bytes, a "
+            f"JSON value, or an object with state_dict() and load_state_dict(), got {type(node)}; convert it, "
+            "or leave it out of the state"
         )
 
 
@@ -182,6 +198,9 @@ def _read_tensor(node: Any, path: str) -> Held | None:
         except CheckpointError as error:
             raise CheckpointError(f"tensor {path!r}: {error}") from error
         shape, dtype, views = tuple(node.shape), node.dtype, [found] if found else []
+    elif isinstance(node, numpy.ndarray):
+        view = _view_of(node, path)
+        shape, dtype, views = tuple(view.shape), view.dtype, [(Box.full(view.shape), view)]
     elif isinstance(node, torch.Tensor):
         if type(node) not in _PLAIN_TENSORS or node.layout != torch.strided:
             raise CheckpointError(
@@ -194,6 +213,19 @@ def _read_tensor(node: Any, path: str) -> Held | None:
     views = [(box, view) for box, view in views if box.num_elements]
     _check_views(path, dtype, views)
     return Held(TensorMeta("" if dtype is None else dtype_name(dtype), shape), tuple(views))
+
+
+def _view_of(array: numpy.ndarray, path: str) -> torch.Tensor:
+    """Return a tensor that shares an array's memory, so that a load fills the array."""
+    try:
+        if not array.flags.writeable:
+            raise ValueError("one that may not be written")
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"array {path!r}: expected an array that a tensor can share, got dtype {array.dtype} and {error}; pass a "
+            "copy of numbers"
+        ) from None
 
 
 def _check_views(path: str, dtype: torch.dtype | None, views: list[tuple[Box, torch.Tensor]]) -> None:
@@ -246,7 +278,9 @@ def _is_plain(node: Any) -> bool:
     if isinstance(node, dict):
         same_kind = all(isinstance(key, str) for key in node) or all(type(key) is int for key in node)
         return same_kind and all(map(_is_plain, node.values()))
-    return node is None or isinstance(node, bool | int | float | str)
+    if isinstance(node, numpy.generic):
+        return isinstance(node.item(), bool | int | float | str)
+    return node is None or isinstance(node, bool | int | float | str | bytes)
 
 
 def _put(
