@@ -1,6 +1,7 @@
 """Data files have a checksum for every block: every byte that a load reads is compared with one, whatever it reads."""
 
 import json
+import os
 import zlib
 
 import pytest
@@ -189,6 +190,10 @@ def test_links_are_not_followed_out_of_the_checkpoint(tmp_path):
     for read in (verify, read_manifest, lambda path: load(path, {"a": torch.zeros(3)})):
         with pytest.raises(CheckpointError, match=r"expected a regular data file .*, got a symbolic link; copy"):
             read(path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"expected a regular data file .*, got another kind of file"):
+        verify(path)
     file.unlink()
     (tmp_path / "elsewhere").rename(file)
     verify(path)

@@ -16,6 +16,7 @@ The safetensors package reads these files, but offers no reads of blocks, and wr
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import json
 import math
@@ -43,6 +44,11 @@ MAX_FILE_BYTES = 4 * 1024**3
 _MAX_HEADER_BYTES = 100_000_000  # of the safetensors format
 _METADATA = "__metadata__"
 _CODES = {code: name for name, code in SAFETENSORS_CODES.items()}
+# a link may lead out of the checkpoint, and a pipe would be waited for
+_FLAGS = ("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
+
+#: The CRC-32 of each block of a tensor.
+Checksums = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,6 @@ class Written:
 
     file: StoredFile
     pieces: list[tuple[str, Piece, Checksums]]
-
-
-Checksums = tuple[int, ...]
 
 
 def pack_files(sizes: Sequence[int], *, max_bytes: int = MAX_FILE_BYTES) -> list[range]:
@@ -126,8 +129,7 @@ class DataFile:
     def __init__(self, path: Path, stored: StoredFile) -> None:
         self._path = path
         try:
-            # a link may lead out of the checkpoint
-            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+            handle = os.open(path, functools.reduce(operator.or_, (getattr(os, flag, 0) for flag in _FLAGS)))
         except OSError as error:
             raise self._fault(f"a data file, got {error.strerror}") from error
         self._file = FileIO(handle, "r")
@@ -137,7 +139,7 @@ class DataFile:
             self._file.close()
             raise
         self._buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)  # pages of new memory cost as much as checksums
-        self._latest: tuple[str, int] | None = None  # the block in the buffer: its key and number
+        self._latest: tuple[int, int] | None = None  # the block in the buffer: where its tensor begins, its number
 
     def __enter__(self) -> DataFile:
         """Return the file."""
@@ -153,20 +155,16 @@ class DataFile:
         Raises:
             CheckpointError: the file does not match the manifest, or bytes were changed; the text has the tensor.
         """
-        stored, kind = self._tensor_of(piece, name, dtype), getattr(torch, dtype)
+        source = self._source_of(piece, name, dtype)
         starts = tuple(a - b for a, b in zip(box.offsets, piece.box.offsets, strict=True))
         strides = tuple(math.prod(piece.box.sizes[dim + 1 :]) for dim in range(len(starts)))
-        limit = BLOCK_BYTES // kind.itemsize
-        for part, into in _parts(_Part(starts, box.sizes, strides), target, limit):
-            if part.is_run and into.is_contiguous():
-                flat = into.view(-1)
-                for at, values in self._values(piece, stored, kind, part.first, part.length, name):
-                    flat[at : at + values.numel()].copy_(values)
-                continue
-            run = torch.empty(part.length, dtype=kind)
-            for at, values in self._values(piece, stored, kind, part.first, part.length, name):
+        for part, into in _parts(_Part(starts, box.sizes, strides), target, source.block_length):
+            is_direct = part.is_run and into.is_contiguous()
+            run = into.view(-1) if is_direct else torch.empty(part.length, dtype=source.dtype)
+            for at, values in self._values(source, part.first, part.length):
                 run[at : at + values.numel()].copy_(values)
-            into.copy_(run.as_strided(part.sizes, part.strides))
+            if not is_direct:
+                into.copy_(run.as_strided(part.sizes, part.strides))
 
     def check(self, piece: Piece, *, name: str, dtype: str) -> None:
         """Compare all bytes of a piece with their checksums.
@@ -174,41 +172,34 @@ class DataFile:
         Raises:
             CheckpointError: as for ``fill``.
         """
-        stored = self._tensor_of(piece, name, dtype)
-        for _ in self._values(piece, stored, getattr(torch, dtype), 0, piece.box.num_elements, name):
+        for _ in self._values(self._source_of(piece, name, dtype), 0, piece.box.num_elements):
             pass
 
     # --- blocks ---
 
-    def _values(
-        self, piece: Piece, stored: _Tensor, dtype: torch.dtype, first: int, length: int, name: str
-    ) -> Iterator[tuple[int, torch.Tensor]]:
+    def _values(self, source: _Source, first: int, length: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the elements from ``first`` on, block by block, each with its place among them, until the next."""
-        per_block = BLOCK_BYTES // dtype.itemsize
         end = first + length
-        for number in range(first // per_block, -(-end // per_block)):
-            block = self._block(piece, stored, number, name).view(dtype)
-            start = number * per_block
+        for number in range(first // source.block_length, -(-end // source.block_length)):
+            block = self._block(source, number).view(source.dtype)
+            start = number * source.block_length
             yield max(start - first, 0), block[max(first - start, 0) : end - start]
 
-    def _block(self, piece: Piece, stored: _Tensor, number: int, name: str) -> torch.Tensor:
+    def _block(self, source: _Source, number: int) -> torch.Tensor:
         """Return the bytes of a block, which equal their checksum."""
-        start = stored.start + number * BLOCK_BYTES
-        block = self._buffer[: min(BLOCK_BYTES, stored.end - start)]
-        if self._latest == (piece.key, number):
+        start = source.stored.start + number * BLOCK_BYTES
+        block = self._buffer[: min(BLOCK_BYTES, source.stored.end - start)]
+        if self._latest == (source.stored.start, number):
             return block
         self._latest = None
         if self._read(start, _bytes_of(block)) != block.numel():
-            raise self._fault(f"{stored.end} bytes, got fewer", name, piece)
-        expected, found = stored.crc32[number], zlib.crc32(_bytes_of(block))
+            raise self._fault(f"{source.stored.end} bytes, got fewer", source.label)
+        expected, found = source.stored.crc32[number], zlib.crc32(_bytes_of(block))
         if found != expected:
-            raise self._fault(
-                f"checksum {expected:08x} of bytes {start} to {start + block.numel()}, got {found:08x}: bytes were "
-                "changed or lost",
-                name,
-                piece,
-            )
-        self._latest = piece.key, number
+            end = start + block.numel()
+            what = f"checksum {expected:08x} of bytes {start} to {end}, got {found:08x}: bytes were changed or lost"
+            raise self._fault(what, source.label)
+        self._latest = source.stored.start, number
         return block
 
     def _read(self, start: int, memory: memoryview) -> int:
@@ -256,17 +247,16 @@ class DataFile:
             raise self._fault(f"{len(header) + end} bytes by the header, got {found.st_size}")
         return tensors
 
-    def _tensor_of(self, piece: Piece, name: str, dtype: str) -> _Tensor:
-        stored = self._tensors.get(piece.key)
+    def _source_of(self, piece: Piece, name: str, dtype: str) -> _Source:
+        stored, label = self._tensors.get(piece.key), f"tensor {name!r} {piece.box} in "
         code, shape = stored_form(dtype, piece.box.sizes)
         if stored is None or (stored.code, stored.shape) != (code, shape):
             got = "none" if stored is None else f"{stored.code} {stored.shape}"
-            raise self._fault(f"{code} {shape} by the manifest, got {got} in the file", name, piece)
-        return stored
+            raise self._fault(f"{code} {shape} by the manifest, got {got} in the file", label)
+        return _Source(stored, getattr(torch, dtype), label)
 
-    def _fault(self, text: str, name: str = "", piece: Piece | None = None) -> CheckpointError:
-        what = "" if piece is None else f"tensor {name!r} {piece.box} in "
-        return CheckpointError(f"{what}{self._path}: expected {text}; restore it, or use another checkpoint")
+    def _fault(self, text: str, label: str = "") -> CheckpointError:
+        return CheckpointError(f"{label}{self._path}: expected {text}; restore it, or use another checkpoint")
 
 
 @dataclass(frozen=True)
@@ -311,6 +301,20 @@ class _Tensor:
     start: int
     end: int
     crc32: Checksums
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A tensor in a file by the manifest: its dtype, and how errors begin."""
+
+    stored: _Tensor
+    dtype: torch.dtype
+    label: str
+
+    @property
+    def block_length(self) -> int:
+        """Count the elements of a block."""
+        return BLOCK_BYTES // self.dtype.itemsize
 
 
 @dataclass(frozen=True)
