@@ -48,4 +48,5 @@ def test_a_mutation_changes_one_node_and_leaves_the_tree():
     assert Mutation(("sizes",), "add", 3).apply(tree) == {"name": "a", "sizes": [1, 2, 3]}
     assert Mutation((), "replace", None).apply(tree) is None
     assert Mutation(("gone", 0), "drop").apply(tree) == tree == json.loads(TEXT)
+    assert Mutation(("sizes", 0), "replace", 3).apply({"sizes": {"b": 1}}) == {"sizes": {"b": 1}}  # no longer a list
     assert len(list(mutations(tree))) > 100

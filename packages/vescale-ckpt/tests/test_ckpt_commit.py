@@ -2,8 +2,10 @@
 
 import itertools
 import os
+import random
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -206,6 +208,28 @@ def test_a_kill_at_any_step_leaves_the_earlier_checkpoint_or_the_new_one(tmp_pat
     assert value == 2
     assert seen == ({1, 2} if overwrite else {0, 2})
     assert step > 5
+
+
+@pytest.mark.parametrize("num_kills", [10, pytest.param(100, marks=pytest.mark.thorough)])
+def test_a_kill_at_any_moment_leaves_one_version_complete(tmp_path, num_kills):
+    path, moments = tmp_path / "c", random.Random(3)
+    save(path, state(0))
+    seen = []
+    for _ in range(num_kills):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for value in itertools.count(int(read_manifest(path).leaves["step"]) + 1):
+                    save(path, state(value), overwrite=True)
+            finally:
+                os._exit(1)
+        time.sleep(moments.uniform(0, 0.2))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        seen.append(read_manifest(path).leaves["step"])
+        assert_holds(path, seen[-1])
+    assert seen == sorted(seen)
+    assert seen[-1] > 0
 
 
 class Meanwhile:

@@ -48,6 +48,8 @@ class Mutation:
         try:
             for key in keys[:-1]:
                 node = node[key]
+            if isinstance(node, dict) and not isinstance(keys[-1], str):
+                return tree  # it was a list
             if self.change == "drop":
                 del node[keys[-1]]
             elif self.change == "replace":
