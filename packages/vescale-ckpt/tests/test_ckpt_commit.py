@@ -256,6 +256,20 @@ def test_two_saves_to_one_path_leave_one_of_them_complete(tmp_path):
     assert len(list(path.iterdir())) == 2
 
 
+def test_a_file_system_without_links(tmp_path, monkeypatch):
+    def refuse(*_args):
+        raise OSError("Operation not supported")
+
+    monkeypatch.setattr("os.link", refuse)
+    path = tmp_path / "c"
+    save(path, state(1))
+    assert_holds(path, 1)
+    other = Meanwhile(lambda: save(tmp_path / "d", state(1)))
+    with pytest.raises(CheckpointError, match="no other save to the same path, got one that was completed meanwhile"):
+        save(tmp_path / "d", {**state(2), "other": other})
+    assert_holds(tmp_path / "d", 1)
+
+
 def test_a_load_beside_a_save_to_the_same_path_is_told_to_read_again(tmp_path):
     path = tmp_path / "c"
     save(path, state(1))

@@ -167,13 +167,14 @@ def _place_new(text: Path, manifest: Path) -> None:
     is_taken = False
     try:
         os.link(text, manifest)
-        text.unlink()
     except FileExistsError:
         is_taken = True
     except OSError:  # a file system without links
         is_taken = os.path.lexists(manifest)
         if not is_taken:
             os.rename(text, manifest)
+    else:
+        text.unlink()
     if is_taken:
         raise CheckpointError(
             f"{manifest.parent}: expected no other save to the same path, got one that was completed meanwhile; save "
