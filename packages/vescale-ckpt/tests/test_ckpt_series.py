@@ -66,6 +66,24 @@ def test_the_new_one_is_never_removed_whatever_the_clock_says(tmp_path, monkeypa
     assert names(tmp_path) == {"step-2"}
 
 
+def test_links_are_left_alone(tmp_path):
+    save(tmp_path / "elsewhere" / "kept", state(1))
+    (tmp_path / "step-1").symlink_to(tmp_path / "elsewhere" / "kept")
+    save(tmp_path / "step-2", state(2), keep_last=1)
+    assert read_manifest(tmp_path / "step-1").leaves == {"step": 1}
+
+
+def test_a_save_is_complete_if_earlier_ones_cannot_be_removed(tmp_path, monkeypatch, caplog):
+    def refuse(*_args):
+        raise PermissionError("Permission denied")
+
+    save(tmp_path / "step-1", state(1))
+    monkeypatch.setattr("vescale.ckpt._format.series.os.scandir", refuse)
+    save(tmp_path / "step-2", state(2), keep_last=1)
+    assert "earlier checkpoints could not be removed: Permission denied" in caplog.text
+    assert read_manifest(tmp_path / "step-2").leaves == {"step": 2}
+
+
 def test_a_save_that_fails_removes_nothing(tmp_path):
     save(tmp_path / "step-1", state(1))
     with pytest.raises(Exception, match="expected a tensor"):

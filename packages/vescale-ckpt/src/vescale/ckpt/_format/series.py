@@ -33,23 +33,28 @@ def complete_in(directory: Path) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda item: item[1].saved_at)
 
 
-def number_in(name: str) -> tuple[str, str] | None:
-    """Return the name of a series and the number at its end, such as ``("step-", "100")``; None without a number."""
-    found = re.fullmatch(r"(.*?)([0-9]+)", name)
-    return None if found is None else (found[1], found[2])
+def series_of(name: str) -> str | None:
+    """Return a name without the number at its end, such as ``"step-"`` of ``"step-100"``; None if it has none."""
+    found = re.fullmatch(r"(.*?)[0-9]+", name)
+    return None if found is None else found[1]
 
 
 def remove_earlier(path: Path, *, keep: int) -> None:
     """Remove all checkpoints of the series of ``path`` but this one and the last of the others, ``keep`` in all.
 
-    A checkpoint loses its manifest first: one that is removed in part is an incomplete one. Other files stay.
+    A checkpoint loses its manifest first: one that is removed in part is an incomplete one. Other files stay, and links
+    are left alone. What cannot be removed is logged: the save is complete.
     """
-    series = number_in(path.name)
-    assert series is not None, "the save has looked"
+    series = series_of(path.name)
+    try:
+        found = complete_in(path.parent)
+    except OSError as error:
+        logger.warning("earlier checkpoints could not be removed: %s", error)
+        return
     others = [
         (other, manifest)
-        for other, manifest in complete_in(path.parent)
-        if other != path and (number_in(other.name) or ("",))[0] == series[0]
+        for other, manifest in found
+        if other != path and not other.is_symlink() and series_of(other.name) == series
     ]
     for each, manifest in others[: max(0, len(others) - keep + 1)]:
         try:

@@ -64,7 +64,7 @@ class NewVersion:
         Raises:
             CheckpointError: another save has been completed, where nothing may be overwritten.
         """
-        sync_directory(self.folder)
+        _sync_directory(self.folder)
         with open(self._text, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -75,9 +75,9 @@ class NewVersion:
             os.replace(self._text, manifest)
         else:
             _place_new(self._text, manifest)
-        sync_directory(self._path)
+        _sync_directory(self._path)
         if self._is_new:
-            sync_directory(self._path.parent)
+            _sync_directory(self._path.parent)
         if before is not None:
             shutil.rmtree(self._path / before, ignore_errors=True)
 
@@ -132,7 +132,7 @@ def present_folder(path: Path) -> str | None:
         return None
 
 
-def sync_directory(path: Path) -> None:
+def _sync_directory(path: Path) -> None:
     """Flush the names in a directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

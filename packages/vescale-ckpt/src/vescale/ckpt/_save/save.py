@@ -26,7 +26,7 @@ from .._errors import CheckpointError, require_same
 from .._format.boxes import Box
 from .._format.data_files import Checksums, Entry, checksums, pack_files, write_data_file
 from .._format.manifest import Manifest, Piece, StoredFile, StoredTensor, manifest_to_text
-from .._format.series import number_in, remove_earlier
+from .._format.series import remove_earlier, series_of
 from .._format.versions import NewVersion
 from .._state.flat import FlatState, flatten, leaves_as_text
 from .._state.objects import Objects
@@ -69,7 +69,7 @@ def save(
 
     Raises:
         CheckpointError: the state cannot be stored or the path cannot be written; the text is the same on all ranks.
-        RuntimeError: a rank has ended during the save; the text names it. ``path`` is unchanged then.
+        RuntimeError: a rank has ended during the save; the text names it. A checkpoint at ``path`` is unchanged then.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -129,7 +129,7 @@ class _Saving:
         self._start = time.perf_counter()
 
     def offer(self) -> _Offer:
-        if self._keep_last is not None and number_in(self._path.name) is None:
+        if self._keep_last is not None and series_of(self._path.name) is None:
             raise CheckpointError(
                 f"{self._path}: expected a name with a number at its end for keep_last, such as 'step-100', got "
                 f"{self._path.name!r}; checkpoints of one name and other numbers are removed"
