@@ -6,6 +6,7 @@
 - ``OperatorMode``: base class of a mode that intercepts every operator below autograd.
 - ``set_grad_enabled``: the function that contexts such as ``torch.no_grad`` call.
 - ``tree_flatten`` / ``tree_unflatten``: torch's pytree.
+- ``profiled``: names a part of a step in profiles; without a profiler it costs nothing.
 - ``tensor_hooks``: the dictionary of hooks that ``Tensor.register_hook`` fills, or None.
 - ``graph_task_id``: identity of the backward pass in progress.
 - ``has_forward_hooks``: whether a module has hooks of its own; ``forward_hooks``: those of its forward.
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from torch._C import _disabled_torch_function_impl as no_torch_function
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.overrides import (
@@ -65,6 +67,7 @@ __all__ = [
     "new_group",
     "no_torch_function",
     "pop_mode",
+    "profiled",
     "push_mode",
     "set_grad_enabled",
     "switches",
@@ -76,6 +79,8 @@ __all__ = [
 ]
 
 Subclass = TypeVar("Subclass", bound=torch.Tensor)
+
+_NOTHING = contextlib.nullcontext()
 
 
 def make_wrapper(
@@ -165,6 +170,11 @@ def _asked(getter: Callable[[], Any]) -> Any:
         return getter()
     except RuntimeError as error:  # the precision was set through another function
         return str(error)
+
+
+def profiled(kind: str, what: object) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that a profile shows under the name ``kind`` and ``what``."""
+    return record_function(f"{kind}{what}") if torch.autograd._profiler_enabled() else _NOTHING
 
 
 def has_saved_tensor_hooks() -> bool:

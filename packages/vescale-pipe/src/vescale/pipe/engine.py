@@ -308,7 +308,7 @@ class PipelineEngine:
             is_under_way = self.num_stages > 1 and step is not None and is_recorded
             if is_under_way or not isinstance(error, Exception) or self._transport.has_failed():
                 self._failure = error
-                self._transport.report(error, "the first micro-batch" if step is None else step.where)
+                self._transport.report(error, "the first micro-batch" if step is None else str(step.where))
             raise
         return step, result
 

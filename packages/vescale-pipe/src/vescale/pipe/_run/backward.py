@@ -33,7 +33,7 @@ with parameters whose memory is freed between uses, as with ZeRO 3 (``docs/proto
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -101,6 +101,7 @@ class StageBackward:
         roots: sent values, received ones that later stages use, and the loss, with their gradients.
         received: the edges of the received values.
         parameters: those of the stage that require gradients.
+        ends: keeps the nodes of leaves, which are the same in all micro-batches of a step as long as they are kept.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class StageBackward:
         roots: Sequence[tuple[GradientEdge, torch.Tensor]],
         received: Sequence[GradientEdge],
         parameters: Sequence[torch.Tensor],
+        ends: dict[torch.Tensor, Node],
     ) -> None:
+        self._ends = ends
         self._roots, self._received = list(roots), tuple(received)
         self._leaves = _Leaves(parameters)
         self._found: dict[torch.Tensor, torch.Tensor | None] = {}  # gradients of parameters
@@ -119,8 +122,10 @@ class StageBackward:
         """Return the gradients of the received values and of the parameters."""
         leaves = self._leaves.each
         found = self._run((*self._received, *leaves), keep=False)
-        count = len(self._received)
-        return found[:count], self._leaves.gradients(dict(zip(leaves, found[count:], strict=True)))
+        received, weights = found[: len(self._received)], found[len(self._received) :]
+        if self._leaves.are_parameters:
+            return received, weights
+        return received, self._leaves.gradients(dict(zip(leaves, weights, strict=True)))
 
     def run_inputs(self, *, whole: bool) -> Gradients:
         """Return the gradients of the received values.
@@ -128,7 +133,7 @@ class StageBackward:
         Args:
             whole: whether to compute those of the parameters now, too.
         """
-        cut = None if whole else _Cut([edge for edge, _ in self._roots], self._received, self._leaves.each)
+        cut = None if whole else _Cut([edge for edge, _ in self._roots], self._received, self._nodes())
         now = self._leaves.each if cut is None else cut.now
         handles = [] if cut is None else [node.register_prehook(self._keeper(node)) for node in cut.exits]
         try:
@@ -159,6 +164,12 @@ class StageBackward:
         self._roots, self._cut = [], None
         return self._leaves.gradients(self._found)
 
+    def _nodes(self) -> dict[Node, torch.Tensor]:
+        for leaf in self._leaves.each:
+            if leaf not in self._ends:
+                self._ends[leaf] = get_gradient_edge(leaf).node
+        return {self._ends[leaf]: leaf for leaf in self._leaves.each}
+
     def _run(self, inputs: Sequence[Any], *, keep: bool) -> Gradients:
         return _gradients(self._roots, inputs, keep=keep)
 
@@ -185,11 +196,15 @@ class _Leaves:
 
     Attributes:
         each: all leaves.
+        are_parameters: whether they are the parameters themselves.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._of = [(parameter, stand_ins(parameter)) for parameter in parameters]
-        self.each = tuple(leaf for own, others in self._of for leaf in (own, *(other for other, _ in others)))
+        self.are_parameters = not any(others for _, others in self._of)
+        self.each = tuple(parameters)
+        if not self.are_parameters:
+            self.each = tuple(leaf for own, others in self._of for leaf in (own, *(other for other, _ in others)))
 
     def gradients(self, found: Mapping[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the gradients of the parameters from those of the leaves."""
@@ -224,19 +239,18 @@ class _Cut:
     """
 
     def __init__(
-        self, roots: Sequence[GradientEdge], received: Iterable[GradientEdge], parameters: Sequence[torch.Tensor]
+        self, roots: Sequence[GradientEdge], received: Iterable[GradientEdge], parameters: Mapping[Node, torch.Tensor]
     ) -> None:
-        ends = {get_gradient_edge(parameter).node: parameter for parameter in parameters}
-        order = _topological(root.node for root in roots)
+        order = _topological([root.node for root in roots])
         to_inputs = _leading_to({edge.node for edge in received}, order)
-        only_weights = _leading_to(set(ends), order) - to_inputs
+        only_weights = _leading_to(parameters.keys(), order) - to_inputs
         entries = dict.fromkeys((root.node for root in roots if root.node in only_weights), 1)
         exits: dict[Node, list[GradientEdge]] = {}
         refused: set[Node] = set()
         groups = _Groups(only_weights)
-        for node in order:
-            for end, output in node.next_functions:
-                if end is None or end not in only_weights:
+        for node, edges in order.items():
+            for end, output in edges:
+                if end not in only_weights:
                     continue
                 entries[end] = entries.get(end, 0) + 1
                 if node in only_weights:
@@ -255,11 +269,9 @@ class _Cut:
             if (kept := [edge for edge in edges if groups.of(edge.node) not in refused])
         }
         self.apart = {node for node in entered if groups.of(node) not in refused}
-        later = {
-            parameter for node, parameter in ends.items() if node in only_weights and groups.of(node) not in refused
-        }
-        self.later = [parameter for parameter in parameters if parameter in later]
-        self.now = [parameter for parameter in parameters if parameter not in later]
+        later = {node for node in parameters if node in only_weights and groups.of(node) not in refused}
+        self.later = [parameter for node, parameter in parameters.items() if node in later]
+        self.now = [parameter for node, parameter in parameters.items() if node not in later]
 
 
 class _Groups:
@@ -279,26 +291,32 @@ class _Groups:
         self._parent[self.of(one)] = self.of(other)
 
 
-def _topological(starts: Iterable[Node]) -> list[Node]:
-    """Return the nodes of a graph, each after all nodes that it leads to."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack = [(node, False) for node in starts]
+_Edges = list[tuple[Node, int]]
+
+
+def _topological(starts: Iterable[Node]) -> dict[Node, _Edges]:
+    """Return the nodes of a graph and what they lead to, each node after those."""
+    order: dict[Node, _Edges] = {}
+    seen: dict[Node, _Edges] = {}
+    path: list[Node] = []
+    stack: list[Node | None] = list(starts)  # None: the last node of the path has no more to follow
     while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            order.append(node)
+        node = stack.pop()
+        if node is None:
+            node = path.pop()
+            order[node] = seen[node]
         elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack.extend((following, False) for following, _ in node.next_functions if following is not None)
+            seen[node] = edges = [(end, output) for end, output in node.next_functions if end is not None]
+            path.append(node)
+            stack.append(None)
+            stack += [following for following, _ in edges]
     return order
 
 
-def _leading_to(ends: set[Node], order: Iterable[Node]) -> set[Node]:
-    found = set()
-    for node in order:
-        if node in ends or any(following in found for following, _ in node.next_functions):
+def _leading_to(ends: Collection[Node], order: Mapping[Node, _Edges]) -> set[Node]:
+    found: set[Node] = set()
+    for node, edges in order.items():
+        if node in ends or not found.isdisjoint([following for following, _ in edges]):
             found.add(node)
     return found
 

@@ -33,6 +33,7 @@ from .values import PipelineError
 
 GROUP, NAME = "vescale.pipe", "draws"  # of the entry point
 OUTSIDE = "code outside of stage modules"
+_NOTHING = contextlib.nullcontext()
 
 
 class RandomOperatorError(PipelineError, NotImplementedError):
@@ -194,17 +195,23 @@ class StepDraws:
         """Return whether micro-batches of a program draw something, as far as is known."""
         return self._is_on and (program.draws is None or bool(program.draws))
 
+    def forward(self, microbatch: int) -> contextlib.AbstractContextManager[Course | None]:
+        """Return a context for the forward of a micro-batch, or that of one of its stages."""
+        if self.draw(self._programs[microbatch]):
+            return self._drawing(microbatch)
+        return self._unmoved() if self._is_on and len(self._first) > 1 else _NOTHING
+
     @contextlib.contextmanager
-    def forward(self, microbatch: int) -> Iterator[Course | None]:
-        """Run the forward of a micro-batch, or that of one of its stages, in this context."""
+    def _unmoved(self) -> Iterator[None]:
+        """Run the forward of a micro-batch that draws nothing, in a step in which others may."""
+        before = self._generators.read()
+        yield
+        if self._generators.read() != before:
+            raise otherwise("a micro-batch")
+
+    @contextlib.contextmanager
+    def _drawing(self, microbatch: int) -> Iterator[Course | None]:
         program = self._programs[microbatch]
-        if not self.draw(program):
-            others_draw = self._is_on and len(self._first) > 1
-            before = self._generators.read() if others_draw else None
-            yield None
-            if others_draw and self._generators.read() != before:
-                raise otherwise("a micro-batch")
-            return
         with self._part(microbatch):
             if self._rules.num_stages == 1:
                 yield from self._alone(program)
@@ -231,12 +238,12 @@ class StepDraws:
         if program.draws is None:
             program.draws = Chain() if end == self._start else Chain(rest=Distance(numbers=1))
 
+    def backward(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the backward of a micro-batch, which may repeat parts of the forward."""
+        return self._repeating(microbatch) if self.draw(self._programs[microbatch]) else _NOTHING
+
     @contextlib.contextmanager
-    def backward(self, microbatch: int) -> Iterator[None]:
-        """Run the backward of a micro-batch: parts of the forward may be repeated, and draw the same."""
-        if not self.draw(self._programs[microbatch]):
-            yield
-            return
+    def _repeating(self, microbatch: int) -> Iterator[None]:
         with self._part(microbatch):
             before = self._generators.read()
             yield

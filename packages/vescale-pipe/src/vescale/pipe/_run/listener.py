@@ -100,11 +100,13 @@ class Listener(threading.Thread):
             return os.read(self._signals, 1024)
         return b""
 
-    def wait(self, work: Any, group: dist.ProcessGroup, failures: Failures, what: Callable[[], str]) -> None:
-        """Wait for a send or a receive on the CPU; ``what`` describes it.
+    def wait(
+        self, work: Any, group: dist.ProcessGroup, failures: Failures, failed: Callable[[str], RuntimeError]
+    ) -> None:
+        """Wait for a send or a receive on the CPU.
 
         Raises:
-            RuntimeError: it failed, here or on another rank; the text names the lost ranks.
+            RuntimeError: it failed, here or on another rank; it is what ``failed`` makes of the cause.
         """
         wait = _Wait(group, failures)
         self._waits.add(wait)
@@ -112,10 +114,10 @@ class Listener(threading.Thread):
             work.wait()
             return
         except RuntimeError as error:
-            failed = error
+            cause = error
         finally:
             self._waits.discard(wait)
-        raise RuntimeError(failures.describe(what(), "" if wait.is_ended else first_line(failed))) from failed
+        raise failed("" if wait.is_ended else first_line(cause)) from cause
 
 
 _listener: Listener | None = None

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from .tree import flatten
+from .tree import flatten, is_flat
 
 Inputs = tuple[tuple, dict]  # positional and keyword arguments of a call
 
@@ -59,24 +60,27 @@ def split_inputs(args: tuple, kwargs: dict, count: int) -> list[Inputs]:
             gradient.
     """
     leaves, structure = flatten((args, kwargs))
-    names = _leaf_names(args, kwargs)
-    batch: tuple[str, int] | None = None
-    for name, leaf in zip(names, leaves, strict=True):
+    batch: tuple[int, int] | None = None
+    for place, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             continue
-        _check_input(name, leaf, count)
+        _check_input(functools.partial(_leaf_name, args, kwargs, place), leaf, count)
         if leaf.dim() == 0:
             continue
-        batch = batch or (name, leaf.shape[0])
+        batch = batch or (place, leaf.shape[0])
         if leaf.shape[0] != batch[1]:
             raise ValueError(
-                f"input {name}: expected {batch[1]} rows (dim 0), as in {batch[0]}, got {leaf.shape[0]}; expand it to "
-                "the batch's rows, or register it as a buffer of the model"
+                f"input {_leaf_name(args, kwargs, place)}: expected {batch[1]} rows (dim 0), as in "
+                f"{_leaf_name(args, kwargs, batch[0])}, got {leaf.shape[0]}; expand it to the batch's rows, or "
+                "register it as a buffer of the model"
             )
     chunks = [
         leaf.tensor_split(count) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else [leaf] * count
         for leaf in leaves
     ]
+    if is_flat(args, kwargs, leaves):
+        rows = zip(*chunks, strict=True) if chunks else [()] * count
+        return [(row[: len(args)], dict(zip(kwargs, row[len(args) :], strict=True))) for row in rows]
     return [structure.rebuild([chunk[m] for chunk in chunks]) for m in range(count)]
 
 
@@ -86,31 +90,35 @@ def num_rows(args: tuple, kwargs: dict) -> int | None:
     return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0), None)
 
 
-def _check_input(name: str, tensor: torch.Tensor, count: int) -> None:
+def _check_input(name: Callable[[], str], tensor: torch.Tensor, count: int) -> None:
     if tensor.requires_grad:
         raise ValueError(
-            f"input {name}: expected a tensor without gradient, got requires_grad=True; pass {name}.detach(), because "
-            "PipelineEngine computes no gradients of inputs"
+            f"input {name()}: expected a tensor without gradient, got requires_grad=True; pass {name()}.detach(), "
+            "because PipelineEngine computes no gradients of inputs"
         )
     if tensor.dim() == 0:
         return
     if tensor.shape[0] < count:
         raise ValueError(
-            f"input {name}: expected a row for each of num_microbatches={count}, got {tensor.shape[0]} (shape "
+            f"input {name()}: expected a row for each of num_microbatches={count}, got {tensor.shape[0]} (shape "
             f"{list(tensor.shape)}); change the batch size or num_microbatches"
         )
     placements = tensor.placements if isinstance(tensor, DTensor) else ()
     if count > 1 and any(isinstance(p, Shard) and p.dim == 0 for p in placements):
         raise ValueError(
-            f"input {name}: expected rows that are not sharded, got a DTensor with placements {placements}; pass the "
+            f"input {name()}: expected rows that are not sharded, got a DTensor with placements {placements}; pass the "
             "rank's local rows"
         )
+
+
+def _leaf_name(args: tuple, kwargs: dict, place: int) -> str:
+    return _leaf_names(args, kwargs)[place]
 
 
 def _leaf_names(args: tuple, kwargs: dict) -> list[str]:
     names: list[str] = []
     for name, item in [*((f"#{i}", arg) for i, arg in enumerate(args)), *kwargs.items()]:
-        count = len(flatten(item)[0])
+        count = 1 if isinstance(item, torch.Tensor) else len(flatten(item)[0])
         names += [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
     return names
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import record_function
 
 from .._schedule.actions import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
 from .._stages.attributes import attributes_of
@@ -22,7 +21,7 @@ from .._stages.hooks import hooked_units
 from .._stages.placement import Placement
 from .._stages.split import StageSplit
 from .._stages.stub import StageModules
-from .._torch import has_forward_hooks
+from .._torch import has_forward_hooks, profiled
 from .backward import Boundary, Gradients, GradientSum, StageBackward, needs_whole_backward
 from .crossings import Crossings
 from .draws import Course, DrawRules, StepDraws
@@ -48,6 +47,8 @@ _OUTSIDE = (
     "modules is on the stage of each alone, so return it from the module, or let a forward hook store it, which runs "
     "on every stage"
 )
+
+_NOTHING = contextlib.nullcontext()
 
 #: Micro-batches that run from one tape; then the user's code runs again, and is compared with it.
 TAPE_USES = 256
@@ -118,13 +119,14 @@ class Step:
         self._last_stage = self._placement.num_stages - 1
         self._saved: dict[tuple[int, int], tuple[Boundary, torch.Tensor | None]] = {}
         self._split: dict[tuple[int, int], StageBackward] = {}
+        self._ends: dict[torch.Tensor, Node] = {}
         self._draws = StepDraws(pipeline.draws, programs, shares)
         self._mail = Mail(self._transport, self._placement, programs)
         self._attributes = pipeline.attributes()
         self._hooks = contextlib.ExitStack()
         self._is_hooked = False
         self._begun: set[tuple[int, int]] = set()  # stages and programs whose tapes have been looked at
-        self.where = "the first micro-batch"
+        self.where: object = "the first micro-batch"
         own = pipeline.schedule.actions(self._placement.rank)
         self.reductions = Reductions(total.of_stage, own, pipeline.ties.weights())
 
@@ -150,11 +152,10 @@ class Step:
         for needed in actions[:1]:
             self._mail.expect(needed)
         for action, following in itertools.zip_longest(actions, actions[1:]):
-            self.where = str(action)
+            self.where = action
             if following is not None:
                 self._mail.expect(following)
-            timed = contextlib.nullcontext() if watch is None else watch.action(action)
-            with record_function(f"vescale.pipe/{self.where}"), timed:
+            with _NOTHING if watch is None else watch.action(action), profiled("vescale.pipe/", action):
                 if action.kind == FORWARD:
                     self._forward(action.stage, action.microbatch)
                 elif self.has_backward:
@@ -422,7 +423,8 @@ class Step:
         for index, edge in boundary.received:
             if (later := program.later_use(index)) is not None:
                 roots.append((edge, gradient_of(later)))
-        return StageBackward(roots, [edge for _, edge in boundary.received], self.total.of_stage[stage])
+        received = [edge for _, edge in boundary.received]
+        return StageBackward(roots, received, self.total.of_stage[stage], self._ends)
 
     def _received_gradient(self, letter: Letter) -> torch.Tensor:
         meta = gradient_meta(self._programs[letter[1]].transfers[letter[0]].meta)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .._torch import OperatorMode, is_transformed, set_grad_enabled, version_of
 from .sources import Sources
 from .surroundings import PLAIN, State, is_of_torch, surroundings
-from .tree import Structure, flatten
+from .tree import Structure, flatten, is_flat
 from .values import PipelineError, local_part
 
 CALL, READ, SEND, RECEIVE = "call", "read", "send", "receive"
@@ -174,8 +173,7 @@ class Tape:
     def begin(self, args: tuple, kwargs: dict) -> None:
         """Fill the first slots with the tensors of the input."""
         leaves, _ = flatten((args, kwargs))
-        given = [*args, *kwargs.values()]
-        self._has_flat_input = len(given) == len(leaves) and all(map(operator.is_, given, leaves))
+        self._has_flat_input = is_flat(args, kwargs, leaves)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 if leaf not in self._slots:

@@ -3,7 +3,7 @@
 Two process groups carry tensors: one to higher ranks and one to lower ranks. In one group, an ordered backend such as
 NCCL could block a send in one direction behind a send in the other. Within a group and a pair of ranks, messages match
 by order: the sender's (``mail.py``). A third group, on the host, carries small objects during the first micro-batch and
-a few integers per step.
+a few integers per step, and the result of the step where ranks compute on the CPU (``collectives.py``).
 
 Sends are asynchronous; buffers stay alive until their send completes. A tensor is sent as bytes in storage order, so
 every dtype is supported and a transposed dense tensor arrives transposed.
@@ -16,7 +16,7 @@ import functools
 import itertools
 import pickle
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,13 +25,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._lost_ranks import Failures
+from .._lost_ranks import Failures, first_line
 from .._torch import bound_device, default_store, new_group
+from .collectives import broadcast, gather
 from .listener import listener
 from .timing import Stopwatch
 from .tree import flatten
 
 UP, DOWN = "to higher ranks", "to lower ranks"
+
+_A_SEND = "a send to another stage"
+_NOTHING = contextlib.nullcontext()
 
 # number of the next group, per default group and ranks
 _numbers: dict[tuple[object, tuple[int, ...]], itertools.count] = {}
@@ -70,17 +74,19 @@ class Transport:
         is_dry: whether the group has torch's backend "fake": nothing is sent, and zeros arrive.
         is_alone: whether there are no other processes.
         device: of this rank.
+        ranks: global ranks.
+        failures: what the ranks tell each other of failures.
         watch: takes the times of waits; None if no steps are measured.
     """
 
     def __init__(self, axis: DeviceMesh, *, timeout: timedelta | None) -> None:
         self.num_ranks = axis.size()
         self.rank = axis.get_local_rank()
-        self._ranks = axis.mesh.flatten().tolist()
+        self.ranks = axis.mesh.flatten().tolist()
         self.device = current_device(axis.device_type)
-        self._pending: dict[int, tuple[Any, torch.Tensor, str]] = {}
+        self._pending: dict[int, tuple[Any, torch.Tensor, _Channel]] = {}
         self._num_sent = 0
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._channels: dict[str, _Channel] = {}
         self.step = 0
         self._of_inputs = self.device
         self.watch: Stopwatch | None = None
@@ -91,13 +97,13 @@ class Transport:
         backend = dist.get_backend(axis.get_group())
         self._wire = torch.device("cpu") if "gloo" in backend else self.device
         everyone = bound_device() is not None
-        groups = new_groups(self._ranks, backend, 2, everyone=everyone, timeout=timeout)
-        self._groups = dict(zip((UP, DOWN), groups, strict=True))
-        self._rank_in_group = [dist.get_group_rank(groups[0], rank) for rank in self._ranks]
-        (self._control,) = new_groups(self._ranks, "gloo", 1, everyone=False, timeout=timeout)
+        groups = new_groups(self.ranks, backend, 2, everyone=everyone, timeout=timeout)
+        self._channels = {way: _Channel(self, group, self._wire) for way, group in zip((UP, DOWN), groups, strict=True)}
+        (control,) = new_groups(self.ranks, "gloo", 1, everyone=False, timeout=timeout)
+        self._control = _Channel(self, control, torch.device("cpu"))
         self._axis_name = (axis.mesh_dim_names or ("",))[0]
-        rank, name = self._ranks[self.rank], self._control.group_name
-        self._failures = Failures(self._ranks, rank, default_store(), name=name)
+        rank, name = self.ranks[self.rank], control.group_name
+        self.failures = Failures(self.ranks, rank, default_store(), name=name)
         self._has_answered = False  # to others that have failed
 
     def begin_step(self, args: tuple, kwargs: dict) -> None:
@@ -134,9 +140,8 @@ class Transport:
         if self._wire.type != "cpu":  # those of gloo complete when they are waited for
             self._pending = {number: sent for number, sent in self._pending.items() if not sent[0].is_completed()}
         if flat.numel():
-            way = UP if to > self.rank else DOWN
-            work = dist.isend(flat, group=self._groups[way], group_dst=self._rank_in_group[to])
-            self._pending[self._num_sent] = work, flat, way
+            channel = self._channels[UP if to > self.rank else DOWN]
+            self._pending[self._num_sent] = channel.send(flat, to, _A_SEND), flat, channel
         return self._num_sent
 
     def receive(
@@ -157,15 +162,15 @@ class Transport:
             return Arrival(tensor)
         flat = _in_storage_order(tensor, as_bytes=self._wire.type != "cpu")
         buffer = flat if device.type == self._wire.type else torch.empty_like(flat, device=self._wire)
-        way = UP if self.rank > source else DOWN
-        work = dist.irecv(buffer, group=self._groups[way], group_src=self._rank_in_group[source])
-        return Arrival(tensor, _InFlight(self, work, way, flat, buffer, what))
+        channel = self._channels[UP if self.rank > source else DOWN]
+        what = f"the receive of {what}"
+        return Arrival(tensor, _InFlight(channel, channel.receive(buffer, source, what), flat, buffer, what))
 
     def wait_send(self, number: int) -> None:
         """Wait until the send of this number completes, and free its memory."""
         if (sent := self._pending.pop(number, None)) is not None:
-            work, _, way = sent
-            self.wait_message(work, way, "a send to another stage", wire=self._wire)
+            work, _, channel = sent
+            channel.wait(work, _A_SEND)
 
     def wait_sends(self) -> None:
         """Wait until every send of the step completes."""
@@ -178,11 +183,13 @@ class Transport:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Return the tensor of rank ``source`` on every rank; all pass a tensor of the same shape and dtype."""
-        if self.is_alone:
+        if self.is_alone or not tensor.numel():
             return tensor
-        carried = tensor.to(self._wire, copy=True)
-        work = dist.broadcast(carried, self._ranks[source], group=self._groups[UP], async_op=True)
-        self._wait(work, "the broadcast of the loss", wire=self._wire)
+        carried = tensor.to(self._wire, copy=True, memory_format=torch.contiguous_format)
+        if self._wire.type == "cpu":
+            broadcast(self._control, carried, source, "the result")
+        else:
+            dist.broadcast(carried, self.ranks[source], group=self._channels[UP].group)
         return carried.to(tensor.device)
 
     # --- small objects on the host ---
@@ -195,15 +202,15 @@ class Transport:
         sizes = [size for (size,) in self.gather_integers([mine.numel()])]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: mine.numel()] = mine
-        gathered = self._gather(padded, "descriptions")
+        gathered = gather(self._control, padded, "descriptions")
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(gathered, sizes, strict=True)]
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's list of 64-bit integers, in order; all lists have the same length."""
         if self.is_alone:
             return [list(values)] * self.num_ranks
-        gathered = self._gather(torch.tensor(values, dtype=torch.int64), "integers")
-        return [item.tolist() for item in gathered]
+        rows: list[list[int]] = gather(self._control, torch.tensor(values, dtype=torch.int64), "integers").tolist()
+        return rows
 
     # --- failures ---
 
@@ -211,60 +218,71 @@ class Transport:
         """Tell the ranks that wait for this one that it has failed in ``what``, unless it has answered them before."""
         if not self.is_alone and not self._has_answered:
             text = "".join(traceback.format_exception(error)).strip()
-            self._failures.report(f"{type(error).__name__} in {what} in step {self.step}\n{text}")
+            self.failures.report(f"{type(error).__name__} in {what} in step {self.step}\n{text}")
 
     def has_failed(self) -> bool:
         """Return whether this rank or another one has reported a failure, after which messages do not fit any more."""
-        return not self.is_alone and self._failures.seen()
+        return not self.is_alone and self.failures.seen()
 
-    def _gather(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        work = dist.all_gather(gathered, mine, group=self._control, async_op=True)
-        self._wait(work, f"the all-gather of {what}", wire=mine.device)
-        return gathered
+    def failed(self, what: str, cause: str) -> RuntimeError:
+        """Return the error of a message that failed: what the other ranks know of it, too."""
+        self._has_answered = True
+        return RuntimeError(self.failures.describe(f"{what} over axis {self._axis_name!r} in step {self.step}", cause))
 
-    def _wait(self, work: Any, what: str, *, wire: torch.device) -> None:
-        """Wait for a collective: on the CPU the process, on an accelerator its current stream."""
-        with self._waiting():
-            if wire.type == "cpu":
-                self._failures.wait(work, self._describe(what))
-            else:
-                work.wait()
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a wait for another rank."""
+        return _NOTHING if self.watch is None else self.watch.waiting()
 
-    def wait_message(self, work: Any, way: str, what: str, *, wire: torch.device) -> None:
-        """Wait for a send or a receive, as `_wait`."""
-        with self._waiting():
-            if wire.type == "cpu":
-                listener().wait(work, self._groups[way], self._failures, lambda: self._describe(what))
-            else:
-                work.wait()
 
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+class _Channel:
+    """A process group for messages between the ranks of a transport; see `collectives.Channel`.
+
+    Args:
+        transport: that of the ranks.
+        group: whose tensors are on the device ``wire``.
+    """
+
+    def __init__(self, transport: Transport, group: dist.ProcessGroup, wire: torch.device) -> None:
+        self.group = group
+        self.rank, self.size = transport.rank, transport.num_ranks
+        self._transport, self._is_on_host = transport, wire.type == "cpu"
+        self._in_group = [dist.get_group_rank(group, rank) for rank in transport.ranks]
+
+    def send(self, tensor: torch.Tensor, to: int, what: str) -> Any:
         try:
-            with contextlib.nullcontext() if self.watch is None else self.watch.waiting():
-                yield
-        except RuntimeError:
-            self._has_answered = True
-            raise
+            return dist.isend(tensor, group=self.group, group_dst=self._in_group[to])
+        except RuntimeError as error:  # the connections are closed
+            raise self._transport.failed(what, first_line(error)) from error
 
-    def _describe(self, what: str) -> str:
-        return f"{what} over axis {self._axis_name!r} in step {self.step}"
+    def receive(self, tensor: torch.Tensor, source: int, what: str) -> Any:
+        try:
+            return dist.irecv(tensor, group=self.group, group_src=self._in_group[source])
+        except RuntimeError as error:  # the connections are closed
+            raise self._transport.failed(what, first_line(error)) from error
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for a message: on the CPU the process, on an accelerator its current stream."""
+        with self._transport.waiting():
+            if self._is_on_host:
+                listener().wait(
+                    work, self.group, self._transport.failures, functools.partial(self._transport.failed, what)
+                )
+            else:
+                work.wait()
 
 
 @dataclass
 class _InFlight:
-    """A receive that was begun over the group ``way``: ``buffer`` gets what is in ``flat``, a view of the tensor."""
+    """A receive that was begun: ``buffer`` gets what is in ``flat``, a view of the tensor."""
 
-    transport: Transport
+    channel: _Channel
     work: Any
-    way: str
     flat: torch.Tensor
     buffer: torch.Tensor
     what: str
 
     def wait(self) -> None:
-        self.transport.wait_message(self.work, self.way, f"the receive of {self.what}", wire=self.buffer.device)
+        self.channel.wait(self.work, self.what)
         if self.buffer is not self.flat:
             self.flat.copy_(self.buffer)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,12 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
         leaves.append(leaf)
         opened.append(None)
     return leaves, Structure(spec, tuple(opened))
+
+
+def is_flat(args: tuple, kwargs: dict, leaves: list[Any]) -> bool:
+    """Return whether the leaves of a call are its arguments."""
+    given = [*args, *kwargs.values()]
+    return len(given) == len(leaves) and all(map(operator.is_, given, leaves))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:

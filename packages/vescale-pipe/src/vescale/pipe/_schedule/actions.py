@@ -179,7 +179,11 @@ class Schedule:
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """Return the actions of a rank in order; of two that overlap, the forward first."""
-        return tuple(action for cell in self.ranks[rank] for action in actions_of(cell))
+        return self._actions[rank]
+
+    @functools.cached_property
+    def _actions(self) -> list[tuple[Action, ...]]:
+        return [tuple(action for cell in cells for action in actions_of(cell)) for cells in self.ranks]
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         """Yield ``(rank, action)``, rank by rank, in schedule order."""
