@@ -117,10 +117,11 @@ def install(session: nox.Session, names: list[str], *requirements: str, constrai
     wanted = {str(wheel): digest(wheel) for wheel in wheels.values()} | dict.fromkeys(requirements, "")
     new = [item for item in wanted if item not in installed]
     changed = [item for item in wanted if item in installed and installed[item] != wanted[item]]
+    pip = ("python", "-m", "pip", "install", "--quiet")  # not session.install, which `nox -R` leaves out
     if new:
-        session.install("--quiet", "--constraint", str(constraints), *new)
+        session.run(*pip, "--constraint", str(constraints), *new)
     if changed:
-        session.install("--quiet", "--no-deps", "--force-reinstall", *changed)
+        session.run(*pip, "--no-deps", "--force-reinstall", *changed)
     record["installed"] = installed | wanted
     stamp.write_text(json.dumps(record, indent=1))
 
