@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vescale.ckpt as public
-from vescale.ckpt import latest, load, read_manifest, save, verify
+from vescale.ckpt import diff, latest, load, read_manifest, save, verify
 from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 ROWS = {
@@ -23,6 +23,8 @@ ROWS = {
     "load, state": (lambda path: load(path / "step", None), "expected a dict of names to models"),
     "load, ignore": (lambda path: load(path / "step", {}, ignore=3), "expected Collection for ignore, got 3"),
     "load, ignore, text": (lambda path: load(path / "step", {}, ignore="a"), "expected Collection for ignore, got 'a'"),
+    "diff, path": (lambda _: diff(None, "a"), "diff: expected str or PathLike for path, got None"),
+    "diff, other": (lambda path: diff(path / "step", 3), "diff: expected str or PathLike for other, got 3"),
     "read_manifest": (lambda _: read_manifest(None), "read_manifest: expected str or PathLike for path, got None"),
     "read_manifest, NUL": (
         lambda _: read_manifest("a\0b"),
@@ -41,7 +43,15 @@ ROWS = {
 }
 
 
-RESULTS = ("Box", "Manifest", "Piece", "StoredFile", "StoredTensor", "TensorMeta")  # of planning and of manifests
+RESULTS = (
+    "Box",
+    "Difference",
+    "Manifest",
+    "Piece",
+    "StoredFile",
+    "StoredTensor",
+    "TensorMeta",
+)  # of planning and of manifests
 LISTS = {"()", "[]", "[text]", "{}", "{text: 0}", "longer", "shorter"}
 
 
@@ -74,6 +84,7 @@ def calls():
         "latest": Call(
             latest, lambda: {"directory": ".", "process_group": None}, {"directory": {"text", "misspelled"}}
         ),
+        "diff": Call(lambda path: diff(path, "step"), lambda: {"path": "step"}),
         "verify": Call(verify, lambda: {"path": "step"}),
         "save": Call(
             save,

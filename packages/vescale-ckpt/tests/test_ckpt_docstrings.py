@@ -8,7 +8,9 @@ import torch
 import vescale.ckpt as ckpt
 
 
-@pytest.mark.parametrize("function", [ckpt.save, ckpt.load, ckpt.read_manifest, ckpt.verify], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [ckpt.save, ckpt.load, ckpt.read_manifest, ckpt.verify, ckpt.diff], ids=lambda f: f.__name__
+)
 def test_the_example_of_a_public_function_runs(function, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"torch": torch, **{name: getattr(ckpt, name) for name in ckpt.__all__}}

@@ -19,6 +19,7 @@ from ._errors import CheckpointError
 from ._format.boxes import Box
 from ._format.inspect import read_manifest, verify
 from ._format.manifest import Manifest, Piece, StoredFile, StoredTensor, TensorMeta
+from ._load.difference import Difference, diff
 from ._load.latest import latest
 from ._load.load import load
 from ._save.save import save
@@ -27,11 +28,13 @@ from ._torch_range import warn_if_untested
 __all__ = [
     "Box",
     "CheckpointError",
+    "Difference",
     "Manifest",
     "Piece",
     "StoredFile",
     "StoredTensor",
     "TensorMeta",
+    "diff",
     "latest",
     "load",
     "read_manifest",

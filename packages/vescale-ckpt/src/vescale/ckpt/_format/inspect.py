@@ -2,6 +2,7 @@
 
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 from .._checked import FilePath, checked
@@ -56,17 +57,29 @@ def verify(path: FilePath) -> Manifest:
     """
     where = Path(os.path.abspath(path))
     manifest = read_manifest(where)
+    verify_files(where, manifest, lambda _: None)
+    return manifest
+
+
+def verify_files(where: Path, manifest: Manifest, progress: Callable[[int], None]) -> None:
+    """Compare all checksums; ``progress`` is told of the bytes of each file that was read.
+
+    Raises:
+        CheckpointError: as for ``verify``.
+    """
     pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
     for name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
             pieces[piece.file].append((name, piece))
-    faults = [fault for file in sorted(manifest.files) for fault in _verify_file(where, file, pieces[file], manifest)]
+    faults = []
+    for file in sorted(manifest.files):
+        faults += _verify_file(where, file, pieces[file], manifest)
+        progress(manifest.files[file].num_bytes)
     if faults:
         raise CheckpointError(
             f"{where}: expected undamaged pieces, got faults in {len(faults)}; use another checkpoint:\n"
             + "\n".join(f"  - {fault}" for fault in faults)
         )
-    return manifest
 
 
 def read_manifest_text(where: Path) -> str:

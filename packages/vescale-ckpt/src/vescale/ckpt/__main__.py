@@ -1,0 +1,178 @@
+"""The command ``vescale-ckpt``: look at checkpoints, verify and compare them.
+
+    vescale-ckpt inspect runs/step-100 --match "model/*.weight"
+    vescale-ckpt verify runs/step-100
+    vescale-ckpt diff runs/step-100 runs/step-200
+
+Also as ``python -m vescale.ckpt``. Exit status: 0; 1 if checkpoints differ; 2 if one cannot be read or is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ._errors import CheckpointError
+from ._format.dtypes import ITEM_BYTES
+from ._format.inspect import read_manifest, verify_files
+from ._format.manifest import Manifest, StoredTensor
+from ._load.difference import differences
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments, by default those of the process, and return its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except CheckpointError as error:
+        sys.stdout.flush()
+        print(f"vescale-ckpt: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="vescale-ckpt", description="Look at checkpoints, verify and compare them.")
+    commands = parser.add_subparsers(title="commands", required=True)
+    inspect = commands.add_parser("inspect", help="list what a checkpoint holds, without reading tensors")
+    inspect.add_argument("path", type=_path)
+    inspect.add_argument("--match", metavar="PATTERN", default="*", help="only names like 'model/*.weight'")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect.set_defaults(run=_inspect)
+    verify = commands.add_parser("verify", help="read every byte and compare the checksums")
+    verify.add_argument("path", type=_path)
+    verify.set_defaults(run=_verify)
+    diff = commands.add_parser("diff", help="compare two checkpoints bit for bit, whatever their layouts")
+    diff.add_argument("path", type=_path)
+    diff.add_argument("other", type=_path)
+    diff.set_defaults(run=_diff)
+    return parser
+
+
+def _path(text: str) -> Path:
+    return Path(os.path.abspath(text))
+
+
+# --- commands ---
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    manifest = read_manifest(options.path)
+    tensors = {name: each for name, each in manifest.tensors.items() if fnmatch.fnmatchcase(name, options.match)}
+    leaves = {name: each for name, each in manifest.leaves.items() if fnmatch.fnmatchcase(name, options.match)}
+    if options.json:
+        described = {
+            name: {"dtype": each.meta.dtype, "shape": each.meta.shape, "pieces": len(each.pieces)}
+            for name, each in tensors.items()
+        }
+        found = {
+            "path": str(options.path),
+            "world_size": manifest.world_size,
+            "saved_at": manifest.saved_at,
+            "metadata": manifest.metadata,
+            "optimizers": manifest.optimizers,
+            "values": leaves,
+            "tensors": described,
+        }
+        print(json.dumps(found, indent=1))
+        return 0
+    saved_at = datetime.fromtimestamp(manifest.saved_at, UTC)
+    print(f"{options.path}: {_summary(manifest)}, saved {saved_at:%Y-%m-%d %H:%M:%S} UTC")
+    if manifest.metadata:
+        print(f"metadata: {json.dumps(manifest.metadata)}")
+    for path, kind in manifest.optimizers.items():
+        print(f"optimizer {path}: {kind}")
+    for name, value in leaves.items():
+        text = json.dumps(value)
+        print(f"{name} = {text if len(text) <= 80 else text[:77] + '...'}")
+    rows = [_row(name, each) for name, each in tensors.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    manifest = read_manifest(options.path)
+    progress = _Progress("verified", sum(file.num_bytes for file in manifest.files.values()))
+    try:
+        verify_files(options.path, manifest, progress)
+    finally:
+        progress.end()
+    print(f"{options.path}: {_summary(manifest)}: every byte is as it was saved")
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    tensors = read_manifest(options.path).tensors.values()
+    progress, count = _Progress("compared", sum(map(_num_bytes, tensors))), 0
+    try:
+        for difference in differences(options.path, options.other, progress):
+            progress.end()
+            print(difference)
+            count += 1
+    finally:
+        progress.end()
+    return 1 if count else 0
+
+
+# --- texts ---
+
+
+class _Progress:
+    """Shows on a terminal how many bytes are done, on standard error."""
+
+    def __init__(self, verb: str, total: int) -> None:
+        self._verb, self._total = verb, total
+        self._done, self._shown = 0, -1
+
+    def __call__(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        percent = 100 * self._done // max(self._total, 1)
+        if sys.stderr.isatty() and percent != self._shown:
+            self._shown = percent
+            text = f"{self._verb} {_size(self._done)} of {_size(self._total)}, {percent}%"
+            print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Remove what is shown."""
+        if self._shown >= 0:
+            print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)
+            self._shown = -1
+
+
+def _summary(manifest: Manifest) -> str:
+    size = sum(file.num_bytes for file in manifest.files.values())
+    tensors, files = _count(len(manifest.tensors), "tensor"), _count(len(manifest.files), "file")
+    return f"{tensors} in {files}, {_size(size)}, from {_count(manifest.world_size, 'rank')}"
+
+
+def _row(name: str, tensor: StoredTensor) -> tuple[str, ...]:
+    shape = " x ".join(map(str, tensor.meta.shape)) or "scalar"
+    return name, tensor.meta.dtype, shape, _size(_num_bytes(tensor)), _count(len(tensor.pieces), "piece")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _num_bytes(tensor: StoredTensor) -> int:
+    return math.prod(tensor.meta.shape) * ITEM_BYTES[tensor.meta.dtype]
+
+
+def _size(num_bytes: int) -> str:
+    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
