@@ -46,8 +46,11 @@ ROWS = {
 RESULTS = (
     "Box",
     "Difference",
+    "Layout",
+    "Loop",
     "Manifest",
     "Piece",
+    "Run",
     "StoredFile",
     "StoredTensor",
     "TensorMeta",

@@ -6,7 +6,20 @@ import zlib
 import pytest
 import torch
 
-from vescale.ckpt import Box, CheckpointError, Manifest, StoredFile, StoredTensor, TensorMeta, load, read_manifest, save
+from vescale.ckpt import (
+    Box,
+    CheckpointError,
+    Layout,
+    Loop,
+    Manifest,
+    Run,
+    StoredFile,
+    StoredTensor,
+    TensorMeta,
+    load,
+    read_manifest,
+    save,
+)
 
 
 class TwoBoxes:
@@ -19,6 +32,7 @@ class TwoBoxes:
         return [((0, 0), self.value[:2]), ((2, 0), self.value[2:])]
 
 
+HALVES = Layout((4, 2), (Run(0, (0, 0), (2, 2), (Loop(2, 0, (2, 0)),)),))
 LEAVES = {"lr": 0.1, "best": float("inf"), "betas": [0.9, 0.999]}
 
 
@@ -36,7 +50,7 @@ def header_crc32(file) -> int:
 
 def test_manifest_says_what_was_saved(path):
     manifest = read_manifest(path)
-    pieces = manifest.tensors["w"].pieces
+    pieces = list(manifest.pieces("w"))
     assert [piece.box for piece in pieces] == [Box((0, 0), (2, 2)), Box((2, 0), (2, 2))]
     assert [piece.key for piece in pieces] == ["w[0:2, 0:2]", "w[2:4, 0:2]"]
     (file,) = path.glob("*/*.safetensors")
@@ -47,7 +61,7 @@ def test_manifest_says_what_was_saved(path):
         leaves=LEAVES,
         folder=file.parent.name,
         files={file.name: StoredFile(file.stat().st_size, header_crc32(file))},
-        tensors={"w": StoredTensor(TensorMeta("bfloat16", (4, 2)), pieces)},
+        tensors={"w": StoredTensor(TensorMeta("bfloat16", (4, 2)), HALVES)},
     )
 
 
@@ -57,7 +71,7 @@ def test_every_tensor_and_value_has_a_line_of_its_own(path):
     assert sum(line.startswith('"w":') for line in lines) == 1
 
 
-@pytest.mark.parametrize(("old", "new"), [("0.999", "0.99"), ('"offsets": [2, 0]', '"offsets": [0, 0]')])
+@pytest.mark.parametrize(("old", "new"), [("0.999", "0.99"), ('"offsets": [2, 0]', '"offsets": [1, 0]')])
 def test_a_changed_number_is_noticed(path, old, new):
     file = path / "manifest.json"
     assert old in file.read_text()
@@ -69,7 +83,7 @@ def test_a_changed_number_is_noticed(path, old, new):
 
 def test_pieces_that_do_not_tile_their_tensor_are_refused_even_with_a_right_checksum(path, rewrite_manifest):
     def shift(body):
-        body["tensors"]["w"]["pieces"][1]["offsets"] = [1, 0]
+        body["layouts"][0]["runs"][0]["loops"][0]["offsets"] = [1, 0]
 
     rewrite_manifest(path, lambda _: None)
     read_manifest(path)
@@ -81,9 +95,10 @@ def test_pieces_that_do_not_tile_their_tensor_are_refused_even_with_a_right_chec
 
 
 def test_a_piece_in_an_unlisted_file_is_refused(path, rewrite_manifest):
-    rewrite_manifest(path, lambda body: body["tensors"]["w"]["pieces"][0].update(file="other"))
-    with pytest.raises(CheckpointError, match=r"expected the file of tensor 'w' in the list of files, got 'other'"):
-        read_manifest(path)
+    for change in ({"file": 1}, {"loops": [{"count": 2, "file": 1, "offsets": [2, 0]}]}):
+        rewrite_manifest(path, lambda body, change=change: body["layouts"][0]["runs"][0].update(change))
+        with pytest.raises(CheckpointError, match=r"expected boxes in the list of 1 files, got others"):
+            read_manifest(path)
 
 
 def test_a_missing_key_is_refused(path, rewrite_manifest):
@@ -102,8 +117,8 @@ REFUSED = {
         "expected 'vescale-checkpoint' at format, got None; pass a directory of",
     ),
     "future": (
-        lambda text: text.replace('"version": 2', '"version": 99'),
-        "expected 2 at version, got 99; load it with",
+        lambda text: text.replace('"version": 3', '"version": 99'),
+        "expected 3 at version, got 99; load it with",
     ),
 }
 

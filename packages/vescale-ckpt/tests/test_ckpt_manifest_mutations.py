@@ -1,5 +1,6 @@
 """Any manifest with a right checksum either reads as what it says, or is refused with a CheckpointError."""
 
+import dataclasses
 import json
 import zlib
 
@@ -21,30 +22,20 @@ def sign(tree):
 
 def write(manifest, crc32):
     """Return the text of a manifest, from its public attributes."""
+    layouts = list({id(tensor.layout): tensor.layout for tensor in manifest.tensors.values()}.values())
     tensors = {
-        name: {
-            "dtype": tensor.meta.dtype,
-            "shape": tensor.meta.shape,
-            "pieces": [
-                {
-                    "offsets": piece.box.offsets,
-                    "sizes": piece.box.sizes,
-                    "file": piece.file,
-                    "key": piece.key,
-                }
-                for piece in tensor.pieces
-            ],
-        }
+        name: {"dtype": tensor.meta.dtype, "layout": next(i for i, own in enumerate(layouts) if own is tensor.layout)}
         for name, tensor in manifest.tensors.items()
     }
-    files = {
-        name: {"bytes": file.num_bytes, "header_crc32": f"{file.header_crc32:08x}"}
+    files = [
+        {"name": name, "bytes": file.num_bytes, "header_crc32": f"{file.header_crc32:08x}"}
         for name, file in manifest.files.items()
-    }
+    ]
     names = ("world_size", "saved_at", "metadata", "leaves", "folder", "optimizers")
     tree = {name: getattr(manifest, name) for name in names}
-    head = {"format": "vescale-checkpoint", "version": 2, "crc32": crc32}
-    return json.dumps({**head, **tree, "files": files, "tensors": tensors})
+    head = {"format": "vescale-checkpoint", "version": 3, "crc32": crc32}
+    body = {**head, **tree, "files": files, "layouts": list(map(dataclasses.asdict, layouts)), "tensors": tensors}
+    return json.dumps(body)
 
 
 @pytest.fixture
@@ -70,12 +61,18 @@ def test_every_mutation(path, max_examples):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda body: body["tensors"]["w"].update(shape=[2, 3.0]), r"an integer at tensors\.w\.shape\[1\], got 3\.0"),
-        (lambda body: body["tensors"]["w"].update(shape=[2, -3]), r"an integer from 0 to .* at tensors\.w\.shape\[1\]"),
+        (lambda body: body["layouts"][0].update(shape=[2, 3.0]), r"an integer at layouts\[0\]\.shape\[1\], got 3\.0"),
+        (lambda body: body["layouts"][0].update(shape=[2, -3]), r"an integer from 0 to .* at layouts\[0\]\.shape\[1\]"),
+        (lambda body: body["layouts"][0]["runs"][0].update(sizes=[2, 4]), r"boxes inside of the global shape \(2, 3\)"),
+        (lambda body: body["layouts"][0]["runs"][0].update(sizes=[2]), r"boxes inside of the global shape \(2, 3\)"),
+        (lambda body: body["layouts"][0]["runs"][0].update(sizes=[0, 3]), r"an integer from 1 to .*sizes\[0\], got 0"),
+        (lambda body: body["layouts"].append({"shape": [], "runs": []}), r"tensors of each of 2 layouts, got \[0\]"),
+        (lambda body: body["tensors"]["w"].update(layout=1), r"tensors of each of 1 layouts, got \[1\]"),
         (lambda body: body["tensors"]["w"].update(dtype="int3"), r"a dtype of .*, got 'int3' at tensors\.w"),
-        (lambda body: body["files"].update({"../x": {"bytes": 1, "header_crc32": "0" * 8}}), "files .*, got '../x'"),
+        (lambda body: body["files"][0].update(name="../x"), r"files .*, got '\.\./x' at files"),
+        (lambda body: body["files"].append(body["files"][0]), "expected distinct names of files, got one twice"),
         (lambda body: body.update(folder="../save-00000000"), "name of a folder .*, got '../save-00000000'"),
-        (lambda body: body.update(version=True), "expected 2 at version, got True; load it with the vescale-ckpt"),
+        (lambda body: body.update(version=True), "expected 3 at version, got True; load it with the vescale-ckpt"),
         (lambda body: body.update(world_size=2**63), "an integer from 1 to .* at world_size, got 9223372036854775808"),
     ],
 )

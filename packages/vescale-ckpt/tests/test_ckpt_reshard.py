@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from vescale.ckpt import Box, load, save, verify
+from vescale.ckpt import Box, CheckpointError, load, read_manifest, save, verify
 from vescale_testing import ranks, run_ranks
 
 LAYOUTS = {
@@ -172,25 +172,29 @@ def test_each_element_is_stored_once(saved, source):
     for name, (shape, _, _) in TENSORS.items():
         for stored in (manifest.tensors[f"model/{name}"], manifest.tensors[f"optimizer/state/{name}/exp_avg"]):
             assert stored.meta.shape == shape
-            assert sum(piece.box.num_elements for piece in stored.pieces) == torch.Size(shape).numel()
+            boxes = [box for _, box in stored.layout.pieces()]
+            assert sum(box.num_elements for box in boxes) == torch.Size(shape).numel()
 
 
-def test_two_swapped_pieces_fail_the_comparison(saved, tmp_path, rewrite_manifest):
-    def swap(body):
-        first, second, *_ = body["tensors"]["model/layers.1.experts"]["pieces"]
-        assert first["sizes"] == second["sizes"]
-        first["offsets"], second["offsets"] = second["offsets"], first["offsets"]
-
+def test_two_swapped_pieces_are_noticed(saved, tmp_path, rewrite_manifest):
     path = shutil.copytree(saved / "dp1 tp4", tmp_path / "c")
+    pieces = list(read_manifest(path).tensors["model/layers.1.experts"].layout.pieces())
+
+    def swap(body):
+        layout = body["layouts"][body["tensors"]["model/layers.1.experts"]["layout"]]
+        layout["runs"] = [{"file": file, "offsets": box.offsets, "sizes": box.sizes} for file, box in pieces]
+        first, second, *_ = layout["runs"]
+        assert first["sizes"] == second["sizes"]
+        first["file"], second["file"] = second["file"], first["file"]
+
     rewrite_manifest(path, swap)
-    state = build_state({}, filled=False)
-    load(path, state)
-    assert count_differences(state) == 1
+    with pytest.raises(CheckpointError, match=r"by the manifest, got none in the file"):
+        load(path, build_state({}, filled=False))
 
 
 def test_the_manifest_is_plain_json(saved):
     body = json.loads((saved / "dp2 tp2" / "manifest.json").read_text())
-    assert body["tensors"]["model/layers.0.up"]["shape"] == [7, 6]
+    assert body["layouts"][body["tensors"]["model/layers.0.up"]["layout"]]["shape"] == [7, 6]
 
 
 @ranks(4)

@@ -18,6 +18,7 @@ Supported values are plain tensors, torch's ``DTensor``, and any value with
 from ._errors import CheckpointError
 from ._format.boxes import Box
 from ._format.inspect import read_manifest, verify
+from ._format.layouts import Layout, Loop, Run
 from ._format.manifest import Manifest, Piece, StoredFile, StoredTensor, TensorMeta
 from ._load.difference import Difference, diff
 from ._load.latest import latest
@@ -29,8 +30,11 @@ __all__ = [
     "Box",
     "CheckpointError",
     "Difference",
+    "Layout",
+    "Loop",
     "Manifest",
     "Piece",
+    "Run",
     "StoredFile",
     "StoredTensor",
     "TensorMeta",

@@ -69,7 +69,7 @@ def _inspect(options: argparse.Namespace) -> int:
     leaves = {name: each for name, each in manifest.leaves.items() if fnmatch.fnmatchcase(name, options.match)}
     if options.json:
         described = {
-            name: {"dtype": each.meta.dtype, "shape": each.meta.shape, "pieces": len(each.pieces)}
+            name: {"dtype": each.meta.dtype, "shape": each.meta.shape, "pieces": each.layout.num_pieces}
             for name, each in tensors.items()
         }
         found = {
@@ -156,7 +156,7 @@ def _summary(manifest: Manifest) -> str:
 
 def _row(name: str, tensor: StoredTensor) -> tuple[str, ...]:
     shape = " x ".join(map(str, tensor.meta.shape)) or "scalar"
-    return name, tensor.meta.dtype, shape, _size(_num_bytes(tensor)), _count(len(tensor.pieces), "piece")
+    return name, tensor.meta.dtype, shape, _size(_num_bytes(tensor)), _count(tensor.layout.num_pieces, "piece")
 
 
 def _count(number: int, what: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from .._checked import FilePath, checked
 from .._errors import CheckpointError
 from .data_files import DataFile
-from .manifest import MANIFEST_NAME, Manifest, Piece, manifest_from_text
+from .manifest import MANIFEST_NAME, Manifest, Piece, check_pieces, manifest_from_text
 from .versions import check_files
 
 
@@ -30,9 +30,7 @@ def read_manifest(path: FilePath) -> Manifest:
         {'note': 'first'}
     """
     where = Path(os.path.abspath(path))
-    manifest = manifest_from_text(read_manifest_text(where), where=str(where))
-    check_files(where, manifest)
-    return manifest
+    return checked_manifest(where, read_manifest_text(where))
 
 
 @checked
@@ -68,8 +66,8 @@ def verify_files(where: Path, manifest: Manifest, progress: Callable[[int], None
         CheckpointError: as for ``verify``.
     """
     pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-    for name, tensor in manifest.tensors.items():
-        for piece in tensor.pieces:
+    for name in manifest.tensors:
+        for piece in manifest.pieces(name):
             pieces[piece.file].append((name, piece))
     faults = []
     for file in sorted(manifest.files):
@@ -80,6 +78,18 @@ def verify_files(where: Path, manifest: Manifest, progress: Callable[[int], None
             f"{where}: expected undamaged pieces, got faults in {len(faults)}; use another checkpoint:\n"
             + "\n".join(f"  - {fault}" for fault in faults)
         )
+
+
+def checked_manifest(where: Path, text: str) -> Manifest:
+    """Return the manifest of a checkpoint from its text; its files are there, and have pieces that tile its tensors.
+
+    Raises:
+        CheckpointError: the text is no manifest, or it does not fit the files.
+    """
+    manifest = manifest_from_text(text, where=str(where))
+    check_files(where, manifest)
+    check_pieces(manifest, str(where))
+    return manifest
 
 
 def read_manifest_text(where: Path) -> str:

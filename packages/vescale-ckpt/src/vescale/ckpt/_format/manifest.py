@@ -9,30 +9,35 @@ A checkpoint is a directory of safetensors files and one manifest with these key
     metadata           the JSON object of ``save(metadata=...)``
     leaves             name -> JSON value
     folder             name of the folder of the data files
-    files              data file -> bytes, and the CRC-32 of its header
+    files              a list of data files: name, bytes, and the CRC-32 of the header
     optimizers         path of an optimizer -> name of its class
-    tensors            name -> dtype, global shape, pieces; a piece is a box (offsets, sizes) with its file and its key
-                       in the file
+    layouts            a list of global shapes with the boxes of their pieces, and the file of each (``layouts.py``)
+    tensors            name -> dtype, and the index of a layout
 
-The pieces of a tensor tile its global shape exactly once; every read of a manifest checks this. Nothing is pickled. The
-JSON dialect is Python's: ``Infinity`` and ``NaN`` are valid numbers.
+The pieces of a tensor tile its global shape exactly once; every read of a checkpoint checks this. Nothing is pickled.
+The JSON dialect is Python's: ``Infinity`` and ``NaN`` are valid numbers.
 """
 
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
 
+import numpy as np
+
 from .._errors import CheckpointError
 from .._typed_json import AtLeast, JsonReader, Size
-from .boxes import Box, describe_coverage_fault
+from .boxes import Box
 from .dtypes import ITEM_BYTES
+from .layouts import Layout, Run
 
 FORMAT = "vescale-checkpoint"
-VERSION = 2
+VERSION = 3
 MANIFEST_NAME = "manifest.json"
+_LEAST_BYTES = 64  # of a piece and its row in a header, which needs more than a piece in memory
+_OTHER = "use another checkpoint"
 FOLDER_NAME = re.compile("save-[0-9a-f]{8}")
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
@@ -82,10 +87,10 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint: its metadata and the pieces that tile it."""
+    """A tensor of a checkpoint: its metadata, and where the pieces are that tile it."""
 
     meta: TensorMeta
-    pieces: tuple[Piece, ...]
+    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -112,30 +117,30 @@ class Manifest:
     tensors: Mapping[str, StoredTensor]
     optimizers: Mapping[str, str] = field(default_factory=dict)
 
+    def pieces(self, name: str, *, box: Box | None = None) -> Iterator[Piece]:
+        """Yield the pieces of a tensor, or those that share elements with a box."""
+        layout, files = self.tensors[name].layout, tuple(self.files)
+        for file, own in layout.overlaps(Box.full(layout.shape) if box is None else box):
+            yield Piece(own, files[file], key_of(name, own, layout.shape))
 
-@dataclass(frozen=True)
-class _PieceText:
-    """A piece in ``manifest.json``."""
 
-    offsets: tuple[Size, ...]
-    sizes: tuple[Size, ...]
-    file: str
-    key: str
-
-    def __post_init__(self) -> None:
-        if len(self.offsets) != len(self.sizes):
-            raise ValueError(f"expected as many offsets as sizes, got {self.offsets} and {self.sizes}")
+def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """Return the name of a piece in its file: that of the tensor, with the box unless it is all of the tensor."""
+    return name if box == Box.full(shape) else f"{name}{box}"
 
 
 @dataclass(frozen=True)
 class _FileText:
     """A data file in ``manifest.json``."""
 
+    name: str
     bytes: Size
     header_crc32: str
 
     def __post_init__(self) -> None:
         _check_crc(self.header_crc32)
+        if not re.fullmatch(r"[\w-][\w.-]*", self.name):
+            raise ValueError(f"expected names of files in the checkpoint's folder, got {self.name!r}")
 
 
 @dataclass(frozen=True)
@@ -143,8 +148,7 @@ class _TensorText:
     """A tensor in ``manifest.json``."""
 
     dtype: str
-    shape: tuple[Size, ...]
-    pieces: tuple[_PieceText, ...]
+    layout: Size
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -163,7 +167,8 @@ class _Body:
     metadata: Mapping[str, Any]
     leaves: Mapping[str, Any]
     folder: str
-    files: Mapping[str, _FileText]
+    files: tuple[_FileText, ...]
+    layouts: tuple[Layout, ...]
     tensors: Mapping[str, _TensorText]
     optimizers: Mapping[str, str] = field(default_factory=dict)
 
@@ -171,9 +176,20 @@ class _Body:
         _check_crc(self.crc32)
         if not FOLDER_NAME.fullmatch(self.folder):
             raise ValueError(f"expected the name of a folder such as 'save-1f0c22ab', got {self.folder!r}")
-        for name in self.files:
-            if not re.fullmatch(r"[\w-][\w.-]*", name):
-                raise ValueError(f"expected names of files in the checkpoint's folder, got {name!r}")
+        if len({file.name for file in self.files}) != len(self.files):
+            raise ValueError("expected distinct names of files, got one twice")
+        used = {tensor.layout for tensor in self.tensors.values()}
+        if used != set(range(len(self.layouts))):
+            raise ValueError(f"expected tensors of each of {len(self.layouts)} layouts, got {sorted(used)}")
+        for layout in self.layouts:
+            if not all(run.lies_in(layout.shape) for run in layout.runs):
+                raise ValueError(f"expected boxes inside of the global shape {layout.shape}, got others")
+            if not all(_are_indices(run, len(self.files)) for run in layout.runs):
+                raise ValueError(f"expected boxes in the list of {len(self.files)} files, got others")
+
+
+def _are_indices(run: Run, count: int) -> bool:
+    return run.last_file(lowest=True) >= 0 and run.last_file() < count
 
 
 def _check_crc(text: str) -> None:
@@ -182,7 +198,7 @@ def _check_crc(text: str) -> None:
 
 
 def manifest_to_text(manifest: Manifest) -> str:
-    """Return a manifest as JSON text with one tensor, leaf or file per line."""
+    """Return a manifest as JSON text with one tensor, layout, leaf or file per line."""
     body = _to_body(manifest)
     sections = [f"{json.dumps(key)}: {_dump_section(value)}" for key, value in body.items()]
     sections.insert(2, f'"crc32": "{_crc_of(body)}"')
@@ -197,8 +213,8 @@ def manifest_from_text(text: str, *, where: str) -> Manifest:
         where: the checkpoint's path, for messages.
 
     Raises:
-        CheckpointError: the text is not a manifest of a supported version, has a value of another type, was changed
-            after it was written, or has a tensor that its pieces do not tile.
+        CheckpointError: the text is not a manifest of a supported version, has a value of another type, or was changed
+            after it was written. `check_pieces` checks more.
     """
     reader = JsonReader(
         f"{where}: {MANIFEST_NAME}", "it was cut or changed, so use another checkpoint", CheckpointError
@@ -219,9 +235,7 @@ def manifest_from_text(text: str, *, where: str) -> Manifest:
             f"{where}: expected checksum {body.crc32} of {MANIFEST_NAME}, got {found}; it was changed after the save, "
             "so use another checkpoint"
         )
-    manifest = _from_body(body)
-    _check_pieces(manifest, where)
-    return manifest
+    return _from_body(body)
 
 
 def folder_of(text: str) -> str | None:
@@ -236,6 +250,9 @@ def folder_of(text: str) -> str | None:
 
 
 def _to_body(manifest: Manifest) -> dict[str, Any]:
+    layouts: dict[Layout, int] = {}
+    for tensor in manifest.tensors.values():
+        layouts.setdefault(tensor.layout, len(layouts))
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -244,69 +261,75 @@ def _to_body(manifest: Manifest) -> dict[str, Any]:
         "metadata": dict(manifest.metadata),
         "leaves": dict(manifest.leaves),
         "folder": manifest.folder,
-        "files": {
-            name: {"bytes": file.num_bytes, "header_crc32": f"{file.header_crc32:08x}"}
+        "files": [
+            {"name": name, "bytes": file.num_bytes, "header_crc32": f"{file.header_crc32:08x}"}
             for name, file in manifest.files.items()
-        },
+        ],
         "optimizers": dict(manifest.optimizers),
-        "tensors": {name: _tensor_to_json(tensor) for name, tensor in manifest.tensors.items()},
+        "layouts": [_layout_to_json(layout) for layout in layouts],
+        "tensors": {
+            name: {"dtype": tensor.meta.dtype, "layout": layouts[tensor.layout]}
+            for name, tensor in manifest.tensors.items()
+        },
     }
 
 
-def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
-    pieces = [
-        {
-            "offsets": list(piece.box.offsets),
-            "sizes": list(piece.box.sizes),
-            "file": piece.file,
-            "key": piece.key,
-        }
-        for piece in tensor.pieces
-    ]
-    return {"dtype": tensor.meta.dtype, "shape": list(tensor.meta.shape), "pieces": pieces}
+def _layout_to_json(layout: Layout) -> dict[str, Any]:
+    return {"shape": layout.shape, "runs": [_run_to_json(run) for run in layout.runs]}
+
+
+def _run_to_json(run: Run) -> dict[str, Any]:
+    loops = [{"count": loop.count, "file": loop.file, "offsets": loop.offsets} for loop in run.loops]
+    return {"file": run.file, "offsets": run.offsets, "sizes": run.sizes} | ({"loops": loops} if loops else {})
 
 
 def _from_body(body: _Body) -> Manifest:
-    tensors = {name: _tensor_from_json(tensor) for name, tensor in body.tensors.items()}
-    files = {name: StoredFile(file.bytes, int(file.header_crc32, 16)) for name, file in body.files.items()}
+    tensors = {
+        name: StoredTensor(TensorMeta(tensor.dtype, body.layouts[tensor.layout].shape), body.layouts[tensor.layout])
+        for name, tensor in body.tensors.items()
+    }
+    files = {file.name: StoredFile(file.bytes, int(file.header_crc32, 16)) for file in body.files}
     return Manifest(
         body.world_size, body.saved_at, body.metadata, body.leaves, body.folder, files, tensors, body.optimizers
     )
 
 
-def _tensor_from_json(tensor: _TensorText) -> StoredTensor:
-    pieces = tuple(Piece(Box(p.offsets, p.sizes), p.file, p.key) for p in tensor.pieces)
-    return StoredTensor(TensorMeta(tensor.dtype, tensor.shape), pieces)
+def check_pieces(manifest: Manifest, where: str) -> None:
+    """Check that pieces tile their tensors and fit in their files, whose sizes have been compared with those on disk.
 
+    No more memory is allocated than these files have.
 
-def _check_pieces(manifest: Manifest, where: str) -> None:
-    """Check that pieces tile their tensors, and that their files are large enough: nothing is allocated before."""
-    left = {name: file.num_bytes for name, file in manifest.files.items()}
-    for name, tensor in manifest.tensors.items():
-        fault = describe_coverage_fault(tensor.meta.shape, [piece.box for piece in tensor.pieces])
-        if fault is not None:
+    Raises:
+        CheckpointError: they do not; the text names a tensor.
+    """
+    tensor_of = {id(tensor.layout): (name, tensor.layout) for name, tensor in manifest.tensors.items()}
+    most = sum(file.num_bytes for file in manifest.files.values()) // _LEAST_BYTES
+    if (count := sum(layout.num_pieces for _, layout in tensor_of.values())) > most:
+        raise CheckpointError(f"{where}: expected at most {most} pieces in its data files, got {count}; {_OTHER}")
+    for name, layout in tensor_of.values():
+        if (fault := layout.fault()) is not None:
             raise CheckpointError(
-                f"{where}: expected pieces that tile tensor {name!r}, global shape {tensor.meta.shape}, got {fault}; "
-                "use another checkpoint"
+                f"{where}: expected pieces that tile tensor {name!r}, global shape {layout.shape}, got {fault}; "
+                f"{_OTHER}"
             )
-        for piece in tensor.pieces:
-            if piece.file not in manifest.files:
+    sizes = [file.num_bytes for file in manifest.files.values()]
+    left = np.array(sizes, dtype=np.float64)  # which holds larger numbers than 64-bit integers
+    for name, tensor in manifest.tensors.items():
+        for files, elements in tensor.layout.elements_by_file():
+            np.subtract.at(left, files, float(elements * ITEM_BYTES[tensor.meta.dtype]))
+            if (short := (left < 0).nonzero()[0]).size:
+                file = tuple(manifest.files)[short[0]]
                 raise CheckpointError(
-                    f"{where}: expected the file of tensor {name!r} in the list of files, got {piece.file!r}; "
-                    "use another checkpoint"
-                )
-            left[piece.file] -= piece.box.num_elements * ITEM_BYTES[tensor.meta.dtype]
-            if left[piece.file] < 0:
-                raise CheckpointError(
-                    f"{where}: expected pieces that fit in data file {piece.file!r} of "
-                    f"{manifest.files[piece.file].num_bytes} bytes, got more with tensor {name!r}; use another "
-                    "checkpoint"
+                    f"{where}: expected pieces that fit in data file {file!r} of {sizes[short[0]]} bytes, got more "
+                    f"with tensor {name!r}; {_OTHER}"
                 )
 
 
 def _dump_section(value: Any) -> str:
-    if not isinstance(value, dict) or not value:
+    if not isinstance(value, dict | list) or not value:
         return json.dumps(value)
+    if isinstance(value, list):
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
     lines = [f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()]
     return "{\n" + ",\n".join(lines) + "\n}"
 

@@ -10,9 +10,8 @@ import shutil
 from pathlib import Path
 
 from .._errors import CheckpointError
-from .inspect import read_manifest_text
-from .manifest import MANIFEST_NAME, Manifest, manifest_from_text
-from .versions import check_files
+from .inspect import checked_manifest, read_manifest_text
+from .manifest import MANIFEST_NAME, Manifest
 
 logger = logging.getLogger("vescale.ckpt")
 
@@ -24,8 +23,7 @@ def complete_in(directory: Path) -> list[tuple[Path, Manifest]]:
         for path in sorted(map(Path, os.scandir(directory))):
             if (path / MANIFEST_NAME).is_file():
                 try:
-                    manifest = manifest_from_text(read_manifest_text(path), where=str(path))
-                    check_files(path, manifest)
+                    manifest = checked_manifest(path, read_manifest_text(path))
                 except CheckpointError as error:
                     logger.warning("skipped a checkpoint that cannot be loaded: %s", error)
                     continue

@@ -96,7 +96,7 @@ def _values_differ(name: str, left: _Stored, right: _Stored, progress: Callable[
     """Return how the values of a tensor differ, or None if all of their bits are equal."""
     meta, count, largest = left.manifest.tensors[name].meta, 0, 0.0
     total, limit = 0, BLOCK_BYTES // ITEM_BYTES[meta.dtype]
-    pieces = {piece.box: piece for piece in left.manifest.tensors[name].pieces}
+    pieces = {piece.box: piece for piece in left.manifest.pieces(name)}
     for reads in plan_load({name: list(pieces)}, right.manifest).values():
         for read in reads:
             for box in _cut(read.box, limit):

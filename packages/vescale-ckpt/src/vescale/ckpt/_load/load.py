@@ -21,9 +21,9 @@ from .._checked import CheckedInside, FilePath, checked
 from .._control import Control, open_control
 from .._errors import CheckpointError, format_some
 from .._format.data_files import DataFile
-from .._format.inspect import read_manifest_text
+from .._format.inspect import checked_manifest, read_manifest_text
 from .._format.manifest import Manifest, manifest_from_text
-from .._format.versions import check_files, was_replaced
+from .._format.versions import was_replaced
 from .._state.flat import FlatState, flatten, restore
 from .._state.objects import Objects
 from .plan import Comparison, Request, compare, find_mismatch, left_over, plan_load
@@ -100,13 +100,13 @@ def load(
 
 
 def _share_manifest(control: Control, where: Path) -> Manifest:
-    """Read and check the manifest and the file sizes on rank 0, and parse the same text on all ranks."""
+    """Read the manifest and compare it with the files on rank 0, and parse the same text on all ranks."""
 
     def read() -> str | None:
         if control.rank != 0:
             return None
         text = read_manifest_text(where)
-        check_files(where, manifest_from_text(text, where=str(where)))
+        checked_manifest(where, text)
         return text
 
     text = control.run_round(read, lambda texts: [texts[0]] * control.size)

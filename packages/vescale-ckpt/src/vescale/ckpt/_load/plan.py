@@ -79,9 +79,10 @@ def plan_load(boxes: Mapping[str, Sequence[Box]], manifest: Manifest) -> dict[st
         if name not in manifest.tensors:
             continue
         for into in targets:
-            for piece in manifest.tensors[name].pieces:
-                if (common := into.intersect(piece.box)) is not None:
-                    reads[piece.file].append(Read(name, into, common, piece))
+            for piece in manifest.pieces(name, box=into):
+                common = into.intersect(piece.box)
+                assert common is not None
+                reads[piece.file].append(Read(name, into, common, piece))
     return {file: tuple(reads[file]) for file in sorted(reads)}
 
 

@@ -8,6 +8,7 @@ Two rounds (see ``_control.py``):
 A failure in either round leaves ``path`` unchanged.
 """
 
+import functools
 import json
 import logging
 import os
@@ -25,7 +26,8 @@ from .._control import open_control
 from .._errors import CheckpointError, require_same
 from .._format.boxes import Box
 from .._format.data_files import Checksums, Entry, checksums, pack_files, write_data_file
-from .._format.manifest import Manifest, Piece, StoredFile, StoredTensor, manifest_to_text
+from .._format.layouts import Layout
+from .._format.manifest import Manifest, Piece, StoredFile, StoredTensor, key_of, manifest_to_text
 from .._format.series import remove_earlier, series_of
 from .._format.versions import NewVersion
 from .._state.flat import FlatState, flatten, leaves_as_text
@@ -161,8 +163,8 @@ class _Saving:
         entries = []
         for item in share.writes:
             view = views[item.name, item.held][item.box.slices(inside=item.held)]
-            is_full = item.box == Box.full(self._flat.tensors[item.name].meta.shape)
-            entries.append(Entry(item.name, item.name if is_full else f"{item.name}{item.box}", item.box, view))
+            key = key_of(item.name, item.box, self._flat.tensors[item.name].meta.shape)
+            entries.append(Entry(item.name, key, item.box, view))
         pieces, files = [], {}
         sums: dict[tuple[str, Box], Checksums] = {}
         for number, run in enumerate(pack_files([entry.num_bytes for entry in entries])):
@@ -180,19 +182,22 @@ class _Saving:
         if torn := find_torn_replicas([own.replicas for own in written]):
             raise CheckpointError(torn)
         assert self._plan is not None and self._version is not None, "the plan comes before the commit"  # noqa: PT018
-        pieces: dict[str, list[Piece]] = {name: [] for name in self._plan.tensors}
+        files = {name: file for own in written for name, file in own.files.items()}
+        index = {name: number for number, name in enumerate(files)}
+        pieces: dict[str, list[tuple[int, Box]]] = {name: [] for name in self._plan.tensors}
         for own in written:
             for name, piece in own.pieces:
-                pieces[name].append(piece)
+                pieces[name].append((index[piece.file], piece.box))
+        layout_of = functools.cache(Layout.of)  # many tensors have the same
         manifest = Manifest(
             world_size=len(written),
             saved_at=time.time(),
             metadata=json.loads(_metadata_text(self._metadata)),
             leaves={name: json.loads(text) for name, text in self._plan.leaves.items()},
             folder=self._version.folder.name,
-            files={name: file for own in written for name, file in own.files.items()},
+            files=files,
             tensors={
-                name: StoredTensor(meta, tuple(sorted(pieces[name], key=lambda piece: piece.box)))
+                name: StoredTensor(meta, layout_of(meta.shape, tuple(pieces[name])))
                 for name, meta in self._plan.tensors.items()
             },
             optimizers=self._plan.optimizers,
