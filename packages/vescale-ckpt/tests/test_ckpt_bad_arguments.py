@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vescale.ckpt as public
-from vescale.ckpt import diff, latest, load, read_manifest, save, verify
+from vescale.ckpt import PerRank, diff, latest, load, read_manifest, save, verify
 from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 ROWS = {
@@ -88,6 +88,11 @@ def calls():
             latest, lambda: {"directory": ".", "process_group": None}, {"directory": {"text", "misspelled"}}
         ),
         "diff": Call(lambda path: diff(path, "step"), lambda: {"path": "step"}),
+        "PerRank": Call(
+            lambda resize: PerRank(0, resize),
+            lambda: {"resize": None},
+            {"resize": {"None", "class", "function", "module"}},
+        ),
         "verify": Call(verify, lambda: {"path": "step"}),
         "save": Call(
             save,

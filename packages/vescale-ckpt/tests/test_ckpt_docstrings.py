@@ -9,7 +9,9 @@ import vescale.ckpt as ckpt
 
 
 @pytest.mark.parametrize(
-    "function", [ckpt.save, ckpt.load, ckpt.read_manifest, ckpt.verify, ckpt.diff], ids=lambda f: f.__name__
+    "function",
+    [ckpt.save, ckpt.load, ckpt.read_manifest, ckpt.verify, ckpt.diff, ckpt.PerRank],
+    ids=lambda f: f.__name__,
 )
 def test_the_example_of_a_public_function_runs(function, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

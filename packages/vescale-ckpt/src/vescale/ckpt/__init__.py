@@ -13,6 +13,8 @@ Supported values are plain tensors, torch's ``DTensor``, and any value with
 
     value.__global_shape__      the shape of the global tensor
     value.__boxes__()           list of (offsets in the global tensor, view of that block)
+
+What every rank has its own of, such as the position of a data loader, goes into a ``PerRank``.
 """
 
 from ._errors import CheckpointError
@@ -24,6 +26,7 @@ from ._load.difference import Difference, diff
 from ._load.latest import latest
 from ._load.load import load
 from ._save.save import save
+from ._state.per_rank import PerRank
 from ._torch_range import warn_if_untested
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "Layout",
     "Loop",
     "Manifest",
+    "PerRank",
     "Piece",
     "Run",
     "StoredFile",

@@ -76,7 +76,7 @@ def load(
     where = Path(os.path.abspath(path))
     with open_control(process_group) as control, torch.no_grad():
         manifest = _share_manifest(control, where)
-        objects = Objects(state, manifest=manifest)
+        objects = Objects(state, control.rank, control.size, manifest=manifest)
         flat = FlatState()
 
         def examine() -> Comparison:

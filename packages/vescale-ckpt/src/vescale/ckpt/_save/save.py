@@ -57,8 +57,8 @@ def save(
         path: directory to create, on a file system shared by all ranks. Its parents are created.
         state: nested dict (or list) of objects with ``state_dict`` and ``load_state_dict`` (models, optimizers,
             schedulers), tensors, DTensors, arrays of numpy, values with ``__global_shape__`` and ``__boxes__()``,
-            bytes, and JSON values. An optimizer of ``torch.optim`` is stored by parameter names and needs its model in
-            the same state.
+            bytes, JSON values, and `PerRank` for what every rank has its own of. An optimizer of ``torch.optim`` is
+            stored by parameter names and needs its model in the same state.
         metadata: a JSON object to store in the manifest.
         overwrite: replace a checkpoint at ``path``; it stays in place until the new one is complete.
         keep_last: when the checkpoint is complete, remove those that are named like it apart from the number at the end
@@ -79,7 +79,7 @@ def save(
     """
     saving = _Saving(Path(os.path.abspath(path)), state, metadata, overwrite, keep_last, check_replicas)
     with open_control(process_group) as control, torch.no_grad():
-        saving.rank = control.rank
+        saving.rank, saving.size = control.rank, control.size
         try:
             plan = control.run_round(saving.offer, saving.plan, on_failure=saving.discard)
             control.run_round(lambda: saving.write(*plan), saving.commit, on_failure=saving.discard)
@@ -118,7 +118,7 @@ class _Saving:
         keep_last: int | None,
         check: bool,
     ) -> None:
-        self.rank = 0
+        self.rank, self.size = 0, 1
         self._path = path
         self._state = state
         self._metadata = metadata
@@ -138,7 +138,7 @@ class _Saving:
             )
         if self.rank == 0:
             self._version = NewVersion(self._path, overwrite=self._overwrite)
-        objects = Objects(self._state)
+        objects = Objects(self._state, self.rank, self.size)
         self._flat = flatten(self._state, open_object=objects.open)
         tensors = {
             name: Holding(held.meta, tuple(box for box, _ in held.boxes)) for name, held in self._flat.tensors.items()

@@ -12,6 +12,7 @@ becomes tensors ``model/embed.weight``, ``optimizer/state/embed.weight/exp_avg``
     dict with str keys                         one component per key
     other list or tuple                        one component per index
     object with state_dict, load_state_dict    its ``state_dict()``, taken once
+    PerRank                                    a tensor for each rank (``per_rank.py``)
 
 Tensors are live views of the state, and a load writes into them. ``restore`` then sets the loaded JSON leaves and
 passes each object's filled state dict to ``load_state_dict``.
@@ -33,6 +34,7 @@ from .._format.boxes import Box
 from .._format.dtypes import ITEM_BYTES, dtype_name
 from .._format.manifest import Json, TensorMeta
 from .._torch import dtensor_box
+from .per_rank import PerRank
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _ITEMS = "__items__"  # tag of an int-keyed dict in JSON: {"__items__": [[30, 1], [80, 1]]}
@@ -175,7 +177,7 @@ def _read(node: Any, path: str, flat: FlatState, open_object: Callable | None) -
     elif isinstance(node, dict | list | tuple):
         for key, child in _children(node, path):
             _read(child, _join(path, key), flat, open_object)
-    elif open_object is not None and is_stateful(node):
+    elif open_object is not None and (is_stateful(node) or isinstance(node, PerRank)):
         flat.opened[path] = open_object(node, path)
         _read(flat.opened[path], path, flat, None)
     else:

@@ -8,20 +8,26 @@ import torch
 from .._errors import CheckpointError
 from .._format.manifest import Manifest
 from .optimizer import NamedOptimizer, class_name, counts_parameters
+from .per_rank import PerRank
 
 
 class Objects:
     """Open the objects of one state for ``flatten`` and close them for ``restore``."""
 
-    def __init__(self, state: Mapping[str, Any], *, manifest: Manifest | None = None) -> None:
-        """Store the state, and the manifest for a load."""
+    def __init__(self, state: Mapping[str, Any], rank: int, size: int, *, manifest: Manifest | None = None) -> None:
+        """Store the state, which of how many ranks this one is, and the manifest for a load."""
         self._state = state
+        self._rank, self._size = rank, size
         self._manifest = manifest
         self._named: dict[str, NamedOptimizer] = {}
         self.optimizers: dict[str, str] = {}  # class names of the opened optimizers, by path
 
     def open(self, item: Any, path: str) -> Any:
         """Return the state dict of the object at ``path``."""
+        if isinstance(item, PerRank):
+            if self._manifest is None:
+                return item.to_save(path, self._rank)
+            return item.to_load(path, self._rank, self._size, self._manifest)
         state_dict = item.state_dict()
         if isinstance(item, torch.optim.Optimizer):
             self.optimizers[path] = class_name(item)
@@ -36,10 +42,17 @@ class Objects:
         Raises:
             CheckpointError: the object refuses it; the text has the path.
         """
+        is_own = isinstance(item, PerRank)
         try:
-            self._named.get(path, item).load_state_dict(filled)
+            if is_own:
+                item.take(path, self._rank, self._size, filled)
+            else:
+                self._named.get(path, item).load_state_dict(filled)
+        except CheckpointError:
+            raise
         except Exception as error:
+            what = "PerRank" if is_own else f"{type(item).__name__}.load_state_dict"
             raise CheckpointError(
-                f"{path!r}: expected {type(item).__name__}.load_state_dict to accept the loaded state, got {error}; "
+                f"{path!r}: expected {what} to accept the loaded state, got {error}; "
                 "build the object as before the save"
             ) from error
