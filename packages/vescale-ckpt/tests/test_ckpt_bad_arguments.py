@@ -78,6 +78,7 @@ def calls():
         "state": state(),
         "strict": True,
         "ignore": ("optimizer",),
+        "rename": {"w": "w"},
         "allow_dtype_cast": False,
         "process_group": None,
     }

@@ -18,16 +18,19 @@ The pieces of a tensor tile its global shape exactly once; every read of a check
 The JSON dialect is Python's: ``Infinity`` and ``NaN`` are valid numbers.
 """
 
+from __future__ import annotations
+
+import itertools
 import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 
-from .._errors import CheckpointError
+from .._errors import CheckpointError, format_some
 from .._typed_json import AtLeast, JsonReader, Size
 from .boxes import Box
 from .dtypes import ITEM_BYTES
@@ -87,10 +90,17 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint: its metadata, and where the pieces are that tile it."""
+    """A tensor of a checkpoint.
+
+    Attributes:
+        meta: dtype and global shape.
+        layout: where the pieces are that tile it.
+        key: its name in the data files, if that is another one.
+    """
 
     meta: TensorMeta
     layout: Layout
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,9 +129,40 @@ class Manifest:
 
     def pieces(self, name: str, *, box: Box | None = None) -> Iterator[Piece]:
         """Yield the pieces of a tensor, or those that share elements with a box."""
-        layout, files = self.tensors[name].layout, tuple(self.files)
+        tensor, files = self.tensors[name], tuple(self.files)
+        layout = tensor.layout
         for file, own in layout.overlaps(Box.full(layout.shape) if box is None else box):
-            yield Piece(own, files[file], key_of(name, own, layout.shape))
+            yield Piece(own, files[file], key_of(tensor.key or name, own, layout.shape))
+
+    def renamed(self, prefixes: Mapping[str, str]) -> Manifest:
+        """Return the manifest with other names: of the prefixes that a name begins with, the longest is replaced.
+
+        Raises:
+            CheckpointError: two values get one name, or a prefix is that of no name.
+        """
+        tables = (self.tensors, self.leaves, self.optimizers)
+        new = {name: _renamed(name, prefixes) for name in dict.fromkeys(itertools.chain(*tables))}
+        if unused := [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in new)]:
+            raise CheckpointError(
+                f"expected beginnings of stored names in rename, got {format_some(map(repr, unused))}; the names are "
+                f"{format_some(map(repr, new))}"
+            )
+        found: dict[str, str] = {}
+        for name, own in new.items():
+            if (other := found.setdefault(own, name)) != name:
+                raise CheckpointError(
+                    f"expected distinct names after rename, got {own!r} for {other!r} and {name!r}; rename one of them "
+                    "to another name"
+                )
+        tensors = {new[name]: replace(tensor, key=tensor.key or name) for name, tensor in self.tensors.items()}
+        leaves = {new[name]: value for name, value in self.leaves.items()}
+        optimizers = {new[name]: kind for name, kind in self.optimizers.items()}
+        return replace(self, tensors=tensors, leaves=leaves, optimizers=optimizers)
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    prefix = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
+    return name if prefix is None else prefixes[prefix] + name.removeprefix(prefix)
 
 
 def key_of(name: str, box: Box, shape: tuple[int, ...]) -> str:

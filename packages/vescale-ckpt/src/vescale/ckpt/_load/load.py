@@ -8,9 +8,10 @@ Four rounds (see ``_control.py``); the state is not modified before the third:
     4. every rank passes the filled state dicts to ``load_state_dict``
 """
 
+import json
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from .._checked import CheckedInside, FilePath, checked
 from .._control import Control, open_control
-from .._errors import CheckpointError, format_some
+from .._errors import CheckpointError, format_some, require_same
 from .._format.data_files import DataFile
 from .._format.inspect import checked_manifest, read_manifest_text
 from .._format.manifest import Manifest, manifest_from_text
@@ -38,6 +39,7 @@ def load(
     *,
     strict: bool = True,
     ignore: Collection[str] = (),
+    rename: Mapping[str, str] | None = None,
     allow_dtype_cast: bool = False,
     process_group: CheckedInside[dist.ProcessGroup | None] = None,
 ) -> Manifest:
@@ -54,6 +56,8 @@ def load(
             refused.
         ignore: stored names that no rank needs to request; a leading part such as ``"optimizer"`` covers all names
             under it.
+        rename: beginnings of stored names, and what replaces them, such as ``{"model/backbone.": "encoder/"}`` to load
+            a part of a model. Of several that fit, the longest counts. ``ignore`` and errors have the new names.
         allow_dtype_cast: convert stored values to the dtype of the state's tensor instead of refusing them.
         process_group: as for ``save``.
 
@@ -75,7 +79,7 @@ def load(
     """
     where = Path(os.path.abspath(path))
     with open_control(process_group) as control, torch.no_grad():
-        manifest = _share_manifest(control, where)
+        manifest = _share_manifest(control, where, rename or {})
         objects = Objects(state, control.rank, control.size, manifest=manifest)
         flat = FlatState()
 
@@ -99,18 +103,26 @@ def load(
     return manifest
 
 
-def _share_manifest(control: Control, where: Path) -> Manifest:
+def _share_manifest(control: Control, where: Path, rename: Mapping[str, str]) -> Manifest:
     """Read the manifest and compare it with the files on rank 0, and parse the same text on all ranks."""
 
-    def read() -> str | None:
+    def read() -> tuple[str, str | None]:
+        given = json.dumps(dict(rename), sort_keys=True)
         if control.rank != 0:
-            return None
+            return given, None
         text = read_manifest_text(where)
-        checked_manifest(where, text)
-        return text
+        try:
+            checked_manifest(where, text).renamed(rename)
+        except CheckpointError as error:
+            raise error if str(where) in str(error) else CheckpointError(f"{where}: {error}") from None
+        return given, text
 
-    text = control.run_round(read, lambda texts: [texts[0]] * control.size)
-    return manifest_from_text(text, where=str(where))
+    def decide(found: list[tuple[str, str | None]]) -> list[str | None]:
+        require_same("rename", [given for given, _ in found])
+        return [found[0][1]] * control.size
+
+    text = control.run_round(read, decide)
+    return manifest_from_text(text, where=str(where)).renamed(rename)
 
 
 def _fill(where: Path, flat: FlatState, manifest: Manifest) -> None:
