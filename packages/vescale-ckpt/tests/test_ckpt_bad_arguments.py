@@ -83,7 +83,7 @@ def calls():
         "process_group": None,
     }
     return {
-        "load": Call(load, lambda: {**loaded, "state": state()}, {"ignore": LISTS}),
+        "load": Call(load, lambda: {**loaded, "state": state()}, {"ignore": LISTS, "rename": {"None", "{}"}}),
         "read_manifest": Call(read_manifest, lambda: {"path": "step"}),
         "latest": Call(
             latest, lambda: {"directory": ".", "process_group": None}, {"directory": {"text", "misspelled"}}
