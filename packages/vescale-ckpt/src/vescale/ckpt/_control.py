@@ -1,8 +1,10 @@
 """Rounds: every rank works, rank 0 decides, and every rank gets its share of the decision or the same error.
 
     rank 0   work --+--> decide --+--> share
-    rank 1   work --+             +--> share          two object collectives per round,
+    rank 1   work --+             +--> share          two small collectives per round,
     rank 2   work --+             +--> share          on a CPU backend, each with its sizes before
+
+Results and shares are dataclasses, sent as JSON and read by their types: no rank runs what another one sends.
 
 A save and a load consist of a few rounds. An exception in a round (in the work of any rank, or in the decision) becomes
 one ``CheckpointError`` with one text on every rank, so no rank blocks in the next collective. "rank" is the rank in the
@@ -11,10 +13,11 @@ process group.
 
 import atexit
 import contextlib
+import dataclasses
 import functools
-import pickle
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from ._errors import CheckpointError, format_ranks
 from ._lost_ranks import Failures
 from ._torch import default_store
+from ._typed_json import JsonReader
 
 _LAST_COLLECTIVE_SECONDS = 0.1
 
@@ -32,7 +36,7 @@ _LAST_COLLECTIVE_SECONDS = 0.1
 class _Failure:
     """The text of an exception, sent between ranks."""
 
-    text: str
+    failure: str
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Control:
         work: Callable[[], Any],
         decide: Callable[[list[Any]], Sequence[Any]],
         *,
+        result: Any = None,
+        share: Any = None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> Any:
         """Run one round and return this rank's share.
@@ -63,6 +69,8 @@ class Control:
         Args:
             work: runs on every rank.
             decide: runs on rank 0 with the results of all ranks; returns one share per rank.
+            result: the type of what ``work`` returns, one that JSON is read to (``_typed_json.py``).
+            share: the type of a share.
             on_failure: runs on rank 0 before the error is sent to the other ranks.
 
         Raises:
@@ -71,53 +79,55 @@ class Control:
         """
         cause: Exception | None = None
         try:
-            result: Any = work()
+            mine: Any = work()
         except Exception as error:
-            cause, result = error, _Failure(_text_of(error))
-        results = self._gather(result)
+            cause, mine = error, _Failure(_text_of(error))
+        read = self._gather(mine, result)
         shares: Sequence[Any] | None = None
         if self.rank == 0:
             try:
-                shares = decide(_refuse_failures(results))
+                shares = decide(_refuse_failures(read()))
             except Exception as error:
                 cause = cause or error
                 on_failure()
                 shares = [_Failure(_text_of(error))] * self.size
-        share = self._scatter(shares)
-        if isinstance(share, _Failure):
-            if isinstance(cause, CheckpointError) and str(cause) == share.text:
+        own = self._scatter(shares, share)
+        if isinstance(own, _Failure):
+            if isinstance(cause, CheckpointError) and str(cause) == own.failure:
                 raise cause
-            raise CheckpointError(share.text) from cause
-        return share
+            raise CheckpointError(own.failure) from cause
+        return own
 
     def no_shares(self, _results: list[Any]) -> list[None]:
         """Return no shares, for rounds that only check that all ranks succeeded."""
         return [None] * self.size
 
-    def _gather(self, item: Any) -> list[Any]:
+    def _gather(self, item: Any, kind: Any) -> Callable[[], list[Any]]:
+        """Gather a result of every rank on rank 0, and return what reads them there."""
         if self.size == 1:
-            return [item]
-        mine = pickle.dumps(item)
+            return lambda: [item]
+        mine = _message(item)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(mine)
         self._wait(dist.all_reduce(sizes, group=self.group, async_op=True), "the all-reduce of sizes")
         sent = _padded(mine, int(sizes.max()))
         rows = [torch.empty_like(sent) for _ in sizes] if self.rank == 0 else None
         self._wait(dist.gather(sent, rows, group=self.group, group_dst=0, async_op=True), "the gather of results")
-        return [pickle.loads(_cut(row, size)) for row, size in zip(rows or [], sizes.tolist(), strict=False)]
+        received = list(enumerate(zip(rows or [], sizes.tolist(), strict=False)))
+        return lambda: [_read(_cut(row, size), kind, rank) for rank, (row, size) in received]
 
-    def _scatter(self, items: Sequence[Any] | None) -> Any:
+    def _scatter(self, items: Sequence[Any] | None, kind: Any) -> Any:
         if self.size == 1:
             assert items is not None
             return items[0]
-        texts = [] if items is None else [pickle.dumps(item) for item in items]
+        texts = [] if items is None else [_message(item) for item in items]
         sizes = torch.tensor([len(text) for text in texts] or [0] * self.size, dtype=torch.int64)
         self._wait(dist.broadcast(sizes, group=self.group, group_src=0, async_op=True), "the broadcast of sizes")
         received = _padded(b"", int(sizes.max()))
         rows = [_padded(text, received.numel()) for text in texts] or None
         work = dist.scatter(received, rows, group=self.group, group_src=0, async_op=True)
         self._wait(work, "the scatter of decisions")
-        return pickle.loads(_cut(received, int(sizes[self.rank])))
+        return _read(_cut(received, int(sizes[self.rank])), kind, 0)
 
     def _wait(self, work: Any, what: str) -> None:
         assert self.failures is not None, "a group of several ranks has one"
@@ -128,7 +138,7 @@ class Control:
 def open_control(process_group: dist.ProcessGroup | None) -> Iterator[Control]:
     """Yield the ranks of ``process_group``, of the default group if None, or of this process without any group.
 
-    A default group without a CPU backend (plain NCCL) needs device memory for object collectives, so a temporary gloo
+    A default group without a CPU backend (plain NCCL) needs device memory for collectives, so a temporary gloo
     group is created.
 
     Raises:
@@ -180,6 +190,33 @@ def _control_of(group: dist.ProcessGroup | None) -> Control:
     return Control(group, dist.get_rank(group), dist.get_world_size(group), failures)
 
 
+def _message(item: Any) -> bytes:
+    return json.dumps(_tree(item)).encode()
+
+
+def _tree(item: Any) -> Any:
+    """Return dataclasses, tuples and mappings as JSON knows them."""
+    if dataclasses.is_dataclass(item):
+        kind: Any = type(item)
+        return {name: _tree(getattr(item, name)) for name in _field_names(kind)}
+    if isinstance(item, tuple | list):
+        return list(map(_tree, item))
+    return {key: _tree(value) for key, value in item.items()} if isinstance(item, Mapping) else item
+
+
+@functools.cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _read(text: bytes, kind: Any, rank: int) -> Any:
+    where, fix = f"the message of rank {rank}", "use one version of vescale-ckpt on all ranks"
+    reader = JsonReader(where, fix, CheckpointError)
+    tree = reader.parse(text.decode())
+    is_failure = isinstance(tree, dict) and list(tree) == ["failure"]
+    return reader.read(tree, _Failure if is_failure else type(None) if kind is None else kind)
+
+
 def _padded(text: bytes, size: int) -> torch.Tensor:
     tensor = torch.zeros(size, dtype=torch.uint8)
     if text:
@@ -199,7 +236,7 @@ def _refuse_failures(results: list[Any]) -> list[Any]:
     ranks_of: dict[str, list[int]] = {}
     for rank, result in enumerate(results):
         if isinstance(result, _Failure):
-            ranks_of.setdefault(result.text, []).append(rank)
+            ranks_of.setdefault(result.failure, []).append(rank)
     if ranks_of:
         if list(map(len, ranks_of.values())) == [len(results)]:
             raise CheckpointError(next(iter(ranks_of)))  # the same text on all ranks

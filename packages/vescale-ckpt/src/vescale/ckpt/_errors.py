@@ -4,7 +4,9 @@ Every failure of a save or a load raises ``CheckpointError`` with the same text 
 ranks of the job would block in their next collective.
 """
 
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 class CheckpointError(ValueError):
@@ -29,6 +31,11 @@ def format_some(items: Iterable[str], *, limit: int = 5) -> str:
     listed = list(items)
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown} and {len(listed) - limit} more"
+
+
+def as_text(path: Path) -> str:
+    """Return a path as text, also if its name is none."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def require_same(argument: str, values: Sequence[str]) -> None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from .._checked import CheckedInside, FilePath, checked
 from .._control import open_control
-from .._errors import require_same
+from .._errors import as_text, require_same
 from .._format.series import complete_in
+
+_NAME: Any = str | None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Where a rank looks, and the name of the last checkpoint there, on the first one."""
+
+    directory: str
+    name: str | None
 
 
 @checked
@@ -36,13 +48,13 @@ def latest(directory: FilePath, *, process_group: CheckedInside[dist.ProcessGrou
     where = Path(os.path.abspath(directory))
     with open_control(process_group) as control:
 
-        def find() -> tuple[str, str | None]:
+        def find() -> _Found:
             found = complete_in(where) if control.rank == 0 else []
-            return str(where), found[-1][0].name if found else None
+            return _Found(as_text(where), found[-1][0].name if found else None)
 
-        def choose(answers: list[tuple[str, str | None]]) -> list[str | None]:
-            require_same("directory", [directory for directory, _ in answers])
-            return [answers[0][1]] * control.size
+        def choose(answers: list[_Found]) -> list[str | None]:
+            require_same("directory", [answer.directory for answer in answers])
+            return [answers[0].name] * control.size
 
-        name: str | None = control.run_round(find, choose)
+        name: str | None = control.run_round(find, choose, result=_Found, share=_NAME)
     return None if name is None else where / name

@@ -8,10 +8,13 @@ Four rounds (see ``_control.py``); the state is not modified before the third:
     4. every rank passes the filled state dicts to ``load_state_dict``
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,45 +86,72 @@ def load(
         objects = Objects(state, control.rank, control.size, manifest=manifest)
         flat = FlatState()
 
-        def examine() -> Comparison:
+        def examine() -> _Compared:
             nonlocal flat
             flat = flatten(state, open_object=objects.open)
             metas = {name: held.meta for name, held in flat.tensors.items()}
             request = Request(metas, flat.leaves, objects.optimizers)
-            return compare(request, manifest, allow_dtype_cast=allow_dtype_cast)
+            return _Compared.of(compare(request, manifest, allow_dtype_cast=allow_dtype_cast))
 
-        def accept(comparisons: list[Comparison]) -> list[None]:
+        def accept(compared: list[_Compared]) -> list[None]:
+            comparisons = [each.comparison() for each in compared]
             mismatch = find_mismatch(comparisons, manifest, strict=strict, ignore=ignore)
             if mismatch is not None:
                 raise CheckpointError(f"{where}: {mismatch}")
             _log_partial(where, comparisons, left_over(comparisons, manifest, ignore=ignore))
             return [None] * control.size
 
-        control.run_round(examine, accept)
+        control.run_round(examine, accept, result=_Compared)
         control.run_round(lambda: _fill(where, flat, manifest), control.no_shares)
         control.run_round(lambda: restore(state, flat, manifest.leaves, close_object=objects.close), control.no_shares)
     return manifest
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What a rank was given for ``rename``, and the text of the manifest on the first one."""
+
+    rename: str
+    manifest: str | None
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A `Comparison` between ranks."""
+
+    asked: str
+    missing: tuple[str, ...]
+    faults: tuple[tuple[str, ...], ...]
+    other_optimizers: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, comparison: Comparison) -> _Compared:
+        return cls(comparison.asked.hex(), comparison.missing, comparison.faults, comparison.other_optimizers)
+
+    def comparison(self) -> Comparison:
+        faults, others = ([(a, b) for a, b in pairs] for pairs in (self.faults, self.other_optimizers))
+        return Comparison(bytes.fromhex(self.asked), self.missing, tuple(faults), tuple(others))
+
+
 def _share_manifest(control: Control, where: Path, rename: Mapping[str, str]) -> Manifest:
     """Read the manifest and compare it with the files on rank 0, and parse the same text on all ranks."""
 
-    def read() -> tuple[str, str | None]:
+    def read() -> _Given:
         given = json.dumps(dict(rename), sort_keys=True)
         if control.rank != 0:
-            return given, None
+            return _Given(given, None)
         text = read_manifest_text(where)
         try:
             checked_manifest(where, text).renamed(rename)
         except CheckpointError as error:
             raise error if str(where) in str(error) else CheckpointError(f"{where}: {error}") from None
-        return given, text
+        return _Given(given, text)
 
-    def decide(found: list[tuple[str, str | None]]) -> list[str | None]:
-        require_same("rename", [given for given, _ in found])
-        return [found[0][1]] * control.size
+    def decide(found: list[_Given]) -> list[str | None]:
+        require_same("rename", [each.rename for each in found])
+        return [found[0].manifest] * control.size
 
-    text = control.run_round(read, decide)
+    text = control.run_round(read, decide, result=_Given, share=str)
     return manifest_from_text(text, where=str(where)).renamed(rename)
 
 

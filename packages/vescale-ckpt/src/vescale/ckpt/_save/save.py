@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from .._checked import CheckedInside, Count, FilePath, checked
 from .._control import open_control
-from .._errors import CheckpointError, require_same
+from .._errors import CheckpointError, as_text, require_same
 from .._format.boxes import Box
 from .._format.data_files import Checksums, Entry, checksums, pack_files, write_data_file
 from .._format.layouts import Layout
@@ -32,7 +32,8 @@ from .._format.series import remove_earlier, series_of
 from .._format.versions import NewVersion
 from .._state.flat import FlatState, flatten, leaves_as_text
 from .._state.objects import Objects
-from .plan import Holding, Inventory, RankPlan, SavePlan, find_torn_replicas, plan_save
+from .balance import Write
+from .plan import Holding, Inventory, SavePlan, find_torn_replicas, plan_save
 
 logger = logging.getLogger("vescale.ckpt")
 
@@ -66,7 +67,7 @@ def save(
         check_replicas: compare checksums of replicas between ranks, and refuse to save if they differ. The cost is one
             pass over the replicated bytes of each rank. If False and replicas differ, the stored tensor may mix parts
             of several ranks.
-        process_group: the ranks that save, with a CPU backend such as gloo for small object collectives. Default: all
+        process_group: the ranks that save, with a CPU backend such as gloo for small collectives. Default: all
             ranks, with a temporary gloo group if the default group has no CPU backend.
 
     Raises:
@@ -81,8 +82,8 @@ def save(
     with open_control(process_group) as control, torch.no_grad():
         saving.rank, saving.size = control.rank, control.size
         try:
-            plan = control.run_round(saving.offer, saving.plan, on_failure=saving.discard)
-            control.run_round(lambda: saving.write(*plan), saving.commit, on_failure=saving.discard)
+            share = control.run_round(saving.offer, saving.plan, result=_Offer, share=_Share, on_failure=saving.discard)
+            control.run_round(lambda: saving.write(share), saving.commit, result=_Written, on_failure=saving.discard)
         except BaseException:  # an interrupt or a lost peer, which is not an error of all ranks
             saving.discard()
             raise
@@ -98,12 +99,38 @@ class _Offer:
 
 
 @dataclass(frozen=True)
+class _Replica:
+    """A box that other ranks hold, too, and the checksums of its values, once they are known."""
+
+    name: str
+    box: Box
+    crc32: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a rank writes, to the folder of this name, and which replicas it compares."""
+
+    folder: str
+    writes: tuple[Write, ...]
+    replicas: tuple[_Replica, ...]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A piece that was written."""
+
+    name: str
+    piece: Piece
+
+
+@dataclass(frozen=True)
 class _Written:
     """The pieces and files written by one rank, and the checksums of its replicas."""
 
-    pieces: list[tuple[str, Piece]]
-    files: dict[str, StoredFile]
-    replicas: dict[tuple[str, Box], Checksums]
+    pieces: tuple[_Stored, ...]
+    files: Mapping[str, StoredFile]
+    replicas: tuple[_Replica, ...]
 
 
 class _Saving:
@@ -144,16 +171,20 @@ class _Saving:
             name: Holding(held.meta, tuple(box for box, _ in held.boxes)) for name, held in self._flat.tensors.items()
         }
         inventory = Inventory(tensors, leaves_as_text(self._flat.leaves), objects.optimizers)
-        return _Offer(str(self._path), _metadata_text(self._metadata), inventory)
+        return _Offer(as_text(self._path), _metadata_text(self._metadata), inventory)
 
-    def plan(self, offers: Sequence[_Offer]) -> list[tuple[Path, RankPlan]]:
+    def plan(self, offers: Sequence[_Offer]) -> list[_Share]:
         require_same("path", [offer.path for offer in offers])
         require_same("metadata", [offer.metadata for offer in offers])
         assert self._version is not None, "rank 0 makes the folder when it offers"
         self._plan = plan_save([offer.inventory for offer in offers])
-        return [(self._version.folder, share) for share in self._plan.ranks]
+        return [
+            _Share(self._version.folder.name, own.writes, tuple(_Replica(name, box) for name, box in own.replicas))
+            for own in self._plan.ranks
+        ]
 
-    def write(self, folder: Path, share: RankPlan) -> _Written:
+    def write(self, share: _Share) -> _Written:
+        folder = self._path / share.folder
         if not folder.is_dir():
             raise CheckpointError(
                 f"rank {self.rank}: expected the folder {folder} of rank 0, got no such folder; save to a file system "
@@ -165,29 +196,34 @@ class _Saving:
             view = views[item.name, item.held][item.box.slices(inside=item.held)]
             key = key_of(item.name, item.box, self._flat.tensors[item.name].meta.shape)
             entries.append(Entry(item.name, key, item.box, view))
-        pieces, files = [], {}
+        pieces: list[_Stored] = []
+        files = {}
         sums: dict[tuple[str, Box], Checksums] = {}
         for number, run in enumerate(pack_files([entry.num_bytes for entry in entries])):
             file = f"data-{self.rank}-{number}.safetensors"
             written = write_data_file(folder / file, entries[run.start : run.stop])
             files[file] = written.file
-            pieces += [(name, piece) for name, piece, _ in written.pieces]
+            pieces += [_Stored(name, piece) for name, piece, _ in written.pieces]
             sums |= {(name, piece.box): own for name, piece, own in written.pieces}
         if not self._check_replicas:
-            return _Written(pieces, files, {})
-        replicas = {place: sums[place] if place in sums else checksums(views[place]) for place in share.replicas}
-        return _Written(pieces, files, replicas)
+            return _Written(tuple(pieces), files, ())
+        replicas = []
+        for each in share.replicas:
+            place = each.name, each.box
+            replicas.append(_Replica(*place, sums[place] if place in sums else checksums(views[place])))
+        return _Written(tuple(pieces), files, tuple(replicas))
 
     def commit(self, written: Sequence[_Written]) -> list[None]:
-        if torn := find_torn_replicas([own.replicas for own in written]):
+        sums = [{(each.name, each.box): each.crc32 for each in own.replicas} for own in written]
+        if torn := find_torn_replicas(sums):
             raise CheckpointError(torn)
         assert self._plan is not None and self._version is not None, "the plan comes before the commit"  # noqa: PT018
         files = {name: file for own in written for name, file in own.files.items()}
         index = {name: number for number, name in enumerate(files)}
         pieces: dict[str, list[tuple[int, Box]]] = {name: [] for name in self._plan.tensors}
         for own in written:
-            for name, piece in own.pieces:
-                pieces[name].append((index[piece.file], piece.box))
+            for each in own.pieces:
+                pieces[each.name].append((index[each.piece.file], each.piece.box))
         layout_of = functools.cache(Layout.of)  # many tensors have the same
         manifest = Manifest(
             world_size=len(written),
