@@ -83,6 +83,19 @@ def at_a_waiting_rank(mesh_of, plan, last):
     steps(mesh_of, plan, prepare)
 
 
+def at_a_rank_that_comes_early(mesh_of, plan):
+    """The last rank makes no second step, so that the others wait for it before theirs begins."""
+
+    def prepare(_blocks):
+        if dist.get_rank() == 0:
+            threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if dist.get_rank() == dist.get_world_size() - 1:
+            stock = PipelineEngine.__call__
+            PipelineEngine.__call__ = lambda *args, **kwargs: (stock(*args, **kwargs), time.sleep(10))[0]
+
+    steps(mesh_of, plan, prepare)
+
+
 def errors_of(function, world_size, *args):
     with pytest.raises(RankFailure) as failure:
         run_ranks(function, world_size, *args, timeout=60)
@@ -125,12 +138,14 @@ def test_at_all_ranks(pipeline_mesh, plan):
     assert all(re.match("KeyboardInterrupt|RuntimeError: .*KeyboardInterrupt", e, re.DOTALL) for e in errors.values())
 
 
-def test_at_a_rank_that_waits(pipeline_mesh, monkeypatch):
+@pytest.mark.parametrize("where", ["in a step", "before a step"])
+def test_at_a_rank_that_waits(pipeline_mesh, monkeypatch, where):
     """It does not wait on, and neither do others that wait."""
     monkeypatch.setattr(Failures, "POLL", timedelta(seconds=0.1))
     monkeypatch.setattr(Failures, "PATIENCE", 1.0)  # less than the 3 s after which ranks are ended
+    function, more = (at_a_waiting_rank, [2]) if where == "in a step" else (at_a_rank_that_comes_early, [])
     with pytest.raises(RankFailure) as failure:
-        run_ranks(at_a_waiting_rank, 3, pipeline_mesh, PipelinePlan("1f1b", 4), 2, timeout=60)
+        run_ranks(function, 3, pipeline_mesh, PipelinePlan("1f1b", 4), *more, timeout=60)
     errors = {rank: str(error) for rank, error in failure.value.exceptions.items()}
     assert set(errors) == {0, 1}, failure.value  # code of the user is not interrupted
     assert all(float(re.match(r"after (\S+) s: ", text)[1]) < 3 + 5 for text in errors.values()), errors

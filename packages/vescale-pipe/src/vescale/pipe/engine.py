@@ -284,11 +284,11 @@ class PipelineEngine:
         parameters = self._parameters()
         mode = f"{self._mode_text()}, outputs={outputs_of}"
         record = None if self._twin is None else functools.partial(self._recorded_by, self._twin, of_twin)
-        programs = self._programs.of(microbatches, sizes, mode, _form_of(parameters), record)
-        self._current = programs[0]
-        step = None
+        step, programs = None, []
         try:
             with self._transport.listening():
+                programs = self._programs.of(microbatches, sizes, mode, _form_of(parameters), record)
+                self._current = programs[0]
                 rule = self._rule_of(pipeline, programs, microbatches)
                 result: BatchLoss | BatchRows = BatchRows()
                 if outputs_of is None:
@@ -304,8 +304,7 @@ class PipelineEngine:
             self._transport.drop_sends()
             # a recording fails on all ranks with nothing in flight, unless one of them is interrupted or lost; later
             # failures may leave unreceived messages
-            is_recorded = all(program.recorded for program in programs)
-            is_under_way = self.num_stages > 1 and step is not None and is_recorded
+            is_under_way = self.num_stages > 1 and step is not None and all(program.recorded for program in programs)
             if is_under_way or not isinstance(error, Exception) or self._transport.has_failed():
                 self._failure = error
                 self._transport.report(error, "the first micro-batch" if step is None else str(step.where))

@@ -1,7 +1,7 @@
 """Collectives of a few numbers, made of messages between pairs of ranks.
 
-gloo hands a collective to other threads. Beside tiny stages, an all-gather on the way into a step and a broadcast on
-the way out took as long as the rest of it; messages take a third of that.
+gloo hands a collective to other threads, on every rank. Two of them in each step, an all-gather on the way in and a
+broadcast on the way out, took longer than all messages of tiny stages (``benchmarks/bench_pipeline.py``).
 """
 
 from __future__ import annotations
