@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +71,20 @@ def test_diff(capsys):
     ]
     assert main(["diff", "step-1", "step-3"]) == 2
     assert "step-3: expected a checkpoint, got No such file" in capsys.readouterr().err
+
+
+def test_the_output_in_the_readme(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    example = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    shown = re.search(r"```console\n[$] vescale-ckpt inspect.*?\n(.*?)[$] vescale-ckpt diff", page, re.DOTALL)[1]
+    exec(compile(example, "README.md", "exec"), {})
+    capsys.readouterr()
+    main(["inspect", "runs/step-3", "--match", "model/*"])
+    main(["verify", "runs/step-3"])
+    lines = [line for line in shown.splitlines() if not line.startswith("$")]
+    path_or_time = r"\S+/runs|20\d\d-\S+ \S+ UTC"
+    assert re.sub(path_or_time, "", capsys.readouterr().out) == re.sub(path_or_time, "", "\n".join(lines) + "\n")
 
 
 @pytest.mark.usefixtures("checkpoints")
