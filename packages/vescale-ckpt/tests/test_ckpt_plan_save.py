@@ -7,7 +7,40 @@ import torch
 
 from vescale.ckpt import Box, CheckpointError, TensorMeta
 from vescale.ckpt._format.boxes import subtract
-from vescale.ckpt._save.plan import Holding, Inventory, find_torn_replicas, plan_save, rank_bytes
+from vescale.ckpt._format.dtypes import ITEM_BYTES
+from vescale.ckpt._save.balance import MIN_CUT_BYTES
+from vescale.ckpt._save.holdings import Holding, Inventory, merge, split
+from vescale.ckpt._save.shares import shares
+from vescale.ckpt._save.written import Rows, describe_torn
+
+
+def merge_of(inventories):
+    halves = [split(inventory) for inventory in inventories]
+    tables = {table.digest(): table for table, _ in halves}
+    table_of = [list(tables).index(table.digest()) for table, _ in halves]
+    return merge(list(tables.values()), table_of, [boxes for _, boxes in halves])
+
+
+class Plan:
+    """What a save does with these inventories, one for each rank."""
+
+    def __init__(self, inventories, *, min_cut_bytes=MIN_CUT_BYTES):
+        merged = merge_of(inventories)
+        self.tensors = merged.held.tensors()
+        self.ranks = list(shares(merged.held, range(len(inventories)), min_cut_bytes=min_cut_bytes).values())
+        # every rank derives its own share alone
+        for rank, share in enumerate(self.ranks[:3]):
+            assert shares(merged.held, [rank], min_cut_bytes=min_cut_bytes) == {rank: share}
+
+
+plan_save = Plan
+
+
+def rank_bytes(plan):
+    return [
+        sum(write.box.num_elements * ITEM_BYTES[plan.tensors[write.name].dtype] for write in share.writes)
+        for share in plan.ranks
+    ]
 
 
 def everywhere(shapes: dict[str, tuple[int, ...]], world_size: int, dtype: str = "bfloat16") -> list[Inventory]:
@@ -139,6 +172,52 @@ def test_a_tensor_here_and_a_plain_value_there_are_refused():
 
 def test_replicas_with_different_bytes_are_reported_with_their_ranks():
     same = {("w", UPPER): 7, ("w", LOWER): 8}
-    assert find_torn_replicas([same, same, {}]) is None
-    torn = find_torn_replicas([same, same, {("w", UPPER): 7, ("w", LOWER): 9}])
+    assert describe_torn([same, same, {}]) is None
+    torn = describe_torn([same, same, {("w", UPPER): 7, ("w", LOWER): 9}])
     assert "'w' [2:4, 0:2] (ranks 0-1 differ from rank 2)" in torn
+
+
+def sharded_with_replicas(shapes, num_shards, num_replicas):
+    """Rank ``i + num_shards * j`` has shard i of the rows of every tensor; the last shards may be smaller, or empty."""
+    inventories = []
+    for rank in range(num_shards * num_replicas):
+        held = {}
+        for name, shape in shapes.items():
+            rows = -(-shape[0] // num_shards)
+            first = min(rank % num_shards * rows, shape[0])
+            box = Box.full(shape).rows(0, first, min(first + rows, shape[0]))
+            held[name] = Holding(TensorMeta("float32", shape), (box,) if box.num_elements else ())
+        inventories.append(Inventory(held, {}))
+    return inventories
+
+
+@pytest.mark.parametrize(("num_shards", "num_replicas"), [(8, 4), (5, 3), (16, 2), (3, 8)])
+def test_groups_of_replicas_are_levelled_alike(num_shards, num_replicas):
+    """Groups that are alike are shared out once for all; their boxes are those of each."""
+    shapes = {f"layers.{i}.{name}": shape for i in range(6) for name, shape in {"w": (999, 512), "b": (512,)}.items()}
+    inventories = sharded_with_replicas(shapes, num_shards, num_replicas)
+    plan = plan_save(inventories)
+    counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
+    for inventory, share in zip(inventories, plan.ranks, strict=True):
+        for write in share.writes:
+            assert write.held in inventory.tensors[write.name].boxes
+            counts[write.name][write.box.slices(inside=Box.full(shapes[write.name]))] += 1
+        held = {(name, box) for name, holding in inventory.tensors.items() for box in holding.boxes}
+        assert set(share.replicas) == held
+    assert all((count == 1).all() for count in counts.values())
+    assert imbalance(plan) <= 1.1  # the last shards are smaller
+
+
+def test_rows_of_ranks_make_layouts_and_find_replicas_that_differ():
+    shapes = {"a": (), "b": (6,), "c": (4, 3, 2)}
+    boxes = {"a": Box((), ()), "b": Box((0,), (6,)), "c": Box((1, 0, 0), (3, 3, 2))}
+    rest = Box((0, 0, 0), (1, 3, 2))
+    held = {name: Holding(TensorMeta("int8", shape), (Box.full(shape),)) for name, shape in shapes.items()}
+    rows = Rows(merge_of([Inventory(held, {})] * 2).held)
+    first = rows.packed([("a", 0, boxes["a"]), ("c", 1, boxes["c"])])
+    second = rows.packed([("c", 0, rest), ("b", 0, boxes["b"])])
+    found = {name: list(layout.pieces()) for name, layout in rows.layouts([first, second], [2, 1]).items()}
+    assert found == {"a": [(0, boxes["a"])], "b": [(2, boxes["b"])], "c": [(1, boxes["c"]), (2, rest)]}
+    sums = [rows.packed([("a", 5, boxes["a"]), ("c", c, boxes["c"])]) for c in (7, 7, 8)]
+    assert rows.torn(sums[:2]) is None
+    assert "got differences in 'c' [1:4, 0:3, 0:2] (ranks 0-1 differ from rank 2)" in rows.torn(sums)

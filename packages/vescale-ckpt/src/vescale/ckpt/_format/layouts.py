@@ -19,7 +19,7 @@ import functools
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import numpy as np
@@ -112,8 +112,17 @@ class Layout:
     @classmethod
     def of(cls, shape: Sequence[int], pieces: Iterable[tuple[int, Box]]) -> Layout:
         """Return the layout of boxes, each with the index of its file."""
-        rows = [Run(file, box.offsets, box.sizes) for file, box in sorted(pieces)]
-        while True:  # each round finds one loop
+        rows = list(pieces)
+        table = np.array([[file, *box.offsets, *box.sizes] for file, box in rows], dtype=np.int64)
+        table = table.reshape(len(rows), 1 + 2 * len(shape))
+        return cls.of_table(shape, table[:, 0], table[:, 1 : 1 + len(shape)], table[:, 1 + len(shape) :])
+
+    @classmethod
+    def of_table(cls, shape: Sequence[int], files: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> Layout:
+        """Return the layout of boxes, given the file of each, ``[box]``, its offsets and its sizes, ``[box, dim]``."""
+        order = np.lexsort((*sizes.T[::-1], *offsets.T[::-1], files))
+        rows = _first_loops(np.column_stack([files, offsets])[order], sizes[order])
+        while True:  # each round finds one more loop
             merged = list(_merged(rows))
             if len(merged) == len(rows):
                 return cls(tuple(shape), tuple(rows))
@@ -174,6 +183,28 @@ class Layout:
             found = found * ((sums[2 + count :] - sums[2 : 2 + count]) % _PRIME) % _PRIME
             expected = expected * int((sums[1] - sums[0]) % _PRIME) % _PRIME
         return int(found.sum()) % _PRIME == expected
+
+
+def _first_loops(starts: np.ndarray, sizes: np.ndarray) -> list[Run]:
+    """Return runs of at most one loop; as `_merged`, for rows of arrays."""
+    steps = np.diff(starts, axis=0)
+    is_alike = (np.diff(sizes, axis=0) == 0).all(1)
+    is_other = (np.diff(steps, axis=0) != 0).any(1) | ~is_alike[1:] if len(steps) else np.empty(0, bool)
+    ends = [*(1 + is_other.nonzero()[0]).tolist(), len(starts) - 1]  # rows after which the step changes
+    runs, first, place = [], 0, 0
+    while first < len(starts):
+        file, *offsets = starts[first].tolist()
+        run = Run(file, tuple(offsets), tuple(sizes[first].tolist()))
+        last = first
+        if first + 1 < len(starts) and is_alike[first]:
+            while ends[place] <= first:
+                place += 1
+            last = ends[place]
+            file_step, *offset_steps = steps[first].tolist()
+            run = replace(run, loops=(Loop(last - first + 1, file_step, tuple(offset_steps)),))
+        runs.append(run)
+        first = last + 1
+    return runs
 
 
 def _merged(rows: Sequence[Run]) -> Iterator[Run]:

@@ -16,33 +16,19 @@ fall between rows of a dim, and no part is smaller than ``min_cut_bytes``.
 Source: R. McNaughton, "Scheduling with deadlines and loss functions", Management Science 6(1), 1959.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import prod
 
 from .._format.boxes import Box
 
 MIN_CUT_BYTES = 16 * 1024
 # Maximum fraction of a quota in one row; larger rows move the cut to a later dim with smaller rows.
 ROW_FRACTION = 1 / 200
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBox:
-    """A box of one tensor and the ranks that hold it.
-
-    Attributes:
-        name: the tensor's name.
-        box: the box in the global tensor.
-        num_bytes: size of the box in bytes.
-        holders: ranks, ascending.
-    """
-
-    name: str
-    box: Box
-    num_bytes: int
-    holders: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +40,50 @@ class Write:
     box: Box
 
 
-def share_out(
-    held: Sequence[HeldBox], *, world_size: int, min_cut_bytes: int = MIN_CUT_BYTES
-) -> tuple[tuple[Write, ...], ...]:
-    """Assign every box, or its parts, to its holders, and return the writes of each rank."""
-    writes: list[list[Write]] = [[] for _ in range(world_size)]
-    loads = [0.0] * world_size
-    for holders, group in _by_holders(held).items():
-        quotas = _fill([loads[rank] for rank in holders], sum(item.num_bytes for item in group))
-        line = _Line(tuple(accumulate(quotas)), min_cut_bytes)
-        for item in group:
-            for index, box, num_bytes in line.assign(item):
-                writes[holders[index]].append(Write(item.name, item.box, box))
-                loads[holders[index]] += num_bytes
-    return tuple(map(tuple, writes))
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a box, for one of its holders.
+
+    Attributes:
+        holder: index of the holder in its group.
+        dim: along which the box is cut; None if the part is all of it.
+        first: first row of the part along this dim, in the box.
+        last: the row after its last one.
+    """
+
+    holder: int
+    dim: int | None = None
+    first: int = 0
+    last: int = 0
 
 
-def _by_holders(held: Sequence[HeldBox]) -> Mapping[tuple[int, ...], list[HeldBox]]:
-    groups: dict[tuple[int, ...], list[HeldBox]] = {}
-    for item in held:
-        groups.setdefault(item.holders, []).append(item)
-    return dict(sorted(groups.items(), key=lambda entry: (len(entry[0]), entry[0])))
+@dataclass(frozen=True)
+class Assignment:
+    """How a group shares out its boxes: the parts of each box, and the bytes of each holder."""
+
+    parts: list[list[Part]]
+    num_bytes: list[float]
+
+
+def share_group(
+    boxes: Sequence[tuple[tuple[int, ...], int]], loads: Sequence[float], *, min_cut_bytes: int = MIN_CUT_BYTES
+) -> Assignment:
+    """Assign the boxes of a group, or parts of them, to its holders.
+
+    Args:
+        boxes: sizes, and bytes of an element, of each box, in order.
+        loads: bytes that each holder writes otherwise.
+        min_cut_bytes: minimum bytes of a part of a box.
+    """
+    quotas = _fill(loads, sum(prod(sizes) * item_bytes for sizes, item_bytes in boxes))
+    line, added = _Line(tuple(accumulate(quotas)), min_cut_bytes), [0.0] * len(loads)
+    parts = []
+    for sizes, item_bytes in boxes:
+        own = line.assign(sizes, prod(sizes) * item_bytes)
+        parts.append([part for part, _ in own])
+        for part, num_bytes in own:
+            added[part.holder] += num_bytes
+    return Assignment(parts, added)
 
 
 def _fill(loads: Sequence[float], amount: float) -> list[float]:
@@ -97,34 +106,34 @@ class _Line:
         self._min_cut_bytes = min_cut_bytes
         self._position = 0.0
 
-    def assign(self, item: HeldBox) -> list[tuple[int, Box, float]]:
-        """Assign the next box and return its parts as ``(index of the holder, box, bytes)``."""
-        start, self._position = self._position, self._position + item.num_bytes
-        dim = self._dim_to_cut(item)
+    def assign(self, sizes: tuple[int, ...], num_bytes: int) -> list[tuple[Part, float]]:
+        """Assign the next box and return its parts, with the bytes of each."""
+        start, self._position = self._position, self._position + num_bytes
+        dim = self._dim_to_cut(sizes, num_bytes)
         if dim is None:
-            return [(self._holder_at(start + item.num_bytes / 2), item.box, item.num_bytes)]
-        num_rows = item.box.sizes[dim]
-        row_bytes = item.num_bytes / num_rows
+            return [(Part(self._holder_at(start + num_bytes / 2)), num_bytes)]
+        num_rows = sizes[dim]
+        row_bytes = num_bytes / num_rows
         cuts = [0, *self._rows_to_cut(start, num_rows, row_bytes), num_rows]
         parts = []
         for first, last in pairwise(cuts):
             middle = start + (first + last) / 2 * row_bytes
-            parts.append((self._holder_at(middle), item.box.rows(dim, first, last), (last - first) * row_bytes))
+            parts.append((Part(self._holder_at(middle), dim, first, last), (last - first) * row_bytes))
         return parts
 
     def _holder_at(self, position: float) -> int:
         return min(bisect_right(self._ends, position), len(self._ends) - 1)
 
-    def _dim_to_cut(self, item: HeldBox) -> int | None:
+    def _dim_to_cut(self, sizes: tuple[int, ...], num_bytes: int) -> int | None:
         """Return the first dim with small enough rows, else the longest dim; None if the box is not cut."""
-        if len(self._ends) == 1 or item.num_bytes < 2 * self._min_cut_bytes:
+        if len(self._ends) == 1 or num_bytes < 2 * self._min_cut_bytes:
             return None
-        dims = [dim for dim, size in enumerate(item.box.sizes) if size > 1]
+        dims = [dim for dim, size in enumerate(sizes) if size > 1]
         fine = max(ROW_FRACTION * self._ends[-1] / len(self._ends), self._min_cut_bytes)
         for dim in dims:
-            if item.num_bytes / item.box.sizes[dim] <= fine:
+            if num_bytes / sizes[dim] <= fine:
                 return dim
-        return max(dims, key=lambda d: item.box.sizes[d], default=None)
+        return max(dims, key=lambda d: sizes[d], default=None)
 
     def _rows_to_cut(self, start: float, num_rows: int, row_bytes: float) -> list[int]:
         cuts: list[int] = []

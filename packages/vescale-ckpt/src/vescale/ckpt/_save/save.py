@@ -1,14 +1,15 @@
 """Save a state from any number of ranks.
 
-Two rounds (see ``_control.py``):
+Three rounds (see ``_control.py``):
 
-    1. every rank lists its boxes            rank 0 creates the folder and plans
-    2. every rank writes its share           rank 0 compares replicas, writes the manifest and commits
+    1. every rank lists what it holds        rank 0 creates the folder, and asks one rank for each table of names
+    2. every rank sends its boxes            rank 0 puts them together, and tells all what they hold
+    3. every rank derives and writes its     rank 0 compares replicas, writes the manifest and commits
+       share
 
-A failure in either round leaves ``path`` unchanged.
+A failure in any round leaves ``path`` unchanged.
 """
 
-import functools
 import json
 import logging
 import os
@@ -26,14 +27,14 @@ from .._control import open_control
 from .._errors import CheckpointError, as_text, require_same
 from .._format.boxes import Box
 from .._format.data_files import Checksums, Entry, checksums, pack_files, write_data_file
-from .._format.layouts import Layout
-from .._format.manifest import Manifest, Piece, StoredFile, StoredTensor, key_of, manifest_to_text
+from .._format.manifest import Manifest, StoredFile, StoredTensor, key_of, manifest_to_text
 from .._format.series import remove_earlier, series_of
 from .._format.versions import NewVersion
 from .._state.flat import FlatState, flatten, leaves_as_text
 from .._state.objects import Objects
-from .balance import Write
-from .plan import Holding, Inventory, SavePlan, find_torn_replicas, plan_save
+from .holdings import Boxes, Held, Holding, Inventory, Merged, Table, merge, split
+from .shares import shares
+from .written import Rows, checksum_of
 
 logger = logging.getLogger("vescale.ckpt")
 
@@ -82,55 +83,49 @@ def save(
     with open_control(process_group) as control, torch.no_grad():
         saving.rank, saving.size = control.rank, control.size
         try:
-            share = control.run_round(saving.offer, saving.plan, result=_Offer, share=_Share, on_failure=saving.discard)
-            control.run_round(lambda: saving.write(share), saving.commit, result=_Written, on_failure=saving.discard)
+            discard = saving.discard
+            is_sent = control.run_round(saving.begin, saving.choose, result=_Given, share=bool, on_failure=discard)
+            share = control.run_round(
+                lambda: saving.offer(with_table=is_sent), saving.plan, result=_Offer, share=_Share, on_failure=discard
+            )
+            control.run_round(lambda: saving.write(share), saving.commit, result=_Written, on_failure=discard)
         except BaseException:  # an interrupt or a lost peer, which is not an error of all ranks
             saving.discard()
             raise
 
 
 @dataclass(frozen=True)
-class _Offer:
-    """The input of one rank to the plan: values that must agree between ranks, and the rank's inventory."""
+class _Given:
+    """What must agree between ranks, and the digest of a rank's table."""
 
     path: str
     metadata: str
-    inventory: Inventory
+    digest: str
 
 
 @dataclass(frozen=True)
-class _Replica:
-    """A box that other ranks hold, too, and the checksums of its values, once they are known."""
+class _Offer:
+    """What a rank holds; the table comes from one rank of each digest."""
 
-    name: str
-    box: Box
-    crc32: tuple[int, ...] = ()
+    boxes: Boxes
+    table: Table | None
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What a rank writes, to the folder of this name, and which replicas it compares."""
+    """The folder for data files, and what all ranks hold, from which each derives what it writes."""
 
     folder: str
-    writes: tuple[Write, ...]
-    replicas: tuple[_Replica, ...]
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A piece that was written."""
-
-    name: str
-    piece: Piece
+    held: Held
 
 
 @dataclass(frozen=True)
 class _Written:
-    """The pieces and files written by one rank, and the checksums of its replicas."""
+    """The files of a rank, its pieces in them, and the checksums of its replicas, both as `Rows`."""
 
-    pieces: tuple[_Stored, ...]
     files: Mapping[str, StoredFile]
-    replicas: tuple[_Replica, ...]
+    pieces: str
+    replicas: str
 
 
 class _Saving:
@@ -154,10 +149,13 @@ class _Saving:
         self._check_replicas = check
         self._flat = FlatState()
         self._version: NewVersion | None = None
-        self._plan: SavePlan | None = None
+        self._table: Table | None = None
+        self._boxes: Boxes
+        self._table_of: list[int] = []
+        self._merged: Merged | None = None
         self._start = time.perf_counter()
 
-    def offer(self) -> _Offer:
+    def begin(self) -> _Given:
         if self._keep_last is not None and series_of(self._path.name) is None:
             raise CheckpointError(
                 f"{self._path}: expected a name with a number at its end for keep_last, such as 'step-100', got "
@@ -170,18 +168,26 @@ class _Saving:
         tensors = {
             name: Holding(held.meta, tuple(box for box, _ in held.boxes)) for name, held in self._flat.tensors.items()
         }
-        inventory = Inventory(tensors, leaves_as_text(self._flat.leaves), objects.optimizers)
-        return _Offer(as_text(self._path), _metadata_text(self._metadata), inventory)
+        leaves = leaves_as_text(self._flat.leaves)
+        self._table, self._boxes = split(Inventory(tensors, leaves, objects.optimizers, frozenset(self._flat.own)))
+        return _Given(as_text(self._path), _metadata_text(self._metadata), self._table.digest())
+
+    def choose(self, given: Sequence[_Given]) -> list[bool]:
+        require_same("path", [each.path for each in given])
+        require_same("metadata", [each.metadata for each in given])
+        digests = [each.digest for each in given]
+        index = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
+        self._table_of = [index[digest] for digest in digests]
+        return [self._table_of.index(table) == rank for rank, table in enumerate(self._table_of)]
+
+    def offer(self, *, with_table: bool) -> _Offer:
+        return _Offer(self._boxes, self._table if with_table else None)
 
     def plan(self, offers: Sequence[_Offer]) -> list[_Share]:
-        require_same("path", [offer.path for offer in offers])
-        require_same("metadata", [offer.metadata for offer in offers])
-        assert self._version is not None, "rank 0 makes the folder when it offers"
-        self._plan = plan_save([offer.inventory for offer in offers])
-        return [
-            _Share(self._version.folder.name, own.writes, tuple(_Replica(name, box) for name, box in own.replicas))
-            for own in self._plan.ranks
-        ]
+        assert self._version is not None, "rank 0 makes the folder when it begins"
+        tables = [offer.table for offer in offers if offer.table is not None]
+        self._merged = merge(tables, self._table_of, [offer.boxes for offer in offers])
+        return [_Share(self._version.folder.name, self._merged.held)] * len(offers)
 
     def write(self, share: _Share) -> _Written:
         folder = self._path / share.folder
@@ -190,53 +196,43 @@ class _Saving:
                 f"rank {self.rank}: expected the folder {folder} of rank 0, got no such folder; save to a file system "
                 "shared by all ranks"
             )
+        own = shares(share.held, [self.rank])[self.rank]
         views = {(name, box): view for name, held in self._flat.tensors.items() for box, view in held.boxes}
         entries = []
-        for item in share.writes:
+        for item in own.writes:
             view = views[item.name, item.held][item.box.slices(inside=item.held)]
             key = key_of(item.name, item.box, self._flat.tensors[item.name].meta.shape)
             entries.append(Entry(item.name, key, item.box, view))
-        pieces: list[_Stored] = []
-        files = {}
+        rows, files = Rows(share.held), {}
+        pieces: list[tuple[str, int, Box]] = []
         sums: dict[tuple[str, Box], Checksums] = {}
         for number, run in enumerate(pack_files([entry.num_bytes for entry in entries])):
             file = f"data-{self.rank}-{number}.safetensors"
             written = write_data_file(folder / file, entries[run.start : run.stop])
             files[file] = written.file
-            pieces += [_Stored(name, piece) for name, piece, _ in written.pieces]
-            sums |= {(name, piece.box): own for name, piece, own in written.pieces}
-        if not self._check_replicas:
-            return _Written(tuple(pieces), files, ())
+            pieces += [(name, number, piece.box) for name, piece, _ in written.pieces]
+            sums |= {(name, piece.box): crc32 for name, piece, crc32 in written.pieces}
         replicas = []
-        for each in share.replicas:
-            place = each.name, each.box
-            replicas.append(_Replica(*place, sums[place] if place in sums else checksums(views[place])))
-        return _Written(tuple(pieces), files, tuple(replicas))
+        for place in own.replicas if self._check_replicas else ():
+            name, box = place
+            replicas.append((name, checksum_of(sums[place] if place in sums else checksums(views[place])), box))
+        return _Written(files, rows.packed(pieces), rows.packed(replicas))
 
     def commit(self, written: Sequence[_Written]) -> list[None]:
-        sums = [{(each.name, each.box): each.crc32 for each in own.replicas} for own in written]
-        if torn := find_torn_replicas(sums):
+        assert self._merged is not None and self._version is not None, "the plan comes before the commit"  # noqa: PT018
+        rows = Rows(self._merged.held)
+        if torn := rows.torn([own.replicas for own in written]):
             raise CheckpointError(torn)
-        assert self._plan is not None and self._version is not None, "the plan comes before the commit"  # noqa: PT018
-        files = {name: file for own in written for name, file in own.files.items()}
-        index = {name: number for number, name in enumerate(files)}
-        pieces: dict[str, list[tuple[int, Box]]] = {name: [] for name in self._plan.tensors}
-        for own in written:
-            for each in own.pieces:
-                pieces[each.name].append((index[each.piece.file], each.piece.box))
-        layout_of = functools.cache(Layout.of)  # many tensors have the same
+        layouts = rows.layouts([own.pieces for own in written], [len(own.files) for own in written])
         manifest = Manifest(
             world_size=len(written),
             saved_at=time.time(),
             metadata=json.loads(_metadata_text(self._metadata)),
-            leaves={name: json.loads(text) for name, text in self._plan.leaves.items()},
+            leaves={name: json.loads(text) for name, text in self._merged.leaves.items()},
             folder=self._version.folder.name,
-            files=files,
-            tensors={
-                name: StoredTensor(meta, layout_of(meta.shape, tuple(pieces[name])))
-                for name, meta in self._plan.tensors.items()
-            },
-            optimizers=self._plan.optimizers,
+            files={name: file for own in written for name, file in own.files.items()},
+            tensors={name: StoredTensor(meta, layouts[name]) for name, meta in self._merged.held.tensors().items()},
+            optimizers=self._merged.optimizers,
         )
         self._version.commit(manifest_to_text(manifest))
         self._version = None

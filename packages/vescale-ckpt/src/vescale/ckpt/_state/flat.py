@@ -62,11 +62,13 @@ class FlatState:
         tensors: tensors by name.
         leaves: JSON values by name.
         opened: state dicts of objects, by path.
+        own: names of tensors that this rank alone has.
     """
 
     tensors: dict[str, Held] = field(default_factory=dict)
     leaves: dict[str, Json] = field(default_factory=dict)
     opened: dict[str, Any] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
 
 
 def flatten(state: Mapping[str, Any], *, open_object: Callable[[Any, str], Any]) -> FlatState:
@@ -179,7 +181,10 @@ def _read(node: Any, path: str, flat: FlatState, open_object: Callable | None) -
             _read(child, _join(path, key), flat, open_object)
     elif open_object is not None and (is_stateful(node) or isinstance(node, PerRank)):
         flat.opened[path] = open_object(node, path)
+        known = set(flat.tensors)
         _read(flat.opened[path], path, flat, None)
+        if isinstance(node, PerRank):
+            flat.own |= flat.tensors.keys() - known
     else:
         raise CheckpointError(
             f"{path!r}: expected a tensor, an array of numpy, a value with __global_shape__ and __boxes__(), bytes, a "
