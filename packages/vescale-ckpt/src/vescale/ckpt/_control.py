@@ -120,11 +120,13 @@ class Control:
         if self.size == 1:
             assert items is not None
             return items[0]
-        texts = [] if items is None else [_message(item) for item in items]
+        distinct = {id(item): _message(item) for item in {id(item): item for item in items or ()}.values()}
+        texts = [distinct[id(item)] for item in items or ()]
         sizes = torch.tensor([len(text) for text in texts] or [0] * self.size, dtype=torch.int64)
         self._wait(dist.broadcast(sizes, group=self.group, group_src=0, async_op=True), "the broadcast of sizes")
         received = _padded(b"", int(sizes.max()))
-        rows = [_padded(text, received.numel()) for text in texts] or None
+        padded = {key: _padded(text, received.numel()) for key, text in distinct.items()}
+        rows = [padded[id(item)] for item in items or ()] or None
         work = dist.scatter(received, rows, group=self.group, group_src=0, async_op=True)
         self._wait(work, "the scatter of decisions")
         return _read(_cut(received, int(sizes[self.rank])), kind, 0)
