@@ -4,6 +4,6 @@ vescale.checkpoint.save("runs/step-100", {"model": model, "optimizer": optimizer
 vescale.checkpoint.load("runs/step-100", {"model": model, "optimizer": optimizer})
 """
 
-from vescale.ckpt import CheckpointError, latest, load, save
+from vescale.ckpt import CheckpointError, PerRank, diff, latest, load, save, verify
 
-__all__ = ["CheckpointError", "latest", "load", "save"]
+__all__ = ["CheckpointError", "PerRank", "diff", "latest", "load", "save", "verify"]
