@@ -10,7 +10,7 @@ import vescale.ckpt as ckpt
 
 @pytest.mark.parametrize(
     "function",
-    [ckpt.save, ckpt.load, ckpt.read_manifest, ckpt.verify, ckpt.diff, ckpt.PerRank],
+    [ckpt.save, ckpt.load, ckpt.read_manifest, ckpt.verify, ckpt.diff, ckpt.PerRank, ckpt.Layout],
     ids=lambda f: f.__name__,
 )
 def test_the_example_of_a_public_function_runs(function, tmp_path, monkeypatch):

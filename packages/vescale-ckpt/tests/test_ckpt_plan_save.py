@@ -33,9 +33,6 @@ class Plan:
             assert shares(merged.held, [rank], min_cut_bytes=min_cut_bytes) == {rank: share}
 
 
-plan_save = Plan
-
-
 def rank_bytes(plan):
     return [
         sum(write.box.num_elements * ITEM_BYTES[plan.tensors[write.name].dtype] for write in share.writes)
@@ -71,14 +68,14 @@ def imbalance(plan) -> float:
 @pytest.mark.parametrize("world_size", [8, 16, 64])
 @pytest.mark.parametrize("shapes", [LLAMA_8B, ONE_B, MIXTRAL_LAYERS], ids=["llama-8b", "1b", "experts"])
 def test_replicated_models_are_shared_out_evenly(shapes, world_size):
-    plan = plan_save(everywhere(shapes, world_size))
+    plan = Plan(everywhere(shapes, world_size))
     assert imbalance(plan) <= 1.01
     # Cutting is no excuse for confetti: at most one cut per rank.
     assert sum(len(share.writes) for share in plan.ranks) < len(shapes) + world_size
 
 
 def test_without_cuts_a_large_embedding_unbalances_the_plan():
-    assert imbalance(plan_save(everywhere(ONE_B, 64), min_cut_bytes=2**62)) > 2
+    assert imbalance(Plan(everywhere(ONE_B, 64), min_cut_bytes=2**62)) > 2
 
 
 def random_tiling(shape: tuple[int, ...], rng: random.Random) -> list[Box]:
@@ -99,7 +96,7 @@ def test_every_element_is_stored_once_by_a_rank_that_holds_it(seed):
             own = tuple(box for box, ranks in zip(boxes, holders, strict=True) if rank in ranks)
             if own:
                 tables[rank][name] = Holding(TensorMeta("float32", shape), own)
-    plan = plan_save([Inventory(table, {}) for table in tables], min_cut_bytes=8)
+    plan = Plan([Inventory(table, {}) for table in tables], min_cut_bytes=8)
     counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
     for table, share in zip(tables, plan.ranks, strict=True):
         for write in share.writes:
@@ -113,7 +110,7 @@ def test_load_of_unequal_holders_is_levelled():
     # Rank 0 alone holds "own"; the shared tensor then belongs mostly to rank 1.
     shared = Holding(TensorMeta("float32", (1000, 100)), (Box.full((1000, 100)),))
     own = Holding(TensorMeta("float32", (500, 100)), (Box.full((500, 100)),))
-    plan = plan_save([Inventory({"own": own, "shared": shared}, {}), Inventory({"shared": shared}, {})])
+    plan = Plan([Inventory({"own": own, "shared": shared}, {}), Inventory({"shared": shared}, {})])
     assert rank_bytes(plan) == [300_000, 300_000]
 
 
@@ -151,23 +148,23 @@ REFUSED = {
 def test_what_cannot_be_stored_whole_is_refused(case):
     tables, text = REFUSED[case]
     with pytest.raises(CheckpointError, match=text):
-        plan_save([Inventory(table, {}) for table in tables])
+        Plan([Inventory(table, {}) for table in tables])
 
 
 def test_the_dtype_comes_from_ranks_with_elements():
-    plan = plan_save([Inventory({"w": holding(UPPER, LOWER)}, {}), Inventory({"w": holding(dtype="")}, {})])
+    plan = Plan([Inventory({"w": holding(UPPER, LOWER)}, {}), Inventory({"w": holding(dtype="")}, {})])
     assert plan.tensors["w"].dtype == "float32"
 
 
 def test_plain_values_that_differ_between_ranks_are_refused():
     leaves = [{"lr": "0.1"}, {"lr": "0.1"}, {"lr": "0.2"}, {}]
     with pytest.raises(CheckpointError, match=r"'lr': expected equal .*, got 0.1 on ranks 0-1 and 0.2 on rank 2"):
-        plan_save([Inventory({}, own) for own in leaves])
+        Plan([Inventory({}, own) for own in leaves])
 
 
 def test_a_tensor_here_and_a_plain_value_there_are_refused():
     with pytest.raises(CheckpointError, match="a tensor on some ranks and a plain value on others: 'w'"):
-        plan_save([Inventory({"w": holding(UPPER, LOWER)}, {}), Inventory({}, {"w": "1"})])
+        Plan([Inventory({"w": holding(UPPER, LOWER)}, {}), Inventory({}, {"w": "1"})])
 
 
 def test_replicas_with_different_bytes_are_reported_with_their_ranks():
@@ -196,7 +193,7 @@ def test_groups_of_replicas_are_levelled_alike(num_shards, num_replicas):
     """Groups that are alike are shared out once for all; their boxes are those of each."""
     shapes = {f"layers.{i}.{name}": shape for i in range(6) for name, shape in {"w": (999, 512), "b": (512,)}.items()}
     inventories = sharded_with_replicas(shapes, num_shards, num_replicas)
-    plan = plan_save(inventories)
+    plan = Plan(inventories)
     counts = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
     for inventory, share in zip(inventories, plan.ranks, strict=True):
         for write in share.writes:

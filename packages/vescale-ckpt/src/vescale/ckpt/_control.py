@@ -120,13 +120,14 @@ class Control:
         if self.size == 1:
             assert items is not None
             return items[0]
-        distinct = {id(item): _message(item) for item in {id(item): item for item in items or ()}.values()}
-        texts = [distinct[id(item)] for item in items or ()]
+        by_id = {id(item): item for item in items or ()}  # many ranks get the same
+        messages = {key: _message(item) for key, item in by_id.items()}
+        texts = [messages[id(item)] for item in items or ()]
         sizes = torch.tensor([len(text) for text in texts] or [0] * self.size, dtype=torch.int64)
         self._wait(dist.broadcast(sizes, group=self.group, group_src=0, async_op=True), "the broadcast of sizes")
         received = _padded(b"", int(sizes.max()))
-        padded = {key: _padded(text, received.numel()) for key, text in distinct.items()}
-        rows = [padded[id(item)] for item in items or ()] or None
+        padded = functools.cache(lambda text: _padded(text, received.numel()))
+        rows = [padded(text) for text in texts] or None
         work = dist.scatter(received, rows, group=self.group, group_src=0, async_op=True)
         self._wait(work, "the scatter of decisions")
         return _read(_cut(received, int(sizes[self.rank])), kind, 0)

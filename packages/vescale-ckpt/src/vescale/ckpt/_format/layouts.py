@@ -67,22 +67,26 @@ class Run:
         """Count the boxes."""
         return math.prod(loop.count for loop in self.loops)
 
-    def last_file(self, *, lowest: bool = False) -> int:
-        """Return the highest, or the lowest, index of a file."""
-        return self.file + sum(_reach(loop.count, loop.file, lowest=lowest) for loop in self.loops)
+    def span(self, first: int, steps: Sequence[int]) -> tuple[int, int]:
+        """Return the lowest and the highest of numbers that begin with ``first`` and go on by a step in each loop."""
+        reaches = [(loop.count - 1) * step for loop, step in zip(self.loops, steps, strict=True)]
+        return first + sum(min(0, reach) for reach in reaches), first + sum(max(0, reach) for reach in reaches)
+
+    def has_files(self, count: int) -> bool:
+        """Return whether every index of a file is below ``count``."""
+        lowest, highest = self.span(self.file, [loop.file for loop in self.loops])
+        return lowest >= 0 and highest < count
 
     def lies_in(self, shape: Sequence[int]) -> bool:
         """Return whether every box lies in a tensor of this shape."""
         lengths = {len(self.offsets), len(self.sizes), *(len(loop.offsets) for loop in self.loops)}
         if lengths != {len(shape)}:
             return False
-        for dim, (offset, size, end) in enumerate(zip(self.offsets, self.sizes, shape, strict=True)):
-            steps = [(loop.count, loop.offsets[dim]) for loop in self.loops]
-            first = offset + sum(_reach(count, step, lowest=True) for count, step in steps)
-            last = offset + sum(_reach(count, step, lowest=False) for count, step in steps)
-            if first < 0 or last + size > end:
-                return False
-        return True
+        spans = [self.span(self.offsets[dim], [loop.offsets[dim] for loop in self.loops]) for dim in range(len(shape))]
+        return all(
+            lowest >= 0 and highest + size <= end
+            for (lowest, highest), size, end in zip(spans, self.sizes, shape, strict=True)
+        )
 
     def table(self) -> np.ndarray:
         """Return the file and the offsets of every box, ``[box, 1 + dim]``, as 64-bit integers."""
@@ -93,10 +97,6 @@ class Run:
         return rows
 
 
-def _reach(count: int, step: int, *, lowest: bool) -> int:
-    return min(0, (count - 1) * step) if lowest else max(0, (count - 1) * step)
-
-
 @dataclass(frozen=True)
 class Layout:
     """Boxes that tile a global shape, each in one of the files of a checkpoint.
@@ -104,6 +104,14 @@ class Layout:
     Attributes:
         shape: the global shape.
         runs: rules for the boxes, in the order of files.
+
+    Example:
+        >>> rows = [(rank, Box((4 * rank, 0), (4, 6))) for rank in range(1024)]
+        >>> layout = Layout.of((4096, 6), rows)
+        >>> layout.runs
+        (Run(file=0, offsets=(0, 0), sizes=(4, 6), loops=(Loop(count=1024, file=1, offsets=(4, 0)),)),)
+        >>> [(file, str(box)) for file, box in layout.overlaps(Box((6, 0), (3, 2)))]
+        [(1, '[4:8, 0:6]'), (2, '[8:12, 0:6]')]
     """
 
     shape: tuple[Size, ...]

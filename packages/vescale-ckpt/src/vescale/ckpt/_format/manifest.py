@@ -225,12 +225,8 @@ class _Body:
         for layout in self.layouts:
             if not all(run.lies_in(layout.shape) for run in layout.runs):
                 raise ValueError(f"expected boxes inside of the global shape {layout.shape}, got others")
-            if not all(_are_indices(run, len(self.files)) for run in layout.runs):
+            if not all(run.has_files(len(self.files)) for run in layout.runs):
                 raise ValueError(f"expected boxes in the list of {len(self.files)} files, got others")
-
-
-def _are_indices(run: Run, count: int) -> bool:
-    return run.last_file(lowest=True) >= 0 and run.last_file() < count
 
 
 def _check_crc(text: str) -> None:
