@@ -5,7 +5,19 @@ import sys
 
 import pytest
 
-from vescale.pipe import Costs, Schedule, draw, dual_pipe_v, format_table, gpipe, lower, one_f_one_b, to_trace
+from vescale.pipe import (
+    Costs,
+    Schedule,
+    draw,
+    dual_pipe_v,
+    format_table,
+    gpipe,
+    lower,
+    one_f_one_b,
+    simulate,
+    to_trace,
+    zb_v,
+)
 
 
 def test_table_of_one_f_one_b():
@@ -39,6 +51,21 @@ def test_draw_writes_a_picture(tmp_path, suffix, magic, make):
     path = tmp_path / f"schedule.{suffix}"
     draw(make(4, 8), path, costs=Costs(1.0, 1.2, 0.8, latency=0.05))
     assert path.read_bytes().startswith(magic)
+
+
+@pytest.mark.parametrize("make", [zb_v, dual_pipe_v])
+def test_labels_fit_their_boxes(tmp_path, monkeypatch, make):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_args, **_kwargs: drawn.append(self))
+    draw(simulate(make(4, 10), Costs(1, 1.2, 0.8, 0.05)), tmp_path / "step.svg")
+    (axes,) = drawn[0].axes
+    renderer = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg(drawn[0]).get_renderer()
+    boxes = [bar.get_window_extent(renderer) for bars in axes.containers for bar in bars]
+    labels = [text.get_window_extent(renderer) for text in axes.texts]
+    assert len(labels) > 60
+    for label in labels:
+        assert any(box.x0 <= label.x0 and label.x1 <= box.x1 and box.y0 <= label.y0 < box.y1 for box in boxes)
 
 
 def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):

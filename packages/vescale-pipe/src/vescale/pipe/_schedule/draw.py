@@ -27,8 +27,10 @@ _LOOK = {
     "W": ("#a7c957", "W weight gradient"),
 }
 
-# the width follows the makespan between these bounds; labels wider than their box are left out
-_MIN_INCHES, _MAX_INCHES, _INCHES_PER_LETTER = 8.0, 24.0, 0.07
+# the width follows the makespan between these bounds; labels shrink to the width of their box, or are left out
+_MIN_INCHES, _MAX_INCHES = 8.0, 24.0
+_POINTS, _LEAST_POINTS = 7.0, 4.0  # sizes of labels
+_POINTS_OF_ROW, _WIDTH_OF_LETTER = 11.0, 0.72  # the most by the height of a row; the width of a letter by its size
 
 
 @checked
@@ -110,6 +112,7 @@ def draw(
     inches = min(_MAX_INCHES, max(_MIN_INCHES, 0.28 * result.makespan / _unit(result)))
     figure = Figure(figsize=(inches, 1.3 + 0.42 * schedule.num_ranks), dpi=120)
     axes = figure.add_subplot()
+    inches_of_time = inches * axes.get_position().width / result.makespan
     for rank, row in enumerate(schedule.ranks):
         for cell in _computations(row):
             actions = actions_of(cell)
@@ -120,8 +123,9 @@ def draw(
                 look: dict[str, Any] = {"color": _LOOK[action.kind][0], "edgecolor": "white", "linewidth": 0.8}
                 axes.barh(middle, width, left=start, height=height, **look)
                 label = str(action) if several else str(action.microbatch)
-                if width / result.makespan * inches > _INCHES_PER_LETTER * len(label):
-                    axes.text(start + width / 2, middle, label, ha="center", va="center", fontsize=7 * height / 0.9)
+                fitting = 72 * inches_of_time * width / (_WIDTH_OF_LETTER * len(label))
+                if (points := min(_POINTS, _POINTS_OF_ROW * height, fitting)) >= _LEAST_POINTS:
+                    axes.text(start + width / 2, middle, label, ha="center", va="center", fontsize=points)
     axes.set_xlim(0, result.makespan)
     axes.set_ylim(schedule.num_ranks - 0.5, -0.5)
     axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
