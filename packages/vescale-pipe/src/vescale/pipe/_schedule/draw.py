@@ -30,7 +30,7 @@ _LOOK = {
 # the width follows the makespan between these bounds; labels shrink to the width of their box, or are left out
 _MIN_INCHES, _MAX_INCHES = 8.0, 24.0
 _POINTS, _LEAST_POINTS = 7.0, 4.0  # sizes of labels
-_POINTS_OF_ROW, _WIDTH_OF_LETTER = 11.0, 0.8  # the most by the height of a row; the width of a letter by its size
+_POINTS_OF_ROW, _WIDTH_OF_LETTER = 11.0, 0.85  # the most by the height of a row; the width of a letter by its size
 
 
 @checked
