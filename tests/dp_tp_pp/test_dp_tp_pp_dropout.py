@@ -259,10 +259,8 @@ def test_draws_of_a_size_that_did_not_draw_are_refused():
     engine = PipelineEngine(model, mesh["pp"], PipelinePlan("1f1b", 2), loss_fn=square, per_microbatch=True)
     x = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(0))
     engine(x).backward()
-    last = model[1]
-    assert isinstance(last, DropsSomeSizes)
-    last.sizes.add(3)
-    if mesh.get_rank() == 1:
+    if isinstance(last := model[1], DropsSomeSizes):
+        last.sizes.add(3)
         with pytest.raises(PipelineError, match="more, fewer or others in a micro-batch"):
             engine(x)
     else:
