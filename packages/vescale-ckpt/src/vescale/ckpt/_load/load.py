@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,10 @@ import torch.distributed as dist
 from .._checked import CheckedInside, FilePath, checked
 from .._control import Control, open_control
 from .._errors import CheckpointError, format_some, require_same
+from .._format.boxes import Box
 from .._format.data_files import DataFile
 from .._format.inspect import checked_manifest, read_manifest_text
-from .._format.manifest import Manifest, manifest_from_text
+from .._format.manifest import Manifest, Piece, manifest_from_text
 from .._format.versions import was_replaced
 from .._state.flat import FlatState, flatten, restore
 from .._state.objects import Objects
@@ -83,28 +84,69 @@ def load(
     where = Path(os.path.abspath(path))
     with open_control(process_group) as control, torch.no_grad():
         manifest = _share_manifest(control, where, rename or {})
-        objects = Objects(state, control.rank, control.size, manifest=manifest)
-        flat = FlatState()
-
-        def examine() -> _Compared:
-            nonlocal flat
-            flat = flatten(state, open_object=objects.open)
-            metas = {name: held.meta for name, held in flat.tensors.items()}
-            request = Request(metas, flat.leaves, objects.optimizers)
-            return _Compared.of(compare(request, manifest, allow_dtype_cast=allow_dtype_cast))
-
-        def accept(compared: list[_Compared]) -> list[None]:
-            comparisons = [each.comparison() for each in compared]
-            mismatch = find_mismatch(comparisons, manifest, strict=strict, ignore=ignore)
-            if mismatch is not None:
-                raise CheckpointError(f"{where}: {mismatch}")
-            _log_partial(where, comparisons, left_over(comparisons, manifest, ignore=ignore))
-            return [None] * control.size
-
-        control.run_round(examine, accept, result=_Compared)
-        control.run_round(lambda: _fill(where, flat, manifest), control.no_shares)
-        control.run_round(lambda: restore(state, flat, manifest.leaves, close_object=objects.close), control.no_shares)
+        source = Source(where, manifest, lambda file: DataFile(where / manifest.folder / file, manifest.files[file]))
+        load_from(source, state, control, strict=strict, ignore=ignore, allow_dtype_cast=allow_dtype_cast)
     return manifest
+
+
+class Reader(Protocol):
+    """An open data file."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def fill(self, target: torch.Tensor, piece: Piece, box: Box, *, name: str, dtype: str) -> None:
+        """Read the values of ``box``, a part of ``piece``, and copy them to ``target``."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a load reads, of any format.
+
+    Attributes:
+        where: its path.
+        manifest: what there is, by our names and boxes.
+        open_file: opens one of the manifest's files.
+    """
+
+    where: Path
+    manifest: Manifest
+    open_file: Callable[[str], Reader]
+
+
+def load_from(
+    source: Source,
+    state: dict[str, Any],
+    control: Control,
+    *,
+    strict: bool,
+    ignore: Collection[str],
+    allow_dtype_cast: bool,
+) -> None:
+    """Load a source, which all ranks know, into a state: rounds 2 to 4."""
+    where, manifest = source.where, source.manifest
+    objects = Objects(state, control.rank, control.size, manifest=manifest)
+    flat = FlatState()
+
+    def examine() -> _Compared:
+        nonlocal flat
+        flat = flatten(state, open_object=objects.open)
+        metas = {name: held.meta for name, held in flat.tensors.items()}
+        request = Request(metas, flat.leaves, objects.optimizers)
+        return _Compared.of(compare(request, manifest, allow_dtype_cast=allow_dtype_cast))
+
+    def accept(compared: list[_Compared]) -> list[None]:
+        comparisons = [each.comparison() for each in compared]
+        mismatch = find_mismatch(comparisons, manifest, strict=strict, ignore=ignore)
+        if mismatch is not None:
+            raise CheckpointError(f"{where}: {mismatch}")
+        _log_partial(where, comparisons, left_over(comparisons, manifest, ignore=ignore))
+        return [None] * control.size
+
+    control.run_round(examine, accept, result=_Compared)
+    control.run_round(lambda: _fill(source, flat), control.no_shares)
+    control.run_round(lambda: restore(state, flat, manifest.leaves, close_object=objects.close), control.no_shares)
 
 
 @dataclass(frozen=True)
@@ -155,13 +197,14 @@ def _share_manifest(control: Control, where: Path, rename: Mapping[str, str]) ->
     return manifest_from_text(text, where=str(where)).renamed(rename)
 
 
-def _fill(where: Path, flat: FlatState, manifest: Manifest) -> None:
+def _fill(source: Source, flat: FlatState) -> None:
     """Read the boxes of this rank, file by file, in place."""
+    where, manifest = source.where, source.manifest
     views = {(name, box): view for name, held in flat.tensors.items() for box, view in held.boxes}
     boxes = {name: [box for box, _ in held.boxes] for name, held in flat.tensors.items()}
     try:
         for file, reads in plan_load(boxes, manifest).items():
-            with DataFile(where / manifest.folder / file, manifest.files[file]) as opened:
+            with source.open_file(file) as opened:
                 for item in reads:
                     target = views[item.name, item.into][item.box.slices(inside=item.into)]
                     dtype = manifest.tensors[item.name].meta.dtype
