@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vescale.ckpt as public
-from vescale.ckpt import PerRank, diff, latest, load, read_manifest, save, verify
+from vescale.ckpt import PerRank, diff, latest, load, read_manifest, save, verify, wait
 from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 ROWS = {
@@ -71,6 +71,7 @@ def calls():
         "overwrite": True,
         "keep_last": None,
         "check_replicas": True,
+        "async_": False,
         "process_group": None,
     }
     loaded = {
@@ -95,6 +96,7 @@ def calls():
             {"resize": {"None", "class", "function", "module"}},
         ),
         "verify": Call(verify, lambda: {"path": "step"}),
+        "wait": Call(wait, dict),
         "save": Call(
             save,
             lambda: {**arguments, "path": "other", "state": state()},

@@ -128,7 +128,7 @@ def test_an_interrupt_removes_the_unfinished_directory(tmp_path, monkeypatch):
     def interrupt(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vescale.ckpt._save.save.write_data_file", interrupt)
+    monkeypatch.setattr("vescale.ckpt._save.saving.write_data_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "c", state(1))
     assert list(tmp_path.iterdir()) == []
@@ -210,8 +210,9 @@ def test_a_kill_at_any_step_leaves_the_earlier_checkpoint_or_the_new_one(tmp_pat
     assert step > 5
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_kills", [10, pytest.param(100, marks=pytest.mark.thorough)])
-def test_a_kill_at_any_moment_leaves_one_version_complete(tmp_path, num_kills):
+def test_a_kill_at_any_moment_leaves_one_version_complete(tmp_path, num_kills, is_async):
     path, moments = tmp_path / "c", random.Random(3)
     save(path, state(0))
     seen: list[int] = []
@@ -220,7 +221,7 @@ def test_a_kill_at_any_moment_leaves_one_version_complete(tmp_path, num_kills):
         if pid == 0:
             try:
                 for value in itertools.count(int(read_manifest(path).leaves["step"]) + 1):
-                    save(path, state(value), overwrite=True)
+                    save(path, state(value), overwrite=True, async_=is_async)
             finally:
                 os._exit(1)
         time.sleep(moments.uniform(0, 0.2))

@@ -9,28 +9,31 @@ from vescale.ckpt import Box, CheckpointError, TensorMeta
 from vescale.ckpt._format.boxes import subtract
 from vescale.ckpt._format.dtypes import ITEM_BYTES
 from vescale.ckpt._save.balance import MIN_CUT_BYTES
-from vescale.ckpt._save.holdings import Holding, Inventory, merge, split
+from vescale.ckpt._save.holdings import Holding, Inventory, check_kinds, merge_held, merge_plain, split
 from vescale.ckpt._save.shares import shares
 from vescale.ckpt._save.written import Rows, describe_torn
 
 
-def merge_of(inventories):
+def held_by(inventories):
     halves = [split(inventory) for inventory in inventories]
     tables = {table.digest(): table for table, _ in halves}
     table_of = [list(tables).index(table.digest()) for table, _ in halves]
-    return merge(list(tables.values()), table_of, [boxes for _, boxes in halves])
+    held = merge_held(list(tables.values()), table_of, [boxes for _, boxes in halves])
+    leaves, _ = merge_plain(list(tables.values()), table_of)
+    check_kinds(held, leaves)
+    return held
 
 
 class Plan:
     """What a save does with these inventories, one for each rank."""
 
     def __init__(self, inventories, *, min_cut_bytes=MIN_CUT_BYTES):
-        merged = merge_of(inventories)
-        self.tensors = merged.held.tensors()
-        self.ranks = list(shares(merged.held, range(len(inventories)), min_cut_bytes=min_cut_bytes).values())
+        held = held_by(inventories)
+        self.tensors = held.tensors()
+        self.ranks = list(shares(held, range(len(inventories)), min_cut_bytes=min_cut_bytes).values())
         # every rank derives its own share alone
         for rank, share in enumerate(self.ranks[:3]):
-            assert shares(merged.held, [rank], min_cut_bytes=min_cut_bytes) == {rank: share}
+            assert shares(held, [rank], min_cut_bytes=min_cut_bytes) == {rank: share}
 
 
 def rank_bytes(plan):
@@ -210,7 +213,7 @@ def test_rows_of_ranks_make_layouts_and_find_replicas_that_differ():
     boxes = {"a": Box((), ()), "b": Box((0,), (6,)), "c": Box((1, 0, 0), (3, 3, 2))}
     rest = Box((0, 0, 0), (1, 3, 2))
     held = {name: Holding(TensorMeta("int8", shape), (Box.full(shape),)) for name, shape in shapes.items()}
-    rows = Rows(merge_of([Inventory(held, {})] * 2).held)
+    rows = Rows(held_by([Inventory(held, {})] * 2))
     first = rows.packed([("a", 0, boxes["a"]), ("c", 1, boxes["c"])])
     second = rows.packed([("c", 0, rest), ("b", 0, boxes["b"])])
     found = {name: list(layout.pieces()) for name, layout in rows.layouts([first, second], [2, 1]).items()}

@@ -4,6 +4,6 @@ vescale.checkpoint.save("runs/step-100", {"model": model, "optimizer": optimizer
 vescale.checkpoint.load("runs/step-100", {"model": model, "optimizer": optimizer})
 """
 
-from vescale.ckpt import CheckpointError, PerRank, diff, latest, load, save, verify
+from vescale.ckpt import CheckpointError, PerRank, diff, latest, load, save, verify, wait
 
-__all__ = ["CheckpointError", "PerRank", "diff", "latest", "load", "save", "verify"]
+__all__ = ["CheckpointError", "PerRank", "diff", "latest", "load", "save", "verify", "wait"]

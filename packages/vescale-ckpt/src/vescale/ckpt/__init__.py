@@ -17,6 +17,7 @@ Supported values are plain tensors, torch's ``DTensor``, and any value with
 What every rank has its own of, such as the position of a data loader, goes into a ``PerRank``.
 """
 
+from ._background import wait
 from ._errors import CheckpointError
 from ._format.boxes import Box
 from ._format.inspect import read_manifest, verify
@@ -48,6 +49,7 @@ __all__ = [
     "read_manifest",
     "save",
     "verify",
+    "wait",
 ]
 
 warn_if_untested()

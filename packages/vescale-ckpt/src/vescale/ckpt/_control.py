@@ -48,12 +48,14 @@ class Control:
         rank: this rank in the group.
         size: number of ranks.
         failures: waits for collectives, and names lost ranks; None for one process.
+        ranks: global ranks of the group.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
     failures: Failures | None = None
+    ranks: tuple[int, ...] = (0,)
 
     def run_round(
         self,
@@ -161,7 +163,7 @@ def open_control(process_group: dist.ProcessGroup | None) -> Iterator[Control]:
             f"expected a member of process_group, got rank {dist.get_rank()}; call save and load on its members only"
         )
     if _has_cpu_backend(process_group):
-        yield _control_of(process_group)
+        yield control_of(process_group)
     elif process_group is not None:
         raise ValueError(
             f"expected a process_group with a CPU backend, got {dist.get_backend(process_group)!r}; pass a group of "
@@ -170,7 +172,7 @@ def open_control(process_group: dist.ProcessGroup | None) -> Iterator[Control]:
     else:
         group = dist.new_group(backend="gloo")
         try:
-            yield _control_of(group)
+            yield control_of(group)
         finally:
             dist.destroy_process_group(group)
 
@@ -188,9 +190,11 @@ def _let_gloo_finish_at_exit() -> None:
     atexit.register(time.sleep, _LAST_COLLECTIVE_SECONDS)
 
 
-def _control_of(group: dist.ProcessGroup | None) -> Control:
-    failures = Failures(dist.get_process_group_ranks(group), dist.get_rank(), default_store())
-    return Control(group, dist.get_rank(group), dist.get_world_size(group), failures)
+def control_of(group: dist.ProcessGroup | None, *, name: str = "") -> Control:
+    """Return the ranks of a group with a CPU backend; groups of the same ranks have different names."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    failures = Failures(ranks, dist.get_rank(), default_store(), name=name)
+    return Control(group, dist.get_rank(group), dist.get_world_size(group), failures, ranks)
 
 
 def _message(item: Any) -> bytes:

@@ -68,10 +68,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written to a file: its row of the manifest, and each piece with the checksums of its blocks."""
+    """What a rank has written to a file: its row of the manifest, and its pieces by the names of their tensors."""
 
     file: StoredFile
-    pieces: list[tuple[str, Piece, Checksums]]
+    pieces: list[tuple[str, Piece]]
 
 
 def pack_files(sizes: Sequence[int], *, max_bytes: int = MAX_FILE_BYTES) -> list[range]:
@@ -93,7 +93,7 @@ def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
     with open(path, "xb") as file:
         file.write(_header_of(entries, sums))  # of the same length as the one that replaces it
         for entry in entries:
-            values = _resolved(entry.view).cpu().contiguous()
+            values = resolved(entry.view).cpu().contiguous()
             blocks = [zlib.crc32(block) for block in _written(file, _bytes_of(values))]
             sums[entry.key] = tuple(blocks)
         header = _header_of(entries, sums)
@@ -102,17 +102,8 @@ def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
         file.write(header)
         file.flush()
         os.fsync(file.fileno())
-    pieces = [(entry.name, Piece(entry.box, path.name, entry.key), sums[entry.key]) for entry in entries]
+    pieces = [(entry.name, Piece(entry.box, path.name, entry.key)) for entry in entries]
     return Written(StoredFile(size, zlib.crc32(header)), pieces)
-
-
-def checksums(values: torch.Tensor) -> Checksums:
-    """Return the CRC-32 of each block of a tensor's values in row-major order; the copy on the CPU is bounded."""
-    sums = []
-    for block in _resolved(values).reshape(-1).split(BLOCK_BYTES // values.element_size()):
-        host = block.cpu().contiguous()
-        sums.append(zlib.crc32(_bytes_of(host)))
-    return tuple(sums) if values.numel() else ()
 
 
 class DataFile:
@@ -394,7 +385,7 @@ def _header_of(entries: Sequence[Entry], sums: dict[str, Checksums]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _resolved(values: torch.Tensor) -> torch.Tensor:
+def resolved(values: torch.Tensor) -> torch.Tensor:
     """Return values that are in memory as they are: torch conjugates and negates some views when they are read."""
     return values.detach().resolve_conj().resolve_neg()
 

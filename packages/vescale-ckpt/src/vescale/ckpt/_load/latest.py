@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .._background import settle
 from .._checked import CheckedInside, FilePath, checked
 from .._control import open_control
 from .._errors import as_text, require_same
@@ -49,6 +50,7 @@ def latest(directory: FilePath, *, process_group: CheckedInside[dist.ProcessGrou
     with open_control(process_group) as control:
 
         def find() -> _Found:
+            settle()
             found = complete_in(where) if control.rank == 0 else []
             return _Found(as_text(where), found[-1][0].name if found else None)
 

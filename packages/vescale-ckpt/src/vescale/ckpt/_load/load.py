@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 
+from .._background import settle
 from .._checked import CheckedInside, FilePath, checked
 from .._control import Control, open_control
 from .._errors import CheckpointError, format_some, require_same
@@ -179,6 +180,7 @@ def _share_manifest(control: Control, where: Path, rename: Mapping[str, str]) ->
     """Read the manifest and compare it with the files on rank 0, and parse the same text on all ranks."""
 
     def read() -> _Given:
+        settle()
         given = json.dumps(dict(rename), sort_keys=True)
         if control.rank != 0:
             return _Given(given, None)

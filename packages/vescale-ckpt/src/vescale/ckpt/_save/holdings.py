@@ -4,9 +4,9 @@ A rank splits its `Inventory` into a **table** (names, dtypes, shapes, plain val
 compare digests of their tables, and only one rank of each digest sends its table. Boxes are sent as few lists, with the
 number of its list for each name: the shards of a model have as many lists as it has shapes.
 
-``merge`` puts them together on one rank. Tensors that all ranks hold alike are looked at once: for each rank and name
-there is one integer, the number of its list, and equal columns of that matrix are one class. The result, `Held`, is
-small enough for every rank, which derives from it what it writes (``shares.py``).
+``merge_held`` puts them together on one rank. Tensors that all ranks hold alike are looked at once: for each rank and
+name there is one integer, the number of its list, and equal columns of that matrix are one class. The result, `Held`,
+is small enough for every rank, which derives from it what it writes (``shares.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import base64
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -64,9 +65,15 @@ class Table:
 
     def digest(self) -> str:
         """Return a text that is equal for equal tables alone."""
-        metas = [[meta.dtype, meta.shape] for meta in self.metas]
-        content = [self.names, metas, self.meta_of, dict(self.leaves), dict(self.optimizers)]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return digest_of([self._tensors(), dict(self.leaves), dict(self.optimizers)])
+
+    def digest_with(self, boxes: Boxes) -> str:
+        """Return a text that is equal for equal tensors in equal boxes alone, whatever the plain values."""
+        own = [[name, each.meta.dtype, each.meta.shape, _numbers(each.boxes)] for name, each in boxes.own.items()]
+        return digest_of([self._tensors(), [_numbers(each) for each in boxes.lists], boxes.list_of, own])
+
+    def _tensors(self) -> list[Any]:
+        return [self.names, [[meta.dtype, meta.shape] for meta in self.metas], self.meta_of]
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,15 @@ def unpacked(text: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), dtype="<i8")
 
 
+def digest_of(content: Any) -> str:
+    """Return a text that is equal for equal content of JSON alone."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _numbers(boxes: Iterable[Box]) -> list[Any]:
+    return [[box.offsets, box.sizes] for box in boxes]
+
+
 def split(inventory: Inventory) -> tuple[Table, Boxes]:
     """Return what of an inventory other ranks may have, too, and the rest."""
     names = tuple(sorted(inventory.tensors.keys() - inventory.own))
@@ -134,17 +150,23 @@ def _distinct(items: Sequence) -> tuple[tuple, str]:
     return tuple(index), packed([index[item] for item in items])
 
 
-@dataclass(frozen=True)
-class Merged:
-    """The inventories of all ranks together."""
+def merge_plain(tables: Sequence[Table], table_of: Sequence[int]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the JSON leaves, and the classes of optimizers, of all ranks.
 
-    held: Held
-    leaves: Mapping[str, str]
-    optimizers: Mapping[str, str]
+    Args:
+        tables: distinct ones.
+        table_of: for each rank, the index of its table.
+
+    Raises:
+        CheckpointError: they differ between ranks; the text has the name and the ranks.
+    """
+    ranks = _ranks_by_table(tables, table_of)
+    leaves = _merge_equal("plain values", [table.leaves for table in tables], ranks)
+    return leaves, _merge_equal("classes of an optimizer", [table.optimizers for table in tables], ranks)
 
 
-def merge(tables: Sequence[Table], table_of: Sequence[int], boxes: Sequence[Boxes]) -> Merged:
-    """Put the inventories of all ranks together.
+def merge_held(tables: Sequence[Table], table_of: Sequence[int], boxes: Sequence[Boxes]) -> Held:
+    """Put what all ranks hold together.
 
     Args:
         tables: distinct ones.
@@ -154,17 +176,8 @@ def merge(tables: Sequence[Table], table_of: Sequence[int], boxes: Sequence[Boxe
     Raises:
         CheckpointError: an element of the state has no value or several; the text has tensor, box and ranks.
     """
-    ranks: list[list[int]] = [[] for _ in tables]
-    for rank, table in enumerate(table_of):
-        ranks[table].append(rank)
-    leaves = _merge_equal("plain values", [table.leaves for table in tables], ranks)
-    optimizers = _merge_equal("classes of an optimizer", [table.optimizers for table in tables], ranks)
+    ranks = _ranks_by_table(tables, table_of)
     metas = _merge_metas(tables, ranks, boxes)
-    if both := sorted(leaves.keys() & metas.keys()):
-        raise CheckpointError(
-            f"expected one kind per name, got a tensor on some ranks and a plain value on others: "
-            f"{format_some(map(repr, both))}; rename one of them"
-        )
     names = tuple(metas)
     layouts: dict[tuple, Layout] = {}
     classes = _Classes(tables, ranks, boxes)
@@ -175,7 +188,27 @@ def merge(tables: Sequence[Table], table_of: Sequence[int], boxes: Sequence[Boxe
     index = {key: number for number, key in enumerate(layouts)}
     distinct, meta_of = _distinct([metas[name] for name in names])
     layout_of = packed([index[key] for key in keys])
-    return Merged(Held(names, distinct, meta_of, tuple(layouts.values()), layout_of, len(boxes)), leaves, optimizers)
+    return Held(names, distinct, meta_of, tuple(layouts.values()), layout_of, len(boxes))
+
+
+def check_kinds(held: Held, leaves: Collection[str]) -> None:
+    """Check that no name is a tensor on some ranks and a plain value on others.
+
+    Raises:
+        CheckpointError: one is.
+    """
+    if both := sorted(set(held.names).intersection(leaves)):
+        raise CheckpointError(
+            f"expected one kind per name, got a tensor on some ranks and a plain value on others: "
+            f"{format_some(map(repr, both))}; rename one of them"
+        )
+
+
+def _ranks_by_table(tables: Sequence[Table], table_of: Sequence[int]) -> list[list[int]]:
+    ranks: list[list[int]] = [[] for _ in tables]
+    for rank, table in enumerate(table_of):
+        ranks[table].append(rank)
+    return ranks
 
 
 class _Classes:

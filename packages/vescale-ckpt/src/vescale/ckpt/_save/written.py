@@ -6,7 +6,6 @@ tensors with fewer dims.
 
 from __future__ import annotations
 
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,7 +13,6 @@ import numpy as np
 
 from .._errors import format_ranks, format_some
 from .._format.boxes import Box
-from .._format.data_files import Checksums
 from .._format.layouts import Layout
 from .holdings import Held, packed, unpacked
 
@@ -57,16 +55,16 @@ class Rows:
         return layouts
 
     def torn(self, texts: Sequence[str]) -> str | None:
-        """Compare the checksums of replicas, the numbers of the rows of each rank; see `describe_torn`."""
+        """Compare the fingerprints of replicas, the numbers of the rows of each rank; see `describe_torn`."""
         tables = [self._table(text) for text in texts]
         table = np.concatenate(tables)
         ranks = np.repeat(np.arange(len(tables)), [len(own) for own in tables])
         draw = np.random.Generator(np.random.PCG64(0))
         weights = np.asarray(draw.integers(1, 2**63, size=table.shape[1], dtype=np.uint64))
-        weights[1] = 0  # that of the checksum
+        weights[1] = 0  # that of the fingerprint
         place = (table.astype(np.uint64) * weights).sum(1, dtype=np.uint64)  # equal for equal boxes
-        place_and_sum = place * np.uint64(2**32 + 15) + table[:, 1].astype(np.uint64)
-        if np.unique(place).size == np.unique(place_and_sum).size:
+        place_and_value = place * np.uint64(2**32 + 15) + table[:, 1].astype(np.uint64)
+        if np.unique(place).size == np.unique(place_and_value).size:
             return None
         order = np.lexsort((table[:, 1], place))
         place, sums = place[order], table[order, 1]
@@ -85,17 +83,12 @@ class Rows:
         return table[:, :num_dims], table[:, self._num_dims : self._num_dims + num_dims]
 
 
-def checksum_of(checksums: Checksums) -> int:
-    """Return one number for the checksums of the blocks of a box."""
-    return zlib.crc32(np.array(checksums, dtype="<u4").tobytes())
-
-
 def describe_torn(sums: Sequence[Mapping[tuple[str, Box], int]]) -> str | None:
-    """Return a text with the first replicas that differ between ranks, by their checksums on each rank, or None."""
+    """Return a text with the first replicas that differ between ranks, by their fingerprints on each rank, or None."""
     ranks_of: dict[tuple[str, Box], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, own in enumerate(sums):
-        for key, crc in own.items():
-            ranks_of[key][crc].append(rank)
+        for key, value in own.items():
+            ranks_of[key][value].append(rank)
     torn = [
         f"{name!r} {box} ({' differ from '.join(map(format_ranks, sides.values()))})"
         for (name, box), sides in sorted(ranks_of.items())
