@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ._control import Control, control_of
+from ._control import Control, control_of, own_group
 from ._errors import CheckpointError
 
 logger = logging.getLogger("vescale.ckpt")
@@ -42,7 +42,6 @@ class _Background(threading.Thread):
 
 
 _present: _Background | None = None
-_groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def start(path: Path, run: Callable[[], None]) -> None:
@@ -93,9 +92,4 @@ def background_control(control: Control) -> Control:
     """Return the ranks of ``control`` with a process group for the thread; a collective when it is first called."""
     if control.group is None and control.size == 1 and not dist.is_initialized():
         return control
-    ranks = tuple(dist.get_process_group_ranks(control.group))
-    world = dist.group.WORLD
-    assert world is not None, "control has a process group"
-    if ranks not in _groups or _groups[ranks][0] is not world:
-        _groups[ranks] = world, dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-    return control_of(_groups[ranks][1], name="background")
+    return control_of(own_group(control.ranks, "background"), name="background")

@@ -111,10 +111,10 @@ class Control:
         mine = _message(item)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(mine)
-        self._wait(dist.all_reduce(sizes, group=self.group, async_op=True), "the all-reduce of sizes")
+        self.wait(dist.all_reduce(sizes, group=self.group, async_op=True), "the all-reduce of sizes")
         sent = _padded(mine, int(sizes.max()))
         rows = [torch.empty_like(sent) for _ in sizes] if self.rank == 0 else None
-        self._wait(dist.gather(sent, rows, group=self.group, group_dst=0, async_op=True), "the gather of results")
+        self.wait(dist.gather(sent, rows, group=self.group, group_dst=0, async_op=True), "the gather of results")
         received = list(enumerate(zip(rows or [], sizes.tolist(), strict=False)))
         return lambda: [_read(_cut(row, size), kind, rank) for rank, (row, size) in received]
 
@@ -126,15 +126,16 @@ class Control:
         messages = {key: _message(item) for key, item in by_id.items()}
         texts = [messages[id(item)] for item in items or ()]
         sizes = torch.tensor([len(text) for text in texts] or [0] * self.size, dtype=torch.int64)
-        self._wait(dist.broadcast(sizes, group=self.group, group_src=0, async_op=True), "the broadcast of sizes")
+        self.wait(dist.broadcast(sizes, group=self.group, group_src=0, async_op=True), "the broadcast of sizes")
         received = _padded(b"", int(sizes.max()))
         padded = functools.cache(lambda text: _padded(text, received.numel()))
         rows = [padded(text) for text in texts] or None
         work = dist.scatter(received, rows, group=self.group, group_src=0, async_op=True)
-        self._wait(work, "the scatter of decisions")
+        self.wait(work, "the scatter of decisions")
         return _read(_cut(received, int(sizes[self.rank])), kind, 0)
 
-    def _wait(self, work: Any, what: str) -> None:
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for a collective of the group; see `Failures.wait`."""
         assert self.failures is not None, "a group of several ranks has one"
         self.failures.wait(work, f"{what} of a checkpoint")
 
@@ -188,6 +189,22 @@ def _let_gloo_finish_at_exit() -> None:
     has the same wait; this package does not import it.
     """
     atexit.register(time.sleep, _LAST_COLLECTIVE_SECONDS)
+
+
+_own_groups: dict[tuple[tuple[int, ...], str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def own_group(ranks: tuple[int, ...], use: str) -> dist.ProcessGroup:
+    """Return a gloo group of this package for some global ranks; a collective of them when it is first called.
+
+    Groups live as long as the default group. A rank that needs several asks for them in the order of ``ranks``.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "there are ranks"
+    if (found := _own_groups.get((ranks, use))) is None or found[0] is not world:
+        found = world, dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        _own_groups[ranks, use] = found
+    return found[1]
 
 
 def control_of(group: dist.ProcessGroup | None, *, name: str = "") -> Control:

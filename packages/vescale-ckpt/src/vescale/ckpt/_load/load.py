@@ -4,16 +4,17 @@ Four rounds (see ``_control.py``); the state is not modified before the third:
 
     1. rank 0 reads the manifest                       and sends it to all ranks
     2. every rank compares its state with it           rank 0 merges the comparisons and accepts or refuses
-    3. every rank reads the boxes it holds, in place
+    3. every rank reads the boxes it holds, in place     replicas read each box once (``shared.py``)
     4. every rank passes the filled state dicts to ``load_state_dict``
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from .._background import settle
 from .._checked import CheckedInside, FilePath, checked
-from .._control import Control, open_control
+from .._control import Control, control_of, open_control, own_group
 from .._errors import CheckpointError, format_some, require_same
 from .._format.boxes import Box
 from .._format.data_files import DataFile
@@ -32,7 +33,8 @@ from .._format.manifest import Manifest, Piece, manifest_from_text
 from .._format.versions import was_replaced
 from .._state.flat import FlatState, flatten, restore
 from .._state.objects import Objects
-from .plan import Comparison, Request, compare, find_mismatch, left_over, plan_load
+from .plan import Comparison, Read, Request, compare, find_mismatch, left_over, plan_load
+from .shared import SharedRead, digests, find_replicas, first_name, make_chunks
 
 logger = logging.getLogger("vescale.ckpt")
 
@@ -135,18 +137,23 @@ def load_from(
         flat = flatten(state, open_object=objects.open)
         metas = {name: held.meta for name, held in flat.tensors.items()}
         request = Request(metas, flat.leaves, objects.optimizers)
-        return _Compared.of(compare(request, manifest, allow_dtype_cast=allow_dtype_cast))
+        comparison = compare(request, manifest, allow_dtype_cast=allow_dtype_cast)
+        boxes = {
+            name: [box for box, _ in held.boxes] for name, held in flat.tensors.items() if name in manifest.tensors
+        }
+        return _Compared.of(comparison, digests(boxes, manifest))
 
-    def accept(compared: list[_Compared]) -> list[None]:
+    def accept(compared: list[_Compared]) -> list[_Accepted]:
         comparisons = [each.comparison() for each in compared]
         mismatch = find_mismatch(comparisons, manifest, strict=strict, ignore=ignore)
         if mismatch is not None:
             raise CheckpointError(f"{where}: {mismatch}")
         _log_partial(where, comparisons, left_over(comparisons, manifest, ignore=ignore))
-        return [None] * control.size
+        return [_Accepted(replicas) for replicas in find_replicas([each.held for each in compared])]
 
-    control.run_round(examine, accept, result=_Compared)
-    control.run_round(lambda: _fill(source, flat), control.no_shares)
+    accepted = control.run_round(examine, accept, result=_Compared, share=_Accepted)
+    groups = _groups_of(accepted.replicas, control)
+    control.run_round(lambda: _fill(source, flat, groups), control.no_shares)
     control.run_round(lambda: restore(state, flat, manifest.leaves, close_object=objects.close), control.no_shares)
 
 
@@ -160,20 +167,28 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Compared:
-    """A `Comparison` between ranks."""
+    """A `Comparison` between ranks, and digests of what a rank holds, by first names."""
 
     asked: str
     missing: tuple[str, ...]
     faults: tuple[tuple[str, ...], ...]
     other_optimizers: tuple[tuple[str, ...], ...]
+    held: Mapping[str, str]
 
     @classmethod
-    def of(cls, comparison: Comparison) -> _Compared:
-        return cls(comparison.asked.hex(), comparison.missing, comparison.faults, comparison.other_optimizers)
+    def of(cls, comparison: Comparison, held: Mapping[str, str]) -> _Compared:
+        return cls(comparison.asked.hex(), comparison.missing, comparison.faults, comparison.other_optimizers, held)
 
     def comparison(self) -> Comparison:
         faults, others = ([(a, b) for a, b in pairs] for pairs in (self.faults, self.other_optimizers))
         return Comparison(bytes.fromhex(self.asked), self.missing, tuple(faults), tuple(others))
+
+
+@dataclass(frozen=True)
+class _Accepted:
+    """The ranks of the group that hold what this one holds, by first names."""
+
+    replicas: Mapping[str, tuple[int, ...]]
 
 
 def _share_manifest(control: Control, where: Path, rename: Mapping[str, str]) -> Manifest:
@@ -199,23 +214,70 @@ def _share_manifest(control: Control, where: Path, rename: Mapping[str, str]) ->
     return manifest_from_text(text, where=str(where)).renamed(rename)
 
 
-def _fill(source: Source, flat: FlatState) -> None:
-    """Read the boxes of this rank, file by file, in place."""
-    where, manifest = source.where, source.manifest
+def _groups_of(replicas: Mapping[str, tuple[int, ...]], control: Control) -> list[tuple[list[str], Control]]:
+    """Return the process groups of replicas, each with the first names that it reads together."""
+    names: dict[tuple[int, ...], list[str]] = {}
+    for first, ranks in replicas.items():
+        names.setdefault(ranks, []).append(first)
+    groups = []
+    for ranks in sorted(names):
+        members = tuple(control.ranks[rank] for rank in ranks)
+        group = control if members == control.ranks else control_of(own_group(members, "replicas"), name="replicas")
+        groups.append((names[ranks], group))
+    return groups
+
+
+def _fill(source: Source, flat: FlatState, groups: Sequence[tuple[Collection[str], Control]]) -> None:
+    """Read the boxes of this rank, file by file, in place; what replicas hold alike, together with them."""
+    manifest = source.manifest
     views = {(name, box): view for name, held in flat.tensors.items() for box, view in held.boxes}
     boxes = {name: [box for box, _ in held.boxes] for name, held in flat.tensors.items()}
-    try:
-        for file, reads in plan_load(boxes, manifest).items():
-            with source.open_file(file) as opened:
-                for item in reads:
-                    target = views[item.name, item.into][item.box.slices(inside=item.into)]
-                    dtype = manifest.tensors[item.name].meta.dtype
-                    opened.fill(target, item.piece, item.box, name=item.name, dtype=dtype)
-    except CheckpointError as error:
-        why = "; a save has replaced the checkpoint while it was read" if was_replaced(where, manifest) else ""
-        raise CheckpointError(
-            f"{error}{why}; the tensors of the state are partly filled, so load another checkpoint before using them"
-        ) from error
+    shared = {first for names, _ in groups for first in names}
+    own = plan_load({name: each for name, each in boxes.items() if first_name(name) not in shared}, manifest)
+    with _Files(source) as files:
+
+        def values(read: Read) -> torch.Tensor:
+            return views[read.name, read.into][read.box.slices(inside=read.into)]
+
+        try:
+            for file, reads in own.items():
+                for read in reads:
+                    files.read(file, read, values(read))
+            for names, replicas in groups:
+                alike = {name: each for name, each in boxes.items() if first_name(name) in names}
+                chunks = make_chunks(plan_load(alike, manifest), manifest)
+                SharedRead(replicas, values, files.read, manifest).run(chunks)
+        except CheckpointError as error:
+            is_replaced = was_replaced(source.where, manifest)
+            why = "; a save has replaced the checkpoint while it was read" if is_replaced else ""
+            raise CheckpointError(
+                f"{error}{why}; the tensors of the state are partly filled, so load another checkpoint before using "
+                "them"
+            ) from error
+
+
+class _Files:
+    """The files of a source, one of them open at a time."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._name, self._opened = "", contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def read(self, file: str, read: Read, target: torch.Tensor) -> None:
+        """Read the values of a read into ``target``."""
+        if file != self._name:
+            self._opened.close()
+            self._name = ""
+            self._reader = self._opened.enter_context(self._source.open_file(file))
+            self._name = file
+        dtype = self._source.manifest.tensors[read.name].meta.dtype
+        self._reader.fill(target, read.piece, read.box, name=read.name, dtype=dtype)
 
 
 def _log_partial(where: Path, comparisons: list[Comparison], left: list[str]) -> None:
