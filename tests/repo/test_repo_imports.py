@@ -28,6 +28,7 @@ ALLOWED_SIBLINGS = {
     },
 }
 PROJECTS = read_projects()
+_DISTRIBUTIONS = {"upath": "universal-pathlib"}  # whose modules have another name
 
 
 def imported(path: Path, *, inside_functions: bool = True) -> list[tuple[int, str]]:
@@ -52,7 +53,7 @@ def owner(dotted: str) -> str:
     parts = dotted.split(".")
     if parts[0] == "vescale" and len(parts) > 1 and f"vescale-{parts[1]}" in PROJECTS:
         return f"vescale-{parts[1]}"
-    return requirement_name(parts[0])
+    return _DISTRIBUTIONS.get(parts[0], requirement_name(parts[0]))
 
 
 def undeclared(paths: list[Path], allowed: set[str], **options: bool) -> list[str]:

@@ -117,7 +117,7 @@ def test_a_failure_at_the_very_end_leaves_the_earlier_checkpoint(tmp_path, monke
     def fail(*_args, **_kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(f"vescale.ckpt._format.versions.{step}", fail, raising=False)
+    monkeypatch.setattr(f"vescale.ckpt._format.storage.{step}", fail, raising=False)
     with pytest.raises(CheckpointError, match="OSError: No space left on device"):
         save(path, state(2), overwrite=True)
     assert_holds(path, 1)

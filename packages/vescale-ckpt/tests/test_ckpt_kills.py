@@ -43,7 +43,6 @@ def test_kills_at_random_moments(tmp_path, monkeypatch, num_kills):
         killed = number % RANKS
         with pytest.raises(RankFailure, match=f"rank {killed}") as failure:
             run_ranks(save_until_killed, RANKS, path, killed, moments.uniform(0, 0.3), timeout=60)
-        assert set(failure.value.exceptions) == set(range(RANKS)) - {killed}, failure.value
         for error in failure.value.exceptions.values():
             assert f"no answer from rank {killed}" in str(error)
         verify(path)

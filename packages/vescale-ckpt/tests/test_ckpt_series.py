@@ -78,7 +78,7 @@ def test_a_save_is_complete_if_earlier_ones_cannot_be_removed(tmp_path, monkeypa
         raise PermissionError("Permission denied")
 
     save(tmp_path / "step-1", state(1))
-    monkeypatch.setattr("vescale.ckpt._format.series.os.scandir", refuse)
+    monkeypatch.setattr("vescale.ckpt._format.series.names_in", refuse)
     save(tmp_path / "step-2", state(2), keep_last=1)
     assert "earlier checkpoints could not be removed: Permission denied" in caplog.text
     assert read_manifest(tmp_path / "step-2").leaves == {"step": 2}

@@ -13,7 +13,6 @@ import argparse
 import fnmatch
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -21,8 +20,9 @@ from pathlib import Path
 
 from ._errors import CheckpointError
 from ._format.dtypes import ITEM_BYTES
-from ._format.inspect import read_manifest, verify_files
+from ._format.inspect import manifest_at, verify_files
 from ._format.manifest import Manifest, StoredTensor
+from ._format.storage import place_of
 from ._load.difference import differences
 
 
@@ -57,14 +57,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _path(text: str) -> Path:
-    return Path(os.path.abspath(text))
+    try:
+        return place_of(text)
+    except CheckpointError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 # --- commands ---
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    manifest = read_manifest(options.path)
+    manifest = manifest_at(options.path)
     tensors = {name: each for name, each in manifest.tensors.items() if fnmatch.fnmatchcase(name, options.match)}
     leaves = {name: each for name, each in manifest.leaves.items() if fnmatch.fnmatchcase(name, options.match)}
     if options.json:
@@ -100,7 +103,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    manifest = read_manifest(options.path)
+    manifest = manifest_at(options.path)
     progress = _Progress("verified", sum(file.num_bytes for file in manifest.files.values()))
     try:
         verify_files(options.path, manifest, progress)
@@ -111,7 +114,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    tensors = read_manifest(options.path).tensors.values()
+    tensors = manifest_at(options.path).tensors.values()
     progress, count = _Progress("compared", sum(map(_num_bytes, tensors))), 0
     try:
         for difference in differences(options.path, options.other, progress):

@@ -35,7 +35,7 @@ def format_some(items: Iterable[str], *, limit: int = 5) -> str:
 
 def as_text(path: Path) -> str:
     """Return a path as text, also if its name is none."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    return os.fsencode(str(path)).decode("utf-8", "backslashreplace")
 
 
 def require_same(argument: str, values: Sequence[str]) -> None:

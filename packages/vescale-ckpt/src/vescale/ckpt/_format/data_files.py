@@ -16,18 +16,14 @@ The safetensors package reads these files, but offers no reads of blocks, and wr
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import json
 import math
 import operator
-import os
 import re
-import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +34,13 @@ from .._typed_json import JsonReader, Size
 from .boxes import Box
 from .dtypes import ITEM_BYTES, SAFETENSORS_CODES, dtype_name, stored_form
 from .manifest import Piece, StoredFile
+from .storage import is_remote, new_file, open_to_read
 
 BLOCK_BYTES = 4 * 1024**2
 MAX_FILE_BYTES = 4 * 1024**3
 _MAX_HEADER_BYTES = 100_000_000  # of the safetensors format
 _METADATA = "__metadata__"
 _CODES = {code: name for name, code in SAFETENSORS_CODES.items()}
-# a link may lead out of the checkpoint, and a pipe would be waited for
-_FLAGS = ("O_RDONLY", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")
 
 #: The CRC-32 of each block of a tensor.
 Checksums = tuple[int, ...]
@@ -90,20 +85,28 @@ def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
     # Wide elements first: every tensor then starts at a multiple of its element size.
     entries = sorted(entries, key=lambda entry: -entry.view.element_size())
     sums: dict[str, Checksums] = {entry.key: (0,) * _num_blocks(entry.num_bytes) for entry in entries}
-    with open(path, "xb") as file:
-        file.write(_header_of(entries, sums))  # of the same length as the one that replaces it
+    if is_remote(path):  # which is written from its begin to its end
+        sums = {entry.key: _checksums_of(entry.view) for entry in entries}
+    with new_file(path) as file:
+        header = _header_of(entries, sums)  # of the same length as the one that replaces it
+        file.write(header)
         for entry in entries:
             values = resolved(entry.view).cpu().contiguous()
             blocks = [zlib.crc32(block) for block in _written(file, _bytes_of(values))]
             sums[entry.key] = tuple(blocks)
-        header = _header_of(entries, sums)
         size = file.tell()
-        file.seek(0)
-        file.write(header)
-        file.flush()
-        os.fsync(file.fileno())
+        if not is_remote(path):
+            header = _header_of(entries, sums)
+            file.seek(0)
+            file.write(header)
     pieces = [(entry.name, Piece(entry.box, path.name, entry.key)) for entry in entries]
     return Written(StoredFile(size, zlib.crc32(header)), pieces)
+
+
+def _checksums_of(view: torch.Tensor) -> Checksums:
+    values = resolved(view).cpu().contiguous()
+    data = _bytes_of(values)
+    return tuple(zlib.crc32(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES))
 
 
 class DataFile:
@@ -120,12 +123,11 @@ class DataFile:
     def __init__(self, path: Path, stored: StoredFile) -> None:
         self._path = path
         try:
-            handle = os.open(path, functools.reduce(operator.or_, (getattr(os, flag, 0) for flag in _FLAGS)))
+            self._file, size = open_to_read(path)
         except OSError as error:
-            raise self._fault(f"a data file, got {error.strerror}") from error
-        self._file = FileIO(handle, "r")
+            raise self._fault(f"a data file, got {error.strerror or type(error).__name__}") from error
         try:
-            self._tensors = self._read_header(stored)
+            self._tensors = self._read_header(stored, size)
         except BaseException:
             self._file.close()
             raise
@@ -203,14 +205,11 @@ class DataFile:
 
     # --- the header ---
 
-    def _read_header(self, stored: StoredFile) -> dict[str, _Tensor]:
-        found = os.fstat(self._file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise self._fault("a regular file, got another kind")
-        if found.st_size != stored.num_bytes:
-            raise self._fault(f"{stored.num_bytes} bytes, got {found.st_size}")
+    def _read_header(self, stored: StoredFile, size: int) -> dict[str, _Tensor]:
+        if size != stored.num_bytes:
+            raise self._fault(f"{stored.num_bytes} bytes, got {size}")
         length = int.from_bytes(self._file.read(8) or b"", "little")
-        if length > min(_MAX_HEADER_BYTES, found.st_size - 8):
+        if length > min(_MAX_HEADER_BYTES, size - 8):
             raise self._fault(f"a header inside the file, got one of {length} bytes")
         header = bytearray(8 + length)
         self._read(0, memoryview(header))
@@ -234,8 +233,8 @@ class DataFile:
                 raise self._fault(f"checksums of {_num_blocks(following - start)} blocks of {key!r}, got {len(crc32)}")
             tensors[key] = _Tensor(row.dtype, row.shape, len(header) + start, len(header) + following, crc32)
             end = following
-        if len(header) + end != found.st_size:
-            raise self._fault(f"{len(header) + end} bytes by the header, got {found.st_size}")
+        if len(header) + end != size:
+            raise self._fault(f"{len(header) + end} bytes by the header, got {size}")
         return tensors
 
     def _source_of(self, piece: Piece, name: str, dtype: str) -> _Source:

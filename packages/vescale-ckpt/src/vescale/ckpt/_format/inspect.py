@@ -1,6 +1,5 @@
 """Inspect a checkpoint without loading it: read its manifest, and verify all bytes."""
 
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from .._checked import FilePath, checked
 from .._errors import CheckpointError
 from .data_files import DataFile
 from .manifest import MANIFEST_NAME, Manifest, Piece, check_pieces, manifest_from_text
+from .storage import place_of
 from .versions import check_files
 
 
@@ -29,8 +29,7 @@ def read_manifest(path: FilePath) -> Manifest:
         >>> read_manifest("runs/step-10").metadata
         {'note': 'first'}
     """
-    where = Path(os.path.abspath(path))
-    return checked_manifest(where, read_manifest_text(where))
+    return manifest_at(place_of(path))
 
 
 @checked
@@ -53,8 +52,8 @@ def verify(path: FilePath) -> Manifest:
         >>> verify("runs/step-10").world_size
         1
     """
-    where = Path(os.path.abspath(path))
-    manifest = read_manifest(where)
+    where = place_of(path)
+    manifest = manifest_at(where)
     verify_files(where, manifest, lambda _: None)
     return manifest
 
@@ -78,6 +77,11 @@ def verify_files(where: Path, manifest: Manifest, progress: Callable[[int], None
             f"{where}: expected undamaged pieces, got faults in {len(faults)}; use another checkpoint:\n"
             + "\n".join(f"  - {fault}" for fault in faults)
         )
+
+
+def manifest_at(where: Path) -> Manifest:
+    """Return the manifest of the checkpoint at a place; see ``read_manifest``."""
+    return checked_manifest(where, read_manifest_text(where))
 
 
 def checked_manifest(where: Path, text: str) -> Manifest:
@@ -112,7 +116,9 @@ def read_manifest_text(where: Path) -> str:
                 f"{where}: expected a complete checkpoint, got a directory without {MANIFEST_NAME}; a "
                 "save runs or did not finish, so use another checkpoint"
             ) from None
-        raise CheckpointError(f"{where}: expected a checkpoint, got {error.strerror}; check the path") from None
+        raise CheckpointError(
+            f"{where}: expected a checkpoint, got {error.strerror or type(error).__name__}; check the path"
+        ) from None
 
 
 def _verify_file(where: Path, file: str, pieces: list[tuple[str, Piece]], manifest: Manifest) -> list[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
-import shutil
 from pathlib import Path
 
 from .._errors import CheckpointError
-from .inspect import checked_manifest, read_manifest_text
+from .inspect import manifest_at
 from .manifest import MANIFEST_NAME, Manifest
+from .storage import names_in, remove_tree
 
 logger = logging.getLogger("vescale.ckpt")
 
@@ -20,10 +19,10 @@ def complete_in(directory: Path) -> list[tuple[Path, Manifest]]:
     """Return the complete checkpoints in a directory, in the order in which they were saved."""
     found = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for path in sorted(map(Path, os.scandir(directory))):
+        for path in [directory / name for name in names_in(directory)]:
             if (path / MANIFEST_NAME).is_file():
                 try:
-                    manifest = checked_manifest(path, read_manifest_text(path))
+                    manifest = manifest_at(path)
                 except CheckpointError as error:
                     logger.warning("skipped a checkpoint that cannot be loaded: %s", error)
                     continue
@@ -57,7 +56,7 @@ def remove_earlier(path: Path, *, keep: int) -> None:
     for each, manifest in others[: max(0, len(others) - keep + 1)]:
         try:
             (each / MANIFEST_NAME).unlink()
-            shutil.rmtree(each / manifest.folder)
+            remove_tree(each / manifest.folder)
         except OSError as error:
             logger.warning("%s could not be removed: %s", each, error)
             continue

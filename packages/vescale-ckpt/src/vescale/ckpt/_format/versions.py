@@ -14,15 +14,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import secrets
-import shutil
 import stat
 from pathlib import Path
 
 from .._errors import CheckpointError
 from .manifest import FOLDER_NAME, MANIFEST_NAME, Manifest, folder_of
+from .storage import (
+    exists,
+    file_sizes,
+    flush_names,
+    is_remote,
+    make_folder,
+    names_in,
+    new_file,
+    place_new,
+    remove_tree,
+    replace,
+)
 
 logger = logging.getLogger("vescale.ckpt")
 
@@ -47,12 +57,12 @@ class NewVersion:
         self._path, self._overwrite = path, overwrite
         token = secrets.token_hex(4)
         self.folder, self._text = path / f"save-{token}", path / f"{MANIFEST_NAME}.{token}"
-        self._is_new = not os.path.lexists(path)
+        self._is_new = not exists(path)
         if not self._is_new:
             _check_place(path, overwrite=overwrite)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self.folder.mkdir()
+            make_folder(self.folder)
         except OSError as error:
             raise CheckpointError(
                 f"{path}: expected a writable path, got {type(error).__name__}: {error}; save to another path"
@@ -64,28 +74,31 @@ class NewVersion:
         Raises:
             CheckpointError: another save has been completed, where nothing may be overwritten.
         """
-        _sync_directory(self.folder)
-        with open(self._text, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        flush_names(self.folder)
+        with new_file(self._text) as file:
+            file.write(text.encode())
         before = present_folder(self._path)
         manifest = self._path / MANIFEST_NAME
         if self._overwrite:
-            os.replace(self._text, manifest)
-        else:
-            _place_new(self._text, manifest)
-        _sync_directory(self._path)
+            replace(self._text, manifest)
+        elif not place_new(self._text, manifest):
+            raise CheckpointError(
+                f"{self._path}: expected no other save to the same path, got one that was completed meanwhile; save to "
+                "another path, or pass overwrite=True to replace a checkpoint"
+            )
+        flush_names(self._path)
         if self._is_new:
-            _sync_directory(self._path.parent)
+            flush_names(self._path.parent)
         if before is not None:
-            shutil.rmtree(self._path / before, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(self._path / before)
 
     def discard(self) -> None:
         """Remove what there is of this version, unless it is the checkpoint already."""
         if present_folder(self._path) == self.folder.name:
             return
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(self.folder)
         with contextlib.suppress(OSError):
             self._text.unlink(missing_ok=True)
         if self._is_new:
@@ -103,20 +116,37 @@ def check_files(where: Path, manifest: Manifest) -> None:
         raise CheckpointError(
             f"{where}: expected a folder, got a symbolic link at {manifest.folder!r}; copy the files to where it is"
         )
+    folder = where / manifest.folder
+    remote = _remote_sizes(folder) if is_remote(where) else None
     for file, stored in manifest.files.items():
         try:
-            found = (where / manifest.folder / file).lstat()
-        except OSError as error:
+            size = _size_of(folder / file, where) if remote is None else remote[file]
+        except (OSError, KeyError) as error:
             fix = "read it again" if was_replaced(where, manifest) else "restore it, or use another checkpoint"
-            raise CheckpointError(f"{where}: expected data file {file!r}, got {error.strerror}; {fix}") from error
-        if not stat.S_ISREG(found.st_mode):
-            kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "another kind of file"
-            raise CheckpointError(f"{where}: expected a regular data file {file!r}, got {kind}; copy it to where it is")
-        if found.st_size != stored.num_bytes:
+            got = getattr(error, "strerror", None) or "none"
+            raise CheckpointError(f"{where}: expected data file {file!r}, got {got}; {fix}") from error
+        if size != stored.num_bytes:
             raise CheckpointError(
-                f"{where}: expected {stored.num_bytes} bytes in data file {file!r}, got {found.st_size}; restore it, "
-                "or use another checkpoint"
+                f"{where}: expected {stored.num_bytes} bytes in data file {file!r}, got {size}; restore it, or use "
+                "another checkpoint"
             )
+
+
+def _remote_sizes(folder: Path) -> dict[str, int]:
+    try:
+        return file_sizes(folder)
+    except FileNotFoundError:
+        return {}
+
+
+def _size_of(path: Path, where: Path) -> int:
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "another kind of file"
+        raise CheckpointError(
+            f"{where}: expected a regular data file {path.name!r}, got {kind}; copy it to where it is"
+        )
+    return found.st_size
 
 
 def was_replaced(where: Path, manifest: Manifest) -> bool:
@@ -132,19 +162,9 @@ def present_folder(path: Path) -> str | None:
         return None
 
 
-def _sync_directory(path: Path) -> None:
-    """Flush the names in a directory to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot flush a directory
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _check_place(path: Path, *, overwrite: bool) -> None:
     """Check that a save may write to an existing path: to a checkpoint, or to what an unfinished save has left."""
-    names = sorted(os.listdir(path)) if path.is_dir() else [""]
+    names = names_in(path) if path.is_dir() else [""]
     left = [name for name in names if FOLDER_NAME.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name)]
     foreign = len(left) < len(names)
     if overwrite and foreign and MANIFEST_NAME not in names:
@@ -160,23 +180,3 @@ def _check_place(path: Path, *, overwrite: bool) -> None:
     for name in left:
         if name != present:
             logger.warning("%s is left over from a save that did not finish, or is still running", path / name)
-
-
-def _place_new(text: Path, manifest: Path) -> None:
-    """Rename a file to a name that must be free, at once."""
-    is_taken = False
-    try:
-        os.link(text, manifest)
-    except FileExistsError:
-        is_taken = True
-    except OSError:  # a file system without links
-        is_taken = os.path.lexists(manifest)
-        if not is_taken:
-            os.rename(text, manifest)
-    else:
-        text.unlink()
-    if is_taken:
-        raise CheckpointError(
-            f"{manifest.parent}: expected no other save to the same path, got one that was completed meanwhile; save "
-            "to another path, or pass overwrite=True to replace a checkpoint"
-        )

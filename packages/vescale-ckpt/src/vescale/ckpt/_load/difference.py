@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from .._checked import FilePath, checked
 from .._format.boxes import Box
 from .._format.data_files import BLOCK_BYTES, DataFile
 from .._format.dtypes import ITEM_BYTES
-from .._format.inspect import read_manifest
+from .._format.inspect import manifest_at
 from .._format.manifest import Manifest, Piece, StoredTensor
+from .._format.storage import place_of
 from .plan import plan_load
 
 _MOST_OPEN = 8  # files of a checkpoint; an open one keeps its header and one block
@@ -63,7 +63,7 @@ def diff(path: FilePath, other: FilePath) -> list[Difference]:
         step: 10 and 11
         weight: 2 of 2 elements differ, by at most 1
     """
-    return list(differences(Path(os.path.abspath(path)), Path(os.path.abspath(other)), lambda _: None))
+    return list(differences(place_of(path), place_of(other), lambda _: None))
 
 
 def differences(path: Path, other: Path, progress: Callable[[int], None]) -> Iterator[Difference]:
@@ -135,7 +135,7 @@ class _Stored:
     """A checkpoint whose values are read box by box."""
 
     def __init__(self, where: Path) -> None:
-        self.manifest = read_manifest(where)
+        self.manifest = manifest_at(where)
         self._where = where
         self._open: OrderedDict[str, DataFile] = OrderedDict()
 

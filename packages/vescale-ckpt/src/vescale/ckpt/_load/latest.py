@@ -14,6 +14,7 @@ from .._checked import CheckedInside, FilePath, checked
 from .._control import open_control
 from .._errors import as_text, require_same
 from .._format.series import complete_in
+from .._format.storage import is_remote, place_of
 
 _NAME: Any = str | None
 
@@ -27,11 +28,11 @@ class _Found:
 
 
 @checked
-def latest(directory: FilePath, *, process_group: CheckedInside[dist.ProcessGroup | None] = None) -> Path | None:
+def latest(directory: FilePath, *, process_group: CheckedInside[dist.ProcessGroup | None] = None) -> Path | str | None:
     """Return the checkpoint in a directory that was saved last, or None if there is none.
 
-    A collective: all ranks get the answer of the first one. Checkpoints that are not complete, or that miss data files,
-    are skipped with a warning.
+    It is a URL if ``directory`` is one. A collective: all ranks get the answer of the first one. Checkpoints that are
+    not complete, or that miss data files, are skipped with a warning.
 
     Args:
         directory: where the checkpoints are, each in a directory of its own; it need not exist.
@@ -46,11 +47,13 @@ def latest(directory: FilePath, *, process_group: CheckedInside[dist.ProcessGrou
         >>> latest("runs").name
         'step-20'
     """
-    where = Path(os.path.abspath(directory))
+    where = Path()
     with open_control(process_group) as control:
 
         def find() -> _Found:
+            nonlocal where
             settle()
+            where = place_of(directory)
             found = complete_in(where) if control.rank == 0 else []
             return _Found(as_text(where), found[-1][0].name if found else None)
 
@@ -59,4 +62,6 @@ def latest(directory: FilePath, *, process_group: CheckedInside[dist.ProcessGrou
             return [answers[0].name] * control.size
 
         name: str | None = control.run_round(find, choose, result=_Found, share=_NAME)
-    return None if name is None else where / name
+    if name is None:
+        return None
+    return f"{os.fspath(directory).rstrip('/')}/{name}" if is_remote(where) else where / name

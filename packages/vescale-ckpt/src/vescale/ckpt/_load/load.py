@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from .._format.boxes import Box
 from .._format.data_files import DataFile
 from .._format.inspect import checked_manifest, read_manifest_text
 from .._format.manifest import Manifest, Piece, manifest_from_text
+from .._format.storage import place_of
 from .._format.versions import was_replaced
 from .._state.flat import FlatState, flatten, restore
 from .._state.objects import Objects
@@ -84,9 +84,8 @@ def load(
         >>> state["step"]
         10
     """
-    where = Path(os.path.abspath(path))
     with open_control(process_group) as control, torch.no_grad():
-        manifest = _share_manifest(control, where, rename or {})
+        where, manifest = _share_manifest(control, path, rename or {})
         source = Source(where, manifest, lambda file: DataFile(where / manifest.folder / file, manifest.files[file]))
         load_from(source, state, control, strict=strict, ignore=ignore, allow_dtype_cast=allow_dtype_cast)
     return manifest
@@ -191,11 +190,14 @@ class _Accepted:
     replicas: Mapping[str, tuple[int, ...]]
 
 
-def _share_manifest(control: Control, where: Path, rename: Mapping[str, str]) -> Manifest:
+def _share_manifest(control: Control, path: FilePath, rename: Mapping[str, str]) -> tuple[Path, Manifest]:
     """Read the manifest and compare it with the files on rank 0, and parse the same text on all ranks."""
+    where = Path()
 
     def read() -> _Given:
+        nonlocal where
         settle()
+        where = place_of(path)
         given = json.dumps(dict(rename), sort_keys=True)
         if control.rank != 0:
             return _Given(given, None)
@@ -211,7 +213,7 @@ def _share_manifest(control: Control, where: Path, rename: Mapping[str, str]) ->
         return [found[0].manifest] * control.size
 
     text = control.run_round(read, decide, result=_Given, share=str)
-    return manifest_from_text(text, where=str(where)).renamed(rename)
+    return where, manifest_from_text(text, where=str(where)).renamed(rename)
 
 
 def _groups_of(replicas: Mapping[str, tuple[int, ...]], control: Control) -> list[tuple[list[str], Control]]:

@@ -11,9 +11,7 @@ An asynchronous save copies the share of each rank in a round of its own before 
 (``background.py``). A failure in any round leaves ``path`` unchanged.
 """
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +42,8 @@ def save(
     that hold it, balanced by bytes. The checkpoint appears at ``path`` when it is complete and on disk, or not at all.
 
     Args:
-        path: directory to create, on a file system shared by all ranks. Its parents are created.
+        path: directory to create, on a file system shared by all ranks, or a URL that fsspec knows, such as
+            ``"s3://bucket/run/step-100"`` (``pip install vescale-ckpt[fsspec]``). Its parents are created.
         state: nested dict (or list) of objects with ``state_dict`` and ``load_state_dict`` (models, optimizers,
             schedulers), tensors, DTensors, arrays of numpy, values with ``__global_shape__`` and ``__boxes__()``,
             bytes, JSON values, and `PerRank` for what every rank has its own of. An optimizer of ``torch.optim`` is
@@ -70,8 +69,7 @@ def save(
         >>> model = torch.nn.Linear(4, 2)
         >>> save("runs/step-10", {"model": model, "step": 10}, overwrite=True, keep_last=3)
     """
-    where = Path(os.path.abspath(path))
-    options = Options(where, metadata, overwrite, keep_last, check_replicas, async_)
+    options = Options(path, metadata, overwrite, keep_last, check_replicas, async_)
     with open_control(process_group) as control, torch.no_grad():
         saving = Saving(options, state, control)
         discard = saving.discard
@@ -105,7 +103,7 @@ def save(
             discard()
             raise
 
-    start(where, finish)
+    start(saving.path, finish)
 
 
 _staging = Staging()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from .._format.data_files import Entry, pack_files, write_data_file
 from .._format.layouts import Layout
 from .._format.manifest import Manifest, StoredFile, StoredTensor, key_of, manifest_to_text
 from .._format.series import remove_earlier, series_of
+from .._format.storage import is_remote, place_of
 from .._format.versions import NewVersion
 from .._state.flat import FlatState, flatten, leaves_as_text
 from .._state.objects import Objects
@@ -40,7 +42,7 @@ Copies = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 class Options:
     """The arguments of a save; ``save`` describes them."""
 
-    path: Path
+    path: str | os.PathLike
     metadata: Mapping[str, Any] | None
     overwrite: bool
     keep_last: int | None
@@ -133,6 +135,7 @@ class Saving:
     """One save, step by step; ``choose``, ``plan``, ``commit`` and ``discard`` are for the first rank."""
 
     def __init__(self, options: Options, state: dict[str, Any], control: Control) -> None:
+        self.path = Path()  # of the checkpoint
         self._options, self._state = options, state
         self._rank, self._ranks = control.rank, control.ranks
         self._version: NewVersion | None = None
@@ -149,13 +152,14 @@ class Saving:
     def begin(self) -> Given:
         """Create the folder, and list what this rank holds."""
         options = self._options
-        if options.keep_last is not None and series_of(options.path.name) is None:
+        self.path = place_of(options.path)
+        if options.keep_last is not None and series_of(self.path.name) is None:
             raise CheckpointError(
-                f"{options.path}: expected a name with a number at its end for keep_last, such as 'step-100', got "
-                f"{options.path.name!r}; checkpoints of one name and other numbers are removed"
+                f"{self.path}: expected a name with a number at its end for keep_last, such as 'step-100', got "
+                f"{self.path.name!r}; checkpoints of one name and other numbers are removed"
             )
         if self._rank == 0:
-            self._version = NewVersion(options.path, overwrite=options.overwrite)
+            self._version = NewVersion(self.path, overwrite=options.overwrite)
         objects = Objects(self._state, self._rank, len(self._ranks))
         self._flat = flatten(self._state, open_object=objects.open)
         tensors = {
@@ -166,7 +170,7 @@ class Saving:
         self._metadata = _metadata_text(options.metadata)
         plan = self._known.digest if self._known and (self._known.layouts or self._rank) else ""
         held = self._table.digest_with(self._boxes)
-        return Given(as_text(options.path), self._metadata, options.is_async, self._table.digest(), held, plan)
+        return Given(as_text(self.path), self._metadata, options.is_async, self._table.digest(), held, plan)
 
     def choose(self, given: Sequence[Given]) -> list[Asked]:
         """Ask for tables, and for boxes unless all ranks have kept the plan of what they hold."""
@@ -200,8 +204,8 @@ class Saving:
 
     def take(self, share: Share, copies: Copies = list) -> None:
         """Take what this rank writes, and the fingerprints of its replicas, out of the state."""
-        self._folder, self._is_new = self._options.path / share.folder, share.held is not None
-        if not self._folder.is_dir():
+        self._folder, self._is_new = self.path / share.folder, share.held is not None
+        if not (is_remote(self.path) or self._folder.is_dir()):
             raise CheckpointError(
                 f"rank {self._rank}: expected the folder {self._folder} of rank 0, got no such folder; save to a file "
                 "system shared by all ranks"
@@ -264,7 +268,7 @@ class Saving:
         self._version = None
         self._log(manifest)
         if self._options.keep_last is not None:
-            remove_earlier(self._options.path, keep=self._options.keep_last)
+            remove_earlier(self.path, keep=self._options.keep_last)
         return [None] * len(written)
 
     def discard(self) -> None:
@@ -278,7 +282,7 @@ class Saving:
         gigabytes = sum(file.num_bytes for file in manifest.files.values()) / 1e9
         logger.info(
             "saved %s: %d tensors, %.3f GB from %d ranks in %.2f s",
-            self._options.path, len(manifest.tensors), gigabytes, manifest.world_size, seconds,
+            self.path, len(manifest.tensors), gigabytes, manifest.world_size, seconds,
         )  # fmt: skip
 
 
