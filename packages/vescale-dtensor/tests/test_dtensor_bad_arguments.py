@@ -75,6 +75,11 @@ def calls():
         "random.manual_seed": Call(random.manual_seed, lambda: {"seed": 0}, {"seed": SEEDS}),
         "random.fork": Call(random.fork, lambda: {"seed": 0}, {"seed": SEEDS | {"None"}}),
         "random.set_state": Call(random.set_state, lambda: {"state": dict(state)}),
+        "random.Streams.load_state_dict": Call(
+            random.Streams().load_state_dict,
+            lambda: {"state_dict": random.Streams().state_dict()},
+            called={"state_dict": "state"},
+        ),
         "random.local_batch": Call(random.local_batch, lambda: {"mesh_axis": mesh}),
         "random.micro_batches": Call(used_micro_batches, lambda: {"count": 2}),
         "random.forbidden": Call(random.forbidden, lambda: {"reason": "no"}, {"reason": TEXTS}),
@@ -99,7 +104,7 @@ def used_micro_batches(count):
 def test_the_table_has_every_public_name():
     (names,) = run_ranks(lambda: list(calls()), 1)
     modules = {"": public, "random.": random, "debug.": debug}
-    check_table(modules, [*names, "random.current_stream", "random.get_state"], (*TORCHS, *RESULTS))
+    check_table(modules, [*names, "random.Streams", "random.current_stream", "random.get_state"], (*TORCHS, *RESULTS))
 
 
 @ranks(1)

@@ -10,6 +10,7 @@
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ def parallelize(
     is_dry = dist.get_backend() == "fake"
     if is_dry:
         _parallelize_tensors(plan, model, mesh, resolved)
-    engine = None
+    engine, whole = None, dict(model.named_modules(remove_duplicate=False))
     if plan.pp > 1 or plan.num_microbatches > 1:
         pipeline = PipelinePlan(
             schedule=plan.schedule,
@@ -126,7 +127,14 @@ def parallelize(
         )
     if not is_dry:
         _parallelize_tensors(plan, model, mesh, resolved)
-    ddp = DDP(model, mesh["dp"], zero=plan.zero, bucket_bytes=plan.bucket_bytes, per_rank=per_rank, row_wise=row_wise)
+    ddp = DDP(
+        model,
+        mesh["dp"],
+        zero=plan.zero,
+        bucket_bytes=plan.bucket_bytes,
+        per_rank=per_rank,
+        row_wise=row_wise if engine is None else _of_this_rank(row_wise, model, whole),
+    )
     optimizer = DistributedOptimizer(
         optimizer_class,
         model=ddp,
@@ -142,6 +150,15 @@ def _parallelize_tensors(plan: Plan, model: nn.Module, mesh: DeviceMesh, module_
     if not is_deferred(model):
         model.to(plan.device)
     parallelize_module(model, mesh["tp"], module_plan, mode=plan.mode)
+
+
+def _of_this_rank(row_wise: Sequence[str], model: nn.Module, whole: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names that patterns have among modules of this rank's stages.
+
+    The engine has compared the patterns with the whole model, and replaced modules of other stages.
+    """
+    here = [name for name, module in model.named_modules(remove_duplicate=False) if whole.get(name) is module]
+    return [name for name in here if any(re.fullmatch(pattern, name) for pattern in row_wise)]
 
 
 def _without_target(batch: Mapping[str, Any] | None, loss_fn: object) -> Mapping[str, Any] | None:

@@ -3,7 +3,7 @@
 Importing ``vescale.dtensor`` makes random operators on DTensors draw the values that stock torch draws on one device.
 Call :func:`torch.manual_seed` with the same seed on every rank. This module adds information that placements do not
 hold (`local_batch`, `micro_batches`, `forbidden`), a second stream (`stream`), and seeds and states (`fork`,
-`manual_seed`, `get_state`, `set_state`).
+`manual_seed`, `get_state`, `set_state`, and `Streams` for checkpoints).
 
 Two streams of random numbers exist:
 
@@ -33,11 +33,13 @@ from ._checked import Count, checked, one_of
 from ._random import state as _random_state
 from ._random import streams as _streams
 from ._random.batch import MicroBatches, window
+from ._random.checkpointed import Streams
 from ._random.global_position import BatchWindow
 from ._torch.dispatch import Op
 from .errors import UnsupportedRandomOperator
 
 __all__ = [
+    "Streams",
     "current_stream",
     "forbidden",
     "fork",

@@ -153,7 +153,7 @@ class PipelineEngine:
         self._failure: BaseException | None = None
         self.losses: torch.Tensor | None = None
         self._modules: StageModules | None = None
-        names = matching_names(model, row_wise)
+        names, whole = matching_names(model, row_wise), dict(model.named_modules())
         self._twin: Twin[PipelineEngine] | None = None
         per_microbatch |= is_dry(axis)  # rows are not compared, and generators not moved
         if self.num_stages > 1:
@@ -161,6 +161,8 @@ class PipelineEngine:
             if is_dry(axis):
                 self._twin = Twin(model, axis.device_type, functools.partial(self._twin_of, self.split.stages))
             self._modules = StageModules(model, self.split, self.stages, self._state)
+            here = dict(model.named_modules())
+            names = [name for name in names if here.get(name) is whole[name]]
         self._transport = Transport(axis, timeout=timeout)
         self._state.device = self._transport.device
         self.rows = RowChecks(

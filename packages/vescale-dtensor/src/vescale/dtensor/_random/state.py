@@ -46,6 +46,7 @@ __all__ = [
     "current",
     "fork",
     "get_state",
+    "kinds_of",
     "manual_seed",
     "moving",
     "random_position",
@@ -181,7 +182,7 @@ def set_state(state: dict[str, Any]) -> None:
     else:
         STREAMS.parked[PHILOX] = philox_state.write(position, philox_state.started(position.seed))
         torch.set_rng_state(state[CPU])
-    _set_device_states({kind: list(state[f"torch.{kind}"]) for kind in _devices_of(state)})
+    _set_device_states({kind: list(state[f"torch.{kind}"]) for kind in kinds_of(state)})
 
 
 @contextlib.contextmanager
@@ -200,8 +201,10 @@ def fork(seed: int | None = None) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------- checks
 
 
-def _devices_of(state: dict[str, Any]) -> list[str]:
-    return [key.removeprefix("torch.") for key in state if key.startswith("torch.") and key != CPU]
+def kinds_of(state: dict[Any, Any]) -> list[str]:
+    """Return the kinds of accelerators of which a state has generators."""
+    texts = [key for key in state if isinstance(key, str)]
+    return [key.removeprefix("torch.") for key in texts if key.startswith("torch.") and key != CPU]
 
 
 def _check(state: dict[str, Any]) -> None:
@@ -217,7 +220,7 @@ def _check(state: dict[str, Any]) -> None:
             raise ValueError(
                 f"random state: expected {key} to be of type {kind.__name__}, got {type(state[key]).__name__}"
             )
-    devices = _devices_of(state)
+    devices = kinds_of(state)
     if unknown := sorted(map(str, state.keys() - REQUIRED.keys() - {f"torch.{kind}" for kind in devices})):
         raise ValueError(f"expected a state saved by random.get_state(), got unknown entries {', '.join(unknown)}")
     _check_tensor(CPU, state[CPU], torch.uint8, torch.get_rng_state().shape)
