@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vescale.ckpt as public
-from vescale.ckpt import PerRank, diff, latest, load, read_manifest, save, verify, wait
+from vescale.ckpt import PerRank, diff, latest, load, load_dcp, read_manifest, save, save_dcp, verify, wait
 from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 ROWS = {
@@ -23,6 +23,25 @@ ROWS = {
     "load, state": (lambda path: load(path / "step", None), "expected a dict of names to models"),
     "load, ignore": (lambda path: load(path / "step", {}, ignore=3), "expected Collection for ignore, got 3"),
     "load, ignore, text": (lambda path: load(path / "step", {}, ignore="a"), "expected Collection for ignore, got 'a'"),
+    "save_dcp, folder": (lambda _: save_dcp(3, {}), "save_dcp: expected str or PathLike for folder, got 3"),
+    "save_dcp, state": (lambda path: save_dcp(path / "a", None), "expected a dict of names to models"),
+    "save_dcp, overwrite": (
+        lambda path: save_dcp(path / "a", {}, overwrite=1),
+        "save_dcp: expected bool for overwrite, got 1",
+    ),
+    "load_dcp, folder": (lambda _: load_dcp(None, {}), "load_dcp: expected str or PathLike for folder, got None"),
+    "load_dcp, allow_pickle": (
+        lambda path: load_dcp(path / "step", {}, allow_pickle="yes"),
+        "load_dcp: expected bool for allow_pickle, got 'yes'",
+    ),
+    "load_dcp, ignore": (
+        lambda path: load_dcp(path / "step", {}, ignore="a"),
+        "load_dcp: expected Collection for ignore, got 'a'",
+    ),
+    "load_dcp, rename": (
+        lambda path: load_dcp(path / "step", {}, rename={"a": 1}),
+        "load_dcp: expected str for rename['a'], got 1",
+    ),
     "diff, path": (lambda _: diff(None, "a"), "diff: expected str or PathLike for path, got None"),
     "diff, other": (lambda path: diff(path / "step", 3), "diff: expected str or PathLike for other, got 3"),
     "read_manifest": (lambda _: read_manifest(None), "read_manifest: expected str or PathLike for path, got None"),
@@ -75,7 +94,6 @@ def calls():
         "process_group": None,
     }
     loaded = {
-        "path": "step",
         "state": state(),
         "strict": True,
         "ignore": ("optimizer",),
@@ -84,7 +102,14 @@ def calls():
         "process_group": None,
     }
     return {
-        "load": Call(load, lambda: {**loaded, "state": state()}, {"ignore": LISTS, "rename": {"None", "{}"}}),
+        "load": Call(
+            load, lambda: {**loaded, "path": "step", "state": state()}, {"ignore": LISTS, "rename": {"None", "{}"}}
+        ),
+        "load_dcp": Call(
+            load_dcp,
+            lambda: {**loaded, "folder": "dcp", "state": state(), "allow_pickle": True},
+            {"ignore": LISTS, "rename": {"None", "{}"}},
+        ),
         "read_manifest": Call(read_manifest, lambda: {"path": "step"}),
         "latest": Call(
             latest, lambda: {"directory": ".", "process_group": None}, {"directory": {"text", "misspelled"}}
@@ -106,6 +131,11 @@ def calls():
                 "metadata": {"None", "{}", "{text: 0}", "another key"},
             },
         ),
+        "save_dcp": Call(  # after `save`, which makes a checkpoint of the other path
+            save_dcp,
+            lambda: {"folder": "dcp-2", "state": state(), "overwrite": True, "process_group": None},
+            {"folder": {"misspelled"}, "state": {"{}", "{text: 0}", "{0: 0}", "another key"}},
+        ),
     }
 
 
@@ -116,7 +146,8 @@ def test_the_table_has_every_public_name():
 def test_bad_arguments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save("step", state())
-    assert check_calls(calls()) > 400
+    save_dcp("dcp", state())
+    assert check_calls(calls()) > 600
 
 
 def test_a_function_without_its_checks_is_found(tmp_path, monkeypatch):

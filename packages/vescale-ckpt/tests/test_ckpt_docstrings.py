@@ -8,9 +8,20 @@ import torch
 import vescale.ckpt as ckpt
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(
     "function",
-    [ckpt.save, ckpt.load, ckpt.read_manifest, ckpt.verify, ckpt.diff, ckpt.PerRank, ckpt.Layout],
+    [
+        ckpt.save,
+        ckpt.load,
+        ckpt.load_dcp,
+        ckpt.save_dcp,
+        ckpt.read_manifest,
+        ckpt.verify,
+        ckpt.diff,
+        ckpt.PerRank,
+        ckpt.Layout,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_the_example_of_a_public_function_runs(function, tmp_path, monkeypatch):

@@ -4,6 +4,17 @@ vescale.checkpoint.save("runs/step-100", {"model": model, "optimizer": optimizer
 vescale.checkpoint.load("runs/step-100", {"model": model, "optimizer": optimizer})
 """
 
-from vescale.ckpt import CheckpointError, PerRank, diff, latest, load, save, verify, wait
+from vescale.ckpt import CheckpointError, PerRank, diff, latest, load, load_dcp, save, save_dcp, verify, wait
 
-__all__ = ["CheckpointError", "PerRank", "diff", "latest", "load", "save", "verify", "wait"]
+__all__ = [
+    "CheckpointError",
+    "PerRank",
+    "diff",
+    "latest",
+    "load",
+    "load_dcp",
+    "save",
+    "save_dcp",
+    "verify",
+    "wait",
+]

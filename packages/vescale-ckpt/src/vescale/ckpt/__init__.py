@@ -19,6 +19,8 @@ What every rank has its own of, such as the position of a data loader, goes into
 
 from ._background import wait
 from ._errors import CheckpointError
+from ._exchange.dcp_load import load_dcp
+from ._exchange.dcp_save import save_dcp
 from ._format.boxes import Box
 from ._format.inspect import read_manifest, verify
 from ._format.layouts import Layout, Loop, Run
@@ -46,8 +48,10 @@ __all__ = [
     "diff",
     "latest",
     "load",
+    "load_dcp",
     "read_manifest",
     "save",
+    "save_dcp",
     "verify",
     "wait",
 ]

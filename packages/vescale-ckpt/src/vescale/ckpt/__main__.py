@@ -1,8 +1,9 @@
-"""The command ``vescale-ckpt``: look at checkpoints, verify and compare them.
+"""The command ``vescale-ckpt``: look at checkpoints, verify and compare them, and import others.
 
     vescale-ckpt inspect runs/step-100 --match "model/*.weight"
     vescale-ckpt verify runs/step-100
     vescale-ckpt diff runs/step-100 runs/step-200
+    vescale-ckpt import-dcp runs/dcp-100 runs/step-100 --allow-pickle
 
 Also as ``python -m vescale.ckpt``. Exit status: 0; 1 if checkpoints differ; 2 if one cannot be read or is damaged.
 """
@@ -19,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ._errors import CheckpointError
+from ._exchange.dcp_import import import_dcp
 from ._format.dtypes import ITEM_BYTES
 from ._format.inspect import manifest_at, verify_files
 from ._format.manifest import Manifest, StoredTensor
@@ -53,6 +55,15 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("path", type=_path)
     diff.add_argument("other", type=_path)
     diff.set_defaults(run=_diff)
+    dcp = commands.add_parser("import-dcp", help="make a checkpoint of a folder of torch.distributed.checkpoint")
+    dcp.add_argument("folder", type=_path)
+    dcp.add_argument("path", type=_path)
+    dcp.add_argument(
+        "--allow-pickle", action="store_true", help="read the folder's pickle, if it names DCP's classes only"
+    )
+    dcp.add_argument("--ignore", metavar="NAME", action="append", default=[], help="leave out 'optimizer', for example")
+    dcp.add_argument("--overwrite", action="store_true", help="replace a checkpoint")
+    dcp.set_defaults(run=_import_dcp)
     return parser
 
 
@@ -124,6 +135,18 @@ def _diff(options: argparse.Namespace) -> int:
     finally:
         progress.end()
     return 1 if count else 0
+
+
+def _import_dcp(options: argparse.Namespace) -> int:
+    import_dcp(
+        options.folder,
+        options.path,
+        allow_pickle=options.allow_pickle,
+        ignore=options.ignore,
+        overwrite=options.overwrite,
+    )
+    print(f"{options.path}: {_summary(manifest_at(options.path))}")
+    return 0
 
 
 # --- texts ---

@@ -1,6 +1,8 @@
 """The only module of this package with private names of torch (2.11 to 2.14).
 
-``default_store`` is the store by which the processes found each other. ``dtensor_box`` is the box of a DTensor's shard.
+``default_store`` is the store by which the processes found each other. ``distcp_prefix`` and ``distcp_place`` are
+records of ``torch.distributed.checkpoint`` that its public writer takes and returns. ``dtensor_box`` is the box
+of a DTensor's shard.
 
 The offsets come from ``DTensor.__create_chunk_list__``, the protocol of torch's own checkpoint, which is the same in
 these versions. It returns only the first index of a shard. For ``_StridedShard`` (FSDP2 over tensor parallel on the
@@ -12,6 +14,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -88,3 +91,13 @@ def _check_consecutive(tensor: DTensor, dim: int, coord: tuple[int, ...], box: B
 def _nth(indices: torch.Tensor, num_chunks: int, n: int) -> torch.Tensor:
     chunks = indices.chunk(num_chunks)
     return chunks[n] if n < len(chunks) else indices[:0]
+
+
+def distcp_prefix(text: str) -> _StoragePrefix:
+    """Return what a plan of ``torch.distributed.checkpoint`` says of the names of a rank's files."""
+    return _StoragePrefix(text)
+
+
+def distcp_place(file: str, offset: int, length: int) -> _StorageInfo:
+    """Return where a value is in the files of ``torch.distributed.checkpoint``."""
+    return _StorageInfo(file, offset, length)

@@ -92,7 +92,7 @@ def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
         file.write(header)
         for entry in entries:
             values = resolved(entry.view).cpu().contiguous()
-            blocks = [zlib.crc32(block) for block in _written(file, _bytes_of(values))]
+            blocks = [zlib.crc32(block) for block in _written(file, bytes_of(values))]
             sums[entry.key] = tuple(blocks)
         size = file.tell()
         if not is_remote(path):
@@ -105,7 +105,7 @@ def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
 
 def _checksums_of(view: torch.Tensor) -> Checksums:
     values = resolved(view).cpu().contiguous()
-    data = _bytes_of(values)
+    data = bytes_of(values)
     return tuple(zlib.crc32(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES))
 
 
@@ -151,7 +151,7 @@ class DataFile:
         source = self._source_of(piece, name, dtype)
         starts = tuple(a - b for a, b in zip(box.offsets, piece.box.offsets, strict=True))
         strides = tuple(math.prod(piece.box.sizes[dim + 1 :]) for dim in range(len(starts)))
-        for part, into in _parts(_Part(starts, box.sizes, strides), target, source.block_length):
+        for part, into in parts(Part(starts, box.sizes, strides), target, source.block_length):
             is_direct = part.is_run and into.is_contiguous()
             run = into.view(-1) if is_direct else torch.empty(part.length, dtype=source.dtype)
             for at, values in self._values(source, part.first, part.length):
@@ -185,9 +185,9 @@ class DataFile:
         if self._latest == (source.stored.start, number):
             return block
         self._latest = None
-        if self._read(start, _bytes_of(block)) != block.numel():
+        if self._read(start, bytes_of(block)) != block.numel():
             raise self._fault(f"{source.stored.end} bytes, got fewer", source.label)
-        expected, found = source.stored.crc32[number], zlib.crc32(_bytes_of(block))
+        expected, found = source.stored.crc32[number], zlib.crc32(bytes_of(block))
         if found != expected:
             end = start + block.numel()
             what = f"checksum {expected:08x} of bytes {start} to {end}, got {found:08x}: bytes were changed or lost"
@@ -308,7 +308,7 @@ class _Source:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A part of a stored tensor, and the run of its elements, in row-major order, that it lies in.
 
     Attributes:
@@ -337,7 +337,7 @@ class _Part:
         return self.length == math.prod(self.sizes)
 
 
-def _parts(part: _Part, target: torch.Tensor, limit: int) -> Iterator[tuple[_Part, torch.Tensor]]:
+def parts(part: Part, target: torch.Tensor, limit: int) -> Iterator[tuple[Part, torch.Tensor]]:
     """Cut a part, and the tensor that it goes to, until it is all of a run in both, or in one of ``limit`` elements."""
     if part.length <= limit or (part.is_run and target.is_contiguous()):
         yield part, target
@@ -347,8 +347,8 @@ def _parts(part: _Part, target: torch.Tensor, limit: int) -> Iterator[tuple[_Par
     for start, size in ((0, half), (half, part.sizes[dim] - half)):
         starts, sizes = list(part.starts), list(part.sizes)
         starts[dim], sizes[dim] = starts[dim] + start, size
-        cut = _Part(tuple(starts), tuple(sizes), part.strides)
-        yield from _parts(cut, target.narrow(dim, start, size), limit)
+        cut = Part(tuple(starts), tuple(sizes), part.strides)
+        yield from parts(cut, target.narrow(dim, start, size), limit)
 
 
 def _num_blocks(num_bytes: int) -> int:
@@ -389,7 +389,7 @@ def resolved(values: torch.Tensor) -> torch.Tensor:
     return values.detach().resolve_conj().resolve_neg()
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
+def bytes_of(values: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, without a copy; keep the tensor alive while they are used."""
     count = values.numel() * values.element_size()
     return memoryview((ctypes.c_char * count).from_address(values.data_ptr())).cast("B")

@@ -141,7 +141,7 @@ class Manifest:
             CheckpointError: two values get one name, or a prefix is that of no name.
         """
         tables = (self.tensors, self.leaves, self.optimizers)
-        new = {name: _renamed(name, prefixes) for name in dict.fromkeys(itertools.chain(*tables))}
+        new = {name: renamed_name(name, prefixes) for name in dict.fromkeys(itertools.chain(*tables))}
         if unused := [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in new)]:
             raise CheckpointError(
                 f"expected beginnings of stored names in rename, got {format_some(map(repr, unused))}; the names are "
@@ -160,7 +160,7 @@ class Manifest:
         return replace(self, tensors=tensors, leaves=leaves, optimizers=optimizers)
 
 
-def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+def renamed_name(name: str, prefixes: Mapping[str, str]) -> str:
     prefix = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
     return name if prefix is None else prefixes[prefix] + name.removeprefix(prefix)
 

@@ -140,7 +140,7 @@ def left_over(comparisons: Sequence[Comparison], manifest: Manifest, *, ignore: 
     return [
         name
         for name, by_any in zip(stored, asked.to_bytes(len(stored)), strict=True)
-        if not (by_any or _is_under(name, ignore))
+        if not (by_any or is_under(name, ignore))
     ]
 
 
@@ -180,7 +180,7 @@ def _by_ranks(found: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
     return ranks_of
 
 
-def _is_under(name: str, prefixes: Collection[str]) -> bool:
+def is_under(name: str, prefixes: Collection[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}/") for prefix in prefixes)
 
 

@@ -36,6 +36,10 @@ class Objects:
         self._named[path] = named = NamedOptimizer.of(item, path, self._state)
         return named.state_dict() if self._manifest is None else named.layout(self._manifest, path)
 
+    def groups(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """Return the names of the parameters in each group of the opened optimizers of torch, by path."""
+        return {path: tuple(tuple(group) for group in named.groups()) for path, named in self._named.items()}
+
     def close(self, item: Any, path: str, filled: Any) -> None:
         """Pass the filled state dict to the object at ``path``.
 

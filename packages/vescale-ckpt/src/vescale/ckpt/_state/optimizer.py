@@ -77,6 +77,11 @@ class NamedOptimizer:
                 names[count] = name
         return cls(optimizer, names)
 
+    def groups(self) -> list[list[str]]:
+        """Return the names of the parameters of each group."""
+        counted = self.optimizer.state_dict()["param_groups"]
+        return [[self.names[count] for count in group["params"]] for group in counted]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state dict with names in place of counts, and only hyperparameters in its groups."""
         counted = self.optimizer.state_dict()
