@@ -26,6 +26,7 @@ from ._format.inspect import manifest_at, verify_files
 from ._format.manifest import Manifest, StoredTensor
 from ._format.storage import place_of
 from ._load.difference import differences
+from ._progress import Progress, size_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,7 +116,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     manifest = manifest_at(options.path)
-    progress = _Progress("verified", sum(file.num_bytes for file in manifest.files.values()))
+    progress = Progress("verified", sum(file.num_bytes for file in manifest.files.values()))
     try:
         verify_files(options.path, manifest, progress)
     finally:
@@ -126,7 +127,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     tensors = manifest_at(options.path).tensors.values()
-    progress, count = _Progress("compared", sum(map(_num_bytes, tensors))), 0
+    progress, count = Progress("compared", sum(map(_num_bytes, tensors))), 0
     try:
         for difference in differences(options.path, options.other, progress):
             progress.end()
@@ -152,37 +153,15 @@ def _import_dcp(options: argparse.Namespace) -> int:
 # --- texts ---
 
 
-class _Progress:
-    """Shows on a terminal how many bytes are done, on standard error."""
-
-    def __init__(self, verb: str, total: int) -> None:
-        self._verb, self._total = verb, total
-        self._done, self._shown = 0, -1
-
-    def __call__(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        percent = 100 * self._done // max(self._total, 1)
-        if sys.stderr.isatty() and percent != self._shown:
-            self._shown = percent
-            text = f"{self._verb} {_size(self._done)} of {_size(self._total)}, {percent}%"
-            print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """Remove what is shown."""
-        if self._shown >= 0:
-            print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)
-            self._shown = -1
-
-
 def _summary(manifest: Manifest) -> str:
     size = sum(file.num_bytes for file in manifest.files.values())
     tensors, files = _count(len(manifest.tensors), "tensor"), _count(len(manifest.files), "file")
-    return f"{tensors} in {files}, {_size(size)}, from {_count(manifest.world_size, 'rank')}"
+    return f"{tensors} in {files}, {size_text(size)}, from {_count(manifest.world_size, 'rank')}"
 
 
 def _row(name: str, tensor: StoredTensor) -> tuple[str, ...]:
     shape = " x ".join(map(str, tensor.meta.shape)) or "scalar"
-    return name, tensor.meta.dtype, shape, _size(_num_bytes(tensor)), _count(tensor.layout.num_pieces, "piece")
+    return name, tensor.meta.dtype, shape, size_text(_num_bytes(tensor)), _count(tensor.layout.num_pieces, "piece")
 
 
 def _count(number: int, what: str) -> str:
@@ -191,13 +170,6 @@ def _count(number: int, what: str) -> str:
 
 def _num_bytes(tensor: StoredTensor) -> int:
     return math.prod(tensor.meta.shape) * ITEM_BYTES[tensor.meta.dtype]
-
-
-def _size(num_bytes: int) -> str:
-    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.2f} {unit}"
-    return f"{num_bytes} B"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,43 @@
+"""How far a long operation is, for people who look at a terminal."""
+
+from __future__ import annotations
+
+import sys
+
+
+class Progress:
+    """Shows on a terminal how many bytes are done, on standard error.
+
+    Args:
+        verb: what is done with the bytes.
+        total: number of bytes in all.
+        is_shown: whether to show anything.
+    """
+
+    def __init__(self, verb: str, total: int, *, is_shown: bool = True) -> None:
+        self._is_shown = is_shown and sys.stderr.isatty()
+        self._verb, self._total = verb, total
+        self._done, self._shown = 0, -1
+
+    def __call__(self, num_bytes: int) -> None:
+        """Count bytes that are done."""
+        self._done += num_bytes
+        percent = 100 * self._done // max(self._total, 1)
+        if self._is_shown and percent != self._shown:
+            self._shown = percent
+            text = f"{self._verb} {size_text(self._done)} of {size_text(self._total)}, {percent}%"
+            print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Remove what is shown."""
+        if self._shown >= 0:
+            print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)
+            self._shown = -1
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes with its unit."""
+    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes} B"
