@@ -8,7 +8,21 @@ import pytest
 import torch
 
 import vescale.ckpt as public
-from vescale.ckpt import PerRank, diff, latest, load, load_dcp, read_manifest, save, save_dcp, verify, wait
+from vescale.ckpt import (
+    PerRank,
+    WeightRule,
+    diff,
+    latest,
+    load,
+    load_dcp,
+    load_hf,
+    read_manifest,
+    save,
+    save_dcp,
+    save_hf,
+    verify,
+    wait,
+)
 from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 ROWS = {
@@ -58,6 +72,35 @@ ROWS = {
         "expected a name with a number at its end for keep_last, such as 'step-100', got 'best'",
     ),
     "latest": (lambda _: latest(3), "latest: expected str or PathLike for directory, got 3"),
+    "load_hf, folder": (lambda _: load_hf(3, linear()), "load_hf: expected str or PathLike for folder, got 3"),
+    "load_hf, module": (lambda path: load_hf(path / "hf", {}), "load_hf: expected Module for module, got {}"),
+    "load_hf, rules": (
+        lambda path: load_hf(path / "hf", linear(), rules=["a"]),
+        "load_hf: expected WeightRule for rules[0], got 'a'",
+    ),
+    "save_hf, folder": (lambda _: save_hf(None, linear()), "save_hf: expected str or PathLike for folder, got None"),
+    "save_hf, module": (lambda path: save_hf(path / "a", 3), "save_hf: expected Module for module, got 3"),
+    "save_hf, max_shard_bytes": (
+        lambda path: save_hf(path / "a", linear(), max_shard_bytes=0),
+        "save_hf: expected an integer of 1 or more for max_shard_bytes, got 0",
+    ),
+    "WeightRule, no pattern": (lambda _: WeightRule([], "a"), "expected a pattern for file and one for module"),
+    "WeightRule, several": (
+        lambda _: WeightRule(["a", "b"], ["c", "d"], concatenate=0),
+        "expected one pattern for file or for module, got 2 and 2; write a rule for each",
+    ),
+    "WeightRule, no dim": (lambda _: WeightRule(["a", "b"], "c"), "expected concatenate= for several patterns"),
+    "WeightRule, a dim": (lambda _: WeightRule("a", "c", concatenate=0), "got 0 for 1 of file and 1 of module"),
+    "WeightRule, fields": (
+        lambda _: WeightRule("a.{x}", "c.{y}"),
+        "expected equal fields in the patterns",
+    ),
+    "WeightRule, no number": (lambda _: WeightRule("a.{x}", "c.{x}", stack=0), "got [] for stack=0"),
+    "WeightRule, a number": (lambda _: WeightRule("a.{x}.{n}", "c.{x}"), "got ['n'] for stack=None"),
+    "WeightRule, stack of several": (
+        lambda _: WeightRule("a.{n}", ["c", "d"], stack=0, concatenate=0),
+        "expected one pattern for module to stack, got 2",
+    ),
     "verify": (lambda _: verify(3), "verify: expected str or PathLike for path, got 3"),
 }
 
@@ -75,6 +118,10 @@ RESULTS = (
     "TensorMeta",
 )  # of planning and of manifests
 LISTS = {"()", "[]", "[text]", "{}", "{text: 0}", "longer", "shorter"}
+
+
+def linear():
+    return torch.nn.Linear(2, 2)
 
 
 def state():
@@ -122,6 +169,25 @@ def calls():
         ),
         "verify": Call(verify, lambda: {"path": "step"}),
         "wait": Call(wait, dict),
+        "load_hf": Call(
+            load_hf,
+            lambda: {
+                "folder": "hf",
+                "module": linear(),
+                "rules": (),
+                "strict": True,
+                "ignore": ("optimizer",),
+                "rename": {"w": "w"},
+                "allow_dtype_cast": False,
+                "process_group": None,
+            },
+            {"ignore": LISTS, "rename": {"None", "{}"}, "rules": {"None", "()", "[]"}},
+        ),
+        "WeightRule": Call(
+            WeightRule,
+            lambda: {"file": "{a}.{n}.w", "module": "{a}.w", "stack": 0, "concatenate": None},
+            {"file": {"misspelled"}, "module": {"misspelled"}},
+        ),
         "save": Call(
             save,
             lambda: {**arguments, "path": "other", "state": state()},
@@ -136,6 +202,19 @@ def calls():
             lambda: {"folder": "dcp-2", "state": state(), "overwrite": True, "process_group": None},
             {"folder": {"misspelled"}, "state": {"{}", "{text: 0}", "{0: 0}", "another key"}},
         ),
+        "save_hf": Call(
+            lambda folder, module, rules, max_shard_bytes, overwrite: save_hf(
+                folder, module, rules=rules, max_shard_bytes=max_shard_bytes, overwrite=overwrite
+            ),
+            lambda: {
+                "folder": "other_hf",
+                "module": linear(),
+                "rules": (),
+                "max_shard_bytes": 1000,
+                "overwrite": True,
+            },
+            {"folder": {"text", "misspelled"}, "module": {"module"}, "rules": {"None", "()", "[]"}},
+        ),
     }
 
 
@@ -147,7 +226,8 @@ def test_bad_arguments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save("step", state())
     save_dcp("dcp", state())
-    assert check_calls(calls()) > 600
+    save_hf("hf", linear())
+    assert check_calls(calls()) > 800
 
 
 def test_a_function_without_its_checks_is_found(tmp_path, monkeypatch):
@@ -162,6 +242,7 @@ def test_a_function_without_its_checks_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize("row", ROWS)
 def test_refused(tmp_path, row):
     save(tmp_path / "step", {"a": 1})
+    save_hf(tmp_path / "hf", linear())
     call, message = ROWS[row]
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         call(tmp_path)

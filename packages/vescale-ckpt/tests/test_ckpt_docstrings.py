@@ -12,15 +12,8 @@ import vescale.ckpt as ckpt
 @pytest.mark.parametrize(
     "function",
     [
-        ckpt.save,
-        ckpt.load,
-        ckpt.load_dcp,
-        ckpt.save_dcp,
-        ckpt.read_manifest,
-        ckpt.verify,
-        ckpt.diff,
-        ckpt.PerRank,
-        ckpt.Layout,
+        *(ckpt.save, ckpt.load, ckpt.read_manifest, ckpt.verify, ckpt.diff, ckpt.PerRank, ckpt.Layout, ckpt.wait),
+        *(ckpt.load_dcp, ckpt.save_dcp, ckpt.load_hf, ckpt.save_hf, ckpt.WeightRule),
     ],
     ids=lambda f: f.__name__,
 )

@@ -4,17 +4,34 @@ vescale.checkpoint.save("runs/step-100", {"model": model, "optimizer": optimizer
 vescale.checkpoint.load("runs/step-100", {"model": model, "optimizer": optimizer})
 """
 
-from vescale.ckpt import CheckpointError, PerRank, diff, latest, load, load_dcp, save, save_dcp, verify, wait
+from vescale.ckpt import (
+    CheckpointError,
+    PerRank,
+    WeightRule,
+    diff,
+    latest,
+    load,
+    load_dcp,
+    load_hf,
+    save,
+    save_dcp,
+    save_hf,
+    verify,
+    wait,
+)
 
 __all__ = [
     "CheckpointError",
     "PerRank",
+    "WeightRule",
     "diff",
     "latest",
     "load",
     "load_dcp",
+    "load_hf",
     "save",
     "save_dcp",
+    "save_hf",
     "verify",
     "wait",
 ]

@@ -21,6 +21,9 @@ from ._background import wait
 from ._errors import CheckpointError
 from ._exchange.dcp_load import load_dcp
 from ._exchange.dcp_save import save_dcp
+from ._exchange.hf_load import load_hf
+from ._exchange.hf_rules import WeightRule
+from ._exchange.hf_save import save_hf
 from ._format.boxes import Box
 from ._format.inspect import read_manifest, verify
 from ._format.layouts import Layout, Loop, Run
@@ -45,13 +48,16 @@ __all__ = [
     "StoredFile",
     "StoredTensor",
     "TensorMeta",
+    "WeightRule",
     "diff",
     "latest",
     "load",
     "load_dcp",
+    "load_hf",
     "read_manifest",
     "save",
     "save_dcp",
+    "save_hf",
     "verify",
     "wait",
 ]

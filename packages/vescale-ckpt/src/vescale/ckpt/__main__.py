@@ -1,9 +1,11 @@
-"""The command ``vescale-ckpt``: look at checkpoints, verify and compare them, and import others.
+"""The command ``vescale-ckpt``: look at checkpoints, verify, compare and convert them.
 
     vescale-ckpt inspect runs/step-100 --match "model/*.weight"
     vescale-ckpt verify runs/step-100
     vescale-ckpt diff runs/step-100 runs/step-200
     vescale-ckpt import-dcp runs/dcp-100 runs/step-100 --allow-pickle
+    vescale-ckpt export-hf runs/step-100 weights --config original
+    vescale-ckpt import-hf original runs/step-0
 
 Also as ``python -m vescale.ckpt``. Exit status: 0; 1 if checkpoints differ; 2 if one cannot be read or is damaged.
 """
@@ -21,6 +23,7 @@ from pathlib import Path
 
 from ._errors import CheckpointError
 from ._exchange.dcp_import import import_dcp
+from ._exchange.hf_convert import export_hf, import_hf
 from ._format.dtypes import ITEM_BYTES
 from ._format.inspect import manifest_at, verify_files
 from ._format.manifest import Manifest, StoredTensor
@@ -42,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vescale-ckpt", description="Look at checkpoints, verify and compare them.")
+    parser = argparse.ArgumentParser(
+        prog="vescale-ckpt", description="Look at checkpoints, verify, compare and convert them."
+    )
     commands = parser.add_subparsers(title="commands", required=True)
     inspect = commands.add_parser("inspect", help="list what a checkpoint holds, without reading tensors")
     inspect.add_argument("path", type=_path)
@@ -65,6 +70,20 @@ def _parser() -> argparse.ArgumentParser:
     dcp.add_argument("--ignore", metavar="NAME", action="append", default=[], help="leave out 'optimizer', for example")
     dcp.add_argument("--overwrite", action="store_true", help="replace a checkpoint")
     dcp.set_defaults(run=_import_dcp)
+    export = commands.add_parser("export-hf", help="write the model of a checkpoint as a folder of Hugging Face")
+    export.add_argument("path", type=_path, metavar="CHECKPOINT")
+    export.add_argument("folder", type=_path, metavar="FOLDER")
+    export.add_argument("--prefix", default="model", help="path of the model in the state (default: model)")
+    export.add_argument("--config", type=_path, metavar="FOLDER", help="where the config.json of the model is")
+    export.add_argument("--max-shard-bytes", type=int, default=5 * 10**9, metavar="N", help="of a file (default: 5e9)")
+    export.add_argument("--overwrite", action="store_true", help="replace the weights in the folder")
+    export.set_defaults(run=_export)
+    imported = commands.add_parser("import-hf", help="write a folder of Hugging Face as a checkpoint")
+    imported.add_argument("folder", type=_path, metavar="FOLDER")
+    imported.add_argument("path", type=_path, metavar="CHECKPOINT")
+    imported.add_argument("--prefix", default="model", help="path of the model in the state (default: model)")
+    imported.add_argument("--overwrite", action="store_true", help="replace the checkpoint")
+    imported.set_defaults(run=_import)
     return parser
 
 
@@ -147,6 +166,36 @@ def _import_dcp(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
     )
     print(f"{options.path}: {_summary(manifest_at(options.path))}")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    progress = Progress("exported", 0)
+    try:
+        names = export_hf(
+            options.path,
+            options.folder,
+            prefix=options.prefix,
+            config=options.config,
+            max_shard_bytes=options.max_shard_bytes,
+            overwrite=options.overwrite,
+            progress=progress.of,
+        )
+    finally:
+        progress.end()
+    print(f"{options.folder}: {_count(len(names), 'file')}, complete with {names[-1]}")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    progress = Progress("imported", 0)
+    try:
+        manifest = import_hf(
+            options.folder, options.path, prefix=options.prefix, overwrite=options.overwrite, progress=progress.of
+        )
+    finally:
+        progress.end()
+    print(f"{options.path}: {_summary(manifest)}")
     return 0
 
 

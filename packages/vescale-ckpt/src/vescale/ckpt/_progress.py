@@ -28,6 +28,11 @@ class Progress:
             text = f"{self._verb} {size_text(self._done)} of {size_text(self._total)}, {percent}%"
             print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
 
+    def of(self, num_bytes: int, total: int) -> None:
+        """Count bytes that are done, of a total that is known only now."""
+        self._total = total
+        self(num_bytes)
+
     def end(self) -> None:
         """Remove what is shown."""
         if self._shown >= 0:

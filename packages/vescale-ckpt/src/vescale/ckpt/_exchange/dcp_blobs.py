@@ -28,10 +28,11 @@ import torch
 
 from .._errors import CheckpointError
 from .._format.boxes import Box
-from .._format.data_files import BLOCK_BYTES, Part, bytes_of, parts
+from .._format.data_files import BLOCK_BYTES, bytes_of
 from .._format.dtypes import dtype_name
 from .._format.manifest import Piece
 from .._format.storage import open_to_read
+from .._format.strided import Part, parts
 from .dcp_metadata import Place
 
 _FIX = "restore it, or use another checkpoint"

@@ -18,8 +18,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-import math
-import operator
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,17 +28,16 @@ from typing import Any
 import torch
 
 from .._errors import CheckpointError
-from .._typed_json import JsonReader, Size
+from .._typed_json import JsonReader
 from .boxes import Box
-from .dtypes import ITEM_BYTES, SAFETENSORS_CODES, dtype_name, stored_form
+from .dtypes import ITEM_BYTES, dtype_name, stored_form
 from .manifest import Piece, StoredFile
-from .storage import is_remote, new_file, open_to_read
+from .safetensors_file import METADATA, InFile, open_regular, parse_header, read_at, read_header
+from .storage import is_remote, new_file
+from .strided import Part, fill_part, row_major
 
 BLOCK_BYTES = 4 * 1024**2
 MAX_FILE_BYTES = 4 * 1024**3
-_MAX_HEADER_BYTES = 100_000_000  # of the safetensors format
-_METADATA = "__metadata__"
-_CODES = {code: name for name, code in SAFETENSORS_CODES.items()}
 
 #: The CRC-32 of each block of a tensor.
 Checksums = tuple[int, ...]
@@ -122,12 +119,9 @@ class DataFile:
 
     def __init__(self, path: Path, stored: StoredFile) -> None:
         self._path = path
+        self._file, num_bytes = open_regular(path, self._fault)
         try:
-            self._file, size = open_to_read(path)
-        except OSError as error:
-            raise self._fault(f"a data file, got {error.strerror or type(error).__name__}") from error
-        try:
-            self._tensors = self._read_header(stored, size)
+            self._tensors = self._read_header(stored, num_bytes)
         except BaseException:
             self._file.close()
             raise
@@ -150,14 +144,8 @@ class DataFile:
         """
         source = self._source_of(piece, name, dtype)
         starts = tuple(a - b for a, b in zip(box.offsets, piece.box.offsets, strict=True))
-        strides = tuple(math.prod(piece.box.sizes[dim + 1 :]) for dim in range(len(starts)))
-        for part, into in parts(Part(starts, box.sizes, strides), target, source.block_length):
-            is_direct = part.is_run and into.is_contiguous()
-            run = into.view(-1) if is_direct else torch.empty(part.length, dtype=source.dtype)
-            for at, values in self._values(source, part.first, part.length):
-                run[at : at + values.numel()].copy_(values)
-            if not is_direct:
-                into.copy_(run.as_strided(part.sizes, part.strides))
+        part = Part(starts, box.sizes, row_major(piece.box.sizes))
+        fill_part(target, part, source.dtype, source.block_length, lambda *run: self._values(source, *run))
 
     def check(self, piece: Piece, *, name: str, dtype: str) -> None:
         """Compare all bytes of a piece with their checksums.
@@ -185,7 +173,7 @@ class DataFile:
         if self._latest == (source.stored.start, number):
             return block
         self._latest = None
-        if self._read(start, bytes_of(block)) != block.numel():
+        if read_at(self._file, start, bytes_of(block)) != block.numel():
             raise self._fault(f"{source.stored.end} bytes, got fewer", source.label)
         expected, found = source.stored.crc32[number], zlib.crc32(bytes_of(block))
         if found != expected:
@@ -195,46 +183,23 @@ class DataFile:
         self._latest = source.stored.start, number
         return block
 
-    def _read(self, start: int, memory: memoryview) -> int:
-        """Read from a position, until the memory is full or the file ends, and return the number of bytes."""
-        self._file.seek(start)
-        count = 0
-        while count < len(memory) and (step := self._file.readinto(memory[count:])):
-            count += step
-        return count
-
     # --- the header ---
 
-    def _read_header(self, stored: StoredFile, size: int) -> dict[str, _Tensor]:
-        if size != stored.num_bytes:
-            raise self._fault(f"{stored.num_bytes} bytes, got {size}")
-        length = int.from_bytes(self._file.read(8) or b"", "little")
-        if length > min(_MAX_HEADER_BYTES, size - 8):
-            raise self._fault(f"a header inside the file, got one of {length} bytes")
-        header = bytearray(8 + length)
-        self._read(0, memoryview(header))
+    def _read_header(self, stored: StoredFile, num_bytes: int) -> dict[str, _Tensor]:
+        if num_bytes != stored.num_bytes:
+            raise self._fault(f"{stored.num_bytes} bytes, got {num_bytes}")
+        header = read_header(self._file, num_bytes, self._fault)
         if (crc := zlib.crc32(header)) != stored.header_crc32:
             raise self._fault(f"checksum {stored.header_crc32:08x} of the header, got {crc:08x}: bytes were changed")
         reader = JsonReader(f"{self._path}: header", "restore it, or use another checkpoint", CheckpointError)
-        try:
-            tree = reader.parse(header[8:].decode())
-        except UnicodeDecodeError as error:
-            raise self._fault(f"a header of UTF-8 text, got {error}") from None
-        metadata = reader.read(tree.pop(_METADATA, None) if isinstance(tree, dict) else tree, _MetadataText)
-        sums = reader.read(reader.parse(metadata.crc32), _SUMS)
-        rows = reader.read(tree, _ROWS)
-        tensors, end = {}, 0
-        for key, row in sorted(rows.items(), key=lambda item: item[1].data_offsets):
-            start, following = row.data_offsets
-            if start != end:
-                raise self._fault(f"tensors without gaps or overlaps, got {key!r} at byte {start} after {end}")
-            crc32 = _checksums_from(sums.get(key, ""))
-            if len(crc32) != _num_blocks(following - start):
-                raise self._fault(f"checksums of {_num_blocks(following - start)} blocks of {key!r}, got {len(crc32)}")
-            tensors[key] = _Tensor(row.dtype, row.shape, len(header) + start, len(header) + following, crc32)
-            end = following
-        if len(header) + end != size:
-            raise self._fault(f"{len(header) + end} bytes by the header, got {size}")
+        tree, found = parse_header(header, num_bytes, reader, self._fault)
+        sums = reader.read(reader.parse(reader.read(tree, _MetadataText).crc32), _SUMS)
+        tensors = {}
+        for key, own in found.items():
+            crc32, count = _checksums_from(sums.get(key, "")), _num_blocks(own.end - own.start)
+            if len(crc32) != count:
+                raise self._fault(f"checksums of {count} blocks of {key!r}, got {len(crc32)}")
+            tensors[key] = _Tensor(own.code, own.shape, own.start, own.end, crc32)
         return tensors
 
     def _source_of(self, piece: Piece, name: str, dtype: str) -> _Source:
@@ -262,34 +227,13 @@ class _MetadataText:
             raise ValueError(f"expected blocks of {BLOCK_BYTES} bytes, got {self.block_bytes}")
 
 
-@dataclass(frozen=True)
-class _TensorText:
-    """A tensor in a header."""
-
-    dtype: str
-    shape: tuple[Size, ...]
-    data_offsets: tuple[Size, ...]
-
-    def __post_init__(self) -> None:
-        if self.dtype not in _CODES:
-            raise ValueError(f"expected a dtype of {', '.join(_CODES)}, got {self.dtype!r}")
-        num_bytes = math.prod(self.shape) * ITEM_BYTES[_CODES[self.dtype]]
-        if len(self.data_offsets) != 2 or self.data_offsets[1] - self.data_offsets[0] != num_bytes:
-            raise ValueError(f"expected a range of {num_bytes} bytes, got {list(self.data_offsets)}")
-
-
-_ROWS: Any = Mapping[str, _TensorText]
 _SUMS: Any = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """A tensor in a file: its code and shape, its bytes in the file, and the checksums of its blocks."""
+class _Tensor(InFile):
+    """A tensor in a file, with the checksums of its blocks."""
 
-    code: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
     crc32: Checksums
 
 
@@ -305,50 +249,6 @@ class _Source:
     def block_length(self) -> int:
         """Count the elements of a block."""
         return BLOCK_BYTES // self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a stored tensor, and the run of its elements, in row-major order, that it lies in.
-
-    Attributes:
-        starts: first index of the part, per dim.
-        sizes: of the part.
-        strides: of the stored tensor.
-    """
-
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def first(self) -> int:
-        """The first element of the run."""
-        return sum(map(operator.mul, self.starts, self.strides))
-
-    @property
-    def length(self) -> int:
-        """Count the elements of the run."""
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the part is all of the run."""
-        return self.length == math.prod(self.sizes)
-
-
-def parts(part: Part, target: torch.Tensor, limit: int) -> Iterator[tuple[Part, torch.Tensor]]:
-    """Cut a part, and the tensor that it goes to, until it is all of a run in both, or in one of ``limit`` elements."""
-    if part.length <= limit or (part.is_run and target.is_contiguous()):
-        yield part, target
-        return
-    dim = next(dim for dim, size in enumerate(part.sizes) if size > 1)
-    half = part.sizes[dim] // 2
-    for start, size in ((0, half), (half, part.sizes[dim] - half)):
-        starts, sizes = list(part.starts), list(part.sizes)
-        starts[dim], sizes[dim] = starts[dim] + start, size
-        cut = Part(tuple(starts), tuple(sizes), part.strides)
-        yield from parts(cut, target.narrow(dim, start, size), limit)
 
 
 def _num_blocks(num_bytes: int) -> int:
@@ -372,7 +272,7 @@ def _written(file: Any, data: memoryview) -> Iterator[memoryview]:
 def _header_of(entries: Sequence[Entry], sums: dict[str, Checksums]) -> bytes:
     texts = {key: "".join(f"{crc:08x}" for crc in own) for key, own in sums.items()}
     metadata = {"format": "pt", "block_bytes": str(BLOCK_BYTES), "crc32": json.dumps(texts)}
-    header: dict[str, object] = {_METADATA: metadata}
+    header: dict[str, object] = {METADATA: metadata}
     ends = itertools.accumulate((entry.num_bytes for entry in entries), initial=0)
     for entry, (start, end) in zip(entries, itertools.pairwise(ends), strict=True):
         if entry.key in header:

@@ -68,7 +68,7 @@ def diff(path: FilePath, other: FilePath) -> list[Difference]:
 
 def differences(path: Path, other: Path, progress: Callable[[int], None]) -> Iterator[Difference]:
     """Yield the differences; ``progress`` is told of bytes of tensors that were compared."""
-    left, right = _Stored(path), _Stored(other)
+    left, right = Stored(path), Stored(other)
     with left, right:
         yield from _plain_differences(left.manifest, right.manifest)
         ours, theirs = left.manifest.tensors, right.manifest.tensors
@@ -92,14 +92,14 @@ def _plain_differences(left: Manifest, right: Manifest) -> Iterator[Difference]:
             yield Difference(name, f"{_short(texts[0])} and {_short(texts[1])}")
 
 
-def _values_differ(name: str, left: _Stored, right: _Stored, progress: Callable[[int], None]) -> str | None:
+def _values_differ(name: str, left: Stored, right: Stored, progress: Callable[[int], None]) -> str | None:
     """Return how the values of a tensor differ, or None if all of their bits are equal."""
     meta, count, largest = left.manifest.tensors[name].meta, 0, 0.0
     total, limit = 0, BLOCK_BYTES // ITEM_BYTES[meta.dtype]
     pieces = {piece.box: piece for piece in left.manifest.pieces(name)}
     for reads in plan_load({name: list(pieces)}, right.manifest).values():
         for read in reads:
-            for box in _cut(read.box, limit):
+            for box in cut(read.box, limit):
                 mine, theirs = left.values(name, pieces[read.into], box), right.values(name, read.piece, box)
                 size = mine.element_size()
                 bits = (each.view(-1).view(torch.uint8).view(-1, size) for each in (mine, theirs))
@@ -120,18 +120,18 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
     return flat.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
-def _cut(box: Box, limit: int) -> Iterator[Box]:
+def cut(box: Box, limit: int) -> Iterator[Box]:
     """Cut a box into parts of at most ``limit`` elements, along its first dims."""
     if box.num_elements <= limit:
         yield box
         return
     dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
     half = box.sizes[dim] // 2
-    yield from _cut(box.rows(dim, 0, half), limit)
-    yield from _cut(box.rows(dim, half, box.sizes[dim]), limit)
+    yield from cut(box.rows(dim, 0, half), limit)
+    yield from cut(box.rows(dim, half, box.sizes[dim]), limit)
 
 
-class _Stored:
+class Stored:
     """A checkpoint whose values are read box by box."""
 
     def __init__(self, where: Path) -> None:
@@ -139,7 +139,7 @@ class _Stored:
         self._where = where
         self._open: OrderedDict[str, DataFile] = OrderedDict()
 
-    def __enter__(self) -> _Stored:
+    def __enter__(self) -> Stored:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -110,6 +110,11 @@ def is_stateful(node: Any) -> bool:
     )
 
 
+def is_tensor(node: Any) -> bool:
+    """Return whether a value of a state dict is a tensor of any kind."""
+    return isinstance(node, torch.Tensor) or hasattr(node, "__boxes__")
+
+
 def find_objects(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ``(path, object)`` for every object with a state dict in a nested state."""
     if is_stateful(node):
