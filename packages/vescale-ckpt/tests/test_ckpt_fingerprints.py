@@ -4,9 +4,16 @@ import numpy
 import pytest
 import torch
 
-from vescale.ckpt._save.fingerprints import _ROW_WORDS, fingerprint
+from vescale.ckpt._save import fingerprints
+from vescale.ckpt._save.fingerprints import _ROW_WORDS
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+
+@pytest.fixture(params=[True, False], ids=["crc32", "multilinear"])
+def fingerprint(request):
+    """Return a function of each kind."""
+    return lambda tensor: fingerprints.fingerprint(tensor, on_cpu=request.param)
 
 
 def values(dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -15,7 +22,7 @@ def values(dtype: torch.dtype, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 1001, _ROW_WORDS - 1, _ROW_WORDS, 3 * _ROW_WORDS + 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_bits_have_equal_fingerprints_wherever_they_are(dtype, count):
+def test_equal_bits_have_equal_fingerprints_wherever_they_are(dtype, count, fingerprint):
     tensor = values(dtype, count)
     expected = fingerprint(tensor)
     assert -(2**63) <= expected < 2**63
@@ -28,7 +35,7 @@ def test_equal_bits_have_equal_fingerprints_wherever_they_are(dtype, count):
 
 
 @pytest.mark.parametrize("count", [1, 2, 1001, 2 * _ROW_WORDS + 5])
-def test_every_changed_bit_changes_the_fingerprint(count):
+def test_every_changed_bit_changes_the_fingerprint(count, fingerprint):
     tensor = values(torch.float32, count)
     bits, expected = tensor.view(torch.int32), fingerprint(tensor)
     for place in {0, count // 2, count - 1}:
@@ -51,15 +58,15 @@ def test_every_changed_bit_changes_the_fingerprint(count):
     ],
     ids=["signs", "doubled", "reversed", "rows swapped", "two signs", "zeros"],
 )
-def test_changes_that_plain_sums_do_not_see(change):
+def test_changes_that_plain_sums_do_not_see(change, fingerprint):
     tensor = torch.from_numpy(numpy.random.default_rng(0).standard_normal(2 * _ROW_WORDS)).float()
     assert fingerprint(change(tensor)) != fingerprint(tensor)
 
 
-def test_conjugated_views_count_by_their_values():
+def test_conjugated_views_count_by_their_values(fingerprint):
     tensor = torch.tensor([1 + 2j, 3 - 1j])
     assert fingerprint(tensor.conj()) == fingerprint(tensor.conj().resolve_conj()) != fingerprint(tensor)
 
 
-def test_nothing_has_a_fingerprint_too():
+def test_nothing_has_a_fingerprint_too(fingerprint):
     assert fingerprint(torch.empty(0, 3)) == 0

@@ -232,7 +232,7 @@ class _Saving:
                 values += [((*each.path, "param_groups", i, "params"), list(names)) for i, names in groups]
         keyed = [(key_of_path(path), value) for path, value in values]
         written = write_file(self.path, self.rank, share.token, chunks, keyed)
-        replicas = [(name, fingerprint(views[name, box]), box) for name, box in own.replicas]
+        replicas = [(name, fingerprint(views[name, box], on_cpu=False), box) for name, box in own.replicas]
         return _Part(written, packed(pieces), tuple(path for path, _ in values), Rows(share.held).packed(replicas))
 
     def commit(self, parts: Sequence[_Part]) -> list[None]:

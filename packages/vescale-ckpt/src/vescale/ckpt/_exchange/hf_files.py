@@ -148,13 +148,15 @@ class OpenFile:
         starts = tuple(a - b for a, b in zip(box.offsets, piece.box.offsets, strict=True))
         limit = BLOCK_BYTES // kind.itemsize
 
-        def read_run(first: int, length: int) -> Iterator[tuple[int, torch.Tensor]]:
-            for at in range(0, length, limit):
-                block = self._buffer[: min(limit, length - at) * kind.itemsize]
+        def read_run(first: int, length: int, into: torch.Tensor | None) -> Iterator[tuple[int, torch.Tensor]]:
+            for at in range(0, length, limit if into is None else length):
+                size = min(limit, length - at) if into is None else length
+                block = self._buffer[: size * kind.itemsize] if into is None else into.view(torch.uint8)
                 start = region.start + (first + at) * kind.itemsize
                 if read_at(self._file, start, bytes_of(block)) != block.numel():
                     raise _fault_of(self._path)(f"{start + block.numel()} bytes with tensor {name!r}, got fewer")
-                yield at, block.view(kind)
+                if into is None:
+                    yield at, block.view(kind)
 
         fill_part(target, Part(starts, box.sizes, region.strides), kind, limit, read_run)
 

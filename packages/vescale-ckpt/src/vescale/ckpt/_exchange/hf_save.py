@@ -196,7 +196,7 @@ class _Saving:
         with FileWriter(self._path, share.token, share.content) as writer:
             for item in own.writes:
                 writer.write(item.name, item.box, views[item.name, item.held][item.box.slices(inside=item.held)])
-        replicas = [(name, fingerprint(views[name, box]), box) for name, box in own.replicas]
+        replicas = [(name, fingerprint(views[name, box], on_cpu=False), box) for name, box in own.replicas]
         return Rows(share.held).packed(replicas)
 
     def commit(self, replicas: Sequence[str]) -> list[None]:

@@ -19,7 +19,6 @@ import ctypes
 import itertools
 import json
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 from .._errors import CheckpointError
 from .._typed_json import JsonReader
 from .boxes import Box
+from .crc32 import crc32
 from .dtypes import ITEM_BYTES, dtype_name, stored_form
 from .manifest import Piece, StoredFile
 from .safetensors_file import METADATA, InFile, open_regular, parse_header, read_at, read_header
@@ -83,13 +83,13 @@ def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
     entries = sorted(entries, key=lambda entry: -entry.view.element_size())
     sums: dict[str, Checksums] = {entry.key: (0,) * _num_blocks(entry.num_bytes) for entry in entries}
     if is_remote(path):  # which is written from its begin to its end
-        sums = {entry.key: _checksums_of(entry.view) for entry in entries}
+        sums = {entry.key: checksums(entry.view) for entry in entries}
     with new_file(path) as file:
         header = _header_of(entries, sums)  # of the same length as the one that replaces it
         file.write(header)
         for entry in entries:
             values = resolved(entry.view).cpu().contiguous()
-            blocks = [zlib.crc32(block) for block in _written(file, bytes_of(values))]
+            blocks = [crc32(block) for block in _written(file, bytes_of(values))]
             sums[entry.key] = tuple(blocks)
         size = file.tell()
         if not is_remote(path):
@@ -97,13 +97,14 @@ def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
             file.seek(0)
             file.write(header)
     pieces = [(entry.name, Piece(entry.box, path.name, entry.key)) for entry in entries]
-    return Written(StoredFile(size, zlib.crc32(header)), pieces)
+    return Written(StoredFile(size, crc32(header)), pieces)
 
 
-def _checksums_of(view: torch.Tensor) -> Checksums:
+def checksums(view: torch.Tensor) -> Checksums:
+    """Return the CRC-32 of each block of a tensor's values in row-major order."""
     values = resolved(view).cpu().contiguous()
     data = bytes_of(values)
-    return tuple(zlib.crc32(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES))
+    return tuple(crc32(data[start : start + BLOCK_BYTES]) for start in range(0, len(data), BLOCK_BYTES))
 
 
 class DataFile:
@@ -153,35 +154,43 @@ class DataFile:
         Raises:
             CheckpointError: as for ``fill``.
         """
-        for _ in self._values(self._source_of(piece, name, dtype), 0, piece.box.num_elements):
+        for _ in self._values(self._source_of(piece, name, dtype), 0, piece.box.num_elements, None):
             pass
 
     # --- blocks ---
 
-    def _values(self, source: _Source, first: int, length: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the elements from ``first`` on, block by block, each with its place among them, until the next."""
-        end = first + length
-        for number in range(first // source.block_length, -(-end // source.block_length)):
-            block = self._block(source, number).view(source.dtype)
-            start = number * source.block_length
-            yield max(start - first, 0), block[max(first - start, 0) : end - start]
+    def _values(
+        self, source: _Source, first: int, length: int, into: torch.Tensor | None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Read the elements from ``first`` on, block by block, in place where a full block goes to ``into``.
 
-    def _block(self, source: _Source, number: int) -> torch.Tensor:
-        """Return the bytes of a block, which equal their checksum."""
+        Yields:
+            what was not read in place, with its place among the elements; until the next.
+        """
+        end, blocks = first + length, source.stored.crc32
+        for number in range(first // source.block_length, -(-end // source.block_length)):
+            start = number * source.block_length
+            size = min(BLOCK_BYTES, source.stored.end - source.stored.start - number * BLOCK_BYTES)
+            last = start + size // source.dtype.itemsize
+            if into is not None and first <= start and last <= end:
+                self._read_block(source, number, into[start - first : last - first].view(torch.uint8), blocks[number])
+                continue
+            block = self._buffer[:size]
+            if self._latest != (source.stored.start, number):
+                self._latest = None
+                self._read_block(source, number, block, blocks[number])
+                self._latest = source.stored.start, number
+            yield max(start - first, 0), block.view(source.dtype)[max(first - start, 0) : end - start]
+
+    def _read_block(self, source: _Source, number: int, block: torch.Tensor, expected: int) -> None:
+        """Read the bytes of a block, which equal their checksum."""
         start = source.stored.start + number * BLOCK_BYTES
-        block = self._buffer[: min(BLOCK_BYTES, source.stored.end - start)]
-        if self._latest == (source.stored.start, number):
-            return block
-        self._latest = None
         if read_at(self._file, start, bytes_of(block)) != block.numel():
             raise self._fault(f"{source.stored.end} bytes, got fewer", source.label)
-        expected, found = source.stored.crc32[number], zlib.crc32(bytes_of(block))
-        if found != expected:
+        if (found := crc32(bytes_of(block))) != expected:
             end = start + block.numel()
             what = f"checksum {expected:08x} of bytes {start} to {end}, got {found:08x}: bytes were changed or lost"
             raise self._fault(what, source.label)
-        self._latest = source.stored.start, number
-        return block
 
     # --- the header ---
 
@@ -189,17 +198,17 @@ class DataFile:
         if num_bytes != stored.num_bytes:
             raise self._fault(f"{stored.num_bytes} bytes, got {num_bytes}")
         header = read_header(self._file, num_bytes, self._fault)
-        if (crc := zlib.crc32(header)) != stored.header_crc32:
+        if (crc := crc32(header)) != stored.header_crc32:
             raise self._fault(f"checksum {stored.header_crc32:08x} of the header, got {crc:08x}: bytes were changed")
         reader = JsonReader(f"{self._path}: header", "restore it, or use another checkpoint", CheckpointError)
         tree, found = parse_header(header, num_bytes, reader, self._fault)
         sums = reader.read(reader.parse(reader.read(tree, _MetadataText).crc32), _SUMS)
         tensors = {}
         for key, own in found.items():
-            crc32, count = _checksums_from(sums.get(key, "")), _num_blocks(own.end - own.start)
-            if len(crc32) != count:
-                raise self._fault(f"checksums of {count} blocks of {key!r}, got {len(crc32)}")
-            tensors[key] = _Tensor(own.code, own.shape, own.start, own.end, crc32)
+            blocks, count = _checksums_from(sums.get(key, "")), _num_blocks(own.end - own.start)
+            if len(blocks) != count:
+                raise self._fault(f"checksums of {count} blocks of {key!r}, got {len(blocks)}")
+            tensors[key] = _Tensor(own.code, own.shape, own.start, own.end, blocks)
         return tensors
 
     def _source_of(self, piece: Piece, name: str, dtype: str) -> _Source:

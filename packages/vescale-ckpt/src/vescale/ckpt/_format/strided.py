@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-#: Yields the elements from a first one on, ``(first, length)``, block by block, each with its place among them.
-ReadRun = Callable[[int, int], Iterator[tuple[int, torch.Tensor]]]
+#: Reads the elements from a first one on, ``(first, length, into)``, block by block: in place where it can, if there is
+#: a place, a contiguous tensor of them on the CPU. Yields the others, each with its place among the elements.
+ReadRun = Callable[[int, int, torch.Tensor | None], Iterator[tuple[int, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,22 @@ def fill_part(target: torch.Tensor, part: Part, dtype: torch.dtype, limit: int, 
     """Copy a part to a tensor of its sizes; what is not read in place has at most ``limit`` elements at a time."""
     for each, into in parts(part, target, limit):
         is_direct = each.is_run and into.is_contiguous()
-        run = into.view(-1) if is_direct else torch.empty(each.length, dtype=dtype)
-        for at, values in read_run(each.first, each.length):
+        run = into.view(-1) if is_direct else None
+        for at, values in read_run(each.first, each.length, run if _has_form(into, dtype) else None):
+            if run is None and values.numel() == each.length:  # all of it
+                into.copy_(values.as_strided(each.sizes, each.strides))
+                break
+            if run is None:
+                run = torch.empty(each.length, dtype=dtype)
             run[at : at + values.numel()].copy_(values)
-        if not is_direct:
-            into.copy_(run.as_strided(each.sizes, each.strides))
+        else:
+            if run is not None and not is_direct:
+                into.copy_(run.as_strided(each.sizes, each.strides))
+
+
+def _has_form(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the memory of a tensor is that of values of a dtype on the CPU."""
+    return target.device.type == "cpu" and target.dtype == dtype and not (target.is_conj() or target.is_neg())
 
 
 def parts(part: Part, target: torch.Tensor, limit: int) -> Iterator[tuple[Part, torch.Tensor]]:

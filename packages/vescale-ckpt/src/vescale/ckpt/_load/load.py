@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from .._format.boxes import Box
 from .._format.data_files import DataFile
 from .._format.inspect import checked_manifest, read_manifest_text
 from .._format.manifest import Manifest, Piece, manifest_from_text
-from .._format.storage import place_of
+from .._format.storage import is_remote, place_of
 from .._format.versions import was_replaced
 from .._state.flat import FlatState, flatten, restore
 from .._state.objects import Objects
@@ -148,7 +149,8 @@ def load_from(
         if mismatch is not None:
             raise CheckpointError(f"{where}: {mismatch}")
         _log_partial(where, comparisons, left_over(comparisons, manifest, ignore=ignore))
-        return [_Accepted(replicas) for replicas in find_replicas([each.held for each in compared])]
+        hosts = [str(rank) if is_remote(where) else each.host for rank, each in enumerate(compared)]
+        return [_Accepted(replicas) for replicas in find_replicas([each.held for each in compared], hosts)]
 
     accepted = control.run_round(examine, accept, result=_Compared, share=_Accepted)
     groups = _groups_of(accepted.replicas, control)
@@ -166,17 +168,19 @@ class _Given:
 
 @dataclass(frozen=True)
 class _Compared:
-    """A `Comparison` between ranks, and digests of what a rank holds, by first names."""
+    """A `Comparison` between ranks, digests of what a rank holds, by first names, and its host."""
 
     asked: str
     missing: tuple[str, ...]
     faults: tuple[tuple[str, ...], ...]
     other_optimizers: tuple[tuple[str, ...], ...]
     held: Mapping[str, str]
+    host: str
 
     @classmethod
     def of(cls, comparison: Comparison, held: Mapping[str, str]) -> _Compared:
-        return cls(comparison.asked.hex(), comparison.missing, comparison.faults, comparison.other_optimizers, held)
+        found = comparison.missing, comparison.faults, comparison.other_optimizers
+        return cls(comparison.asked.hex(), *found, held, socket.gethostname())
 
     def comparison(self) -> Comparison:
         faults, others = ([(a, b) for a, b in pairs] for pairs in (self.faults, self.other_optimizers))

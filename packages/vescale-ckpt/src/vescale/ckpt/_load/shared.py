@@ -7,6 +7,9 @@ go to the others by broadcasts in an order in which all replicas take turns, so 
     replica 0   reads chunk 0   reads chunk 1 ...      broadcasts:  0 of replica 0, 0 of replica 1,
     replica 1   reads chunk 0   reads chunk 1 ...                   1 of replica 0, 1 of replica 1, ...
 
+Replicas on one host do not: the system reads a file once there, and its memory is faster than messages. What is at a URL
+is in no such memory.
+
 At most ``_IN_FLIGHT`` chunks are in memory. A replica that cannot read a chunk sends what its memory has, so that none
 waits, and raises when all have been sent: the load fails on all ranks then.
 """
@@ -55,11 +58,12 @@ def first_name(name: str) -> str:
     return name.partition("/")[0]
 
 
-def find_replicas(found: Sequence[Mapping[str, str]]) -> list[dict[str, tuple[int, ...]]]:
-    """Return for each rank its replicas, itself included, by first name, where there are several.
+def find_replicas(found: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list[dict[str, tuple[int, ...]]]:
+    """Return for each rank its replicas, itself included, by first name, where there are some on several hosts.
 
     Args:
         found: digests of each rank.
+        hosts: of each rank; each its own one, if what is read is at a URL.
     """
     members: dict[tuple[str, str], list[int]] = {}
     for rank, own in enumerate(found):
@@ -67,7 +71,9 @@ def find_replicas(found: Sequence[Mapping[str, str]]) -> list[dict[str, tuple[in
             members.setdefault(item, []).append(rank)
     groups = {item: tuple(ranks) for item, ranks in members.items()}
     shares = [{first: groups[first, digest] for first, digest in own.items()} for own in found]
-    return [{first: ranks for first, ranks in own.items() if len(ranks) > 1} for own in shares]
+    return [
+        {first: ranks for first, ranks in own.items() if len({hosts[rank] for rank in ranks}) > 1} for own in shares
+    ]
 
 
 Chunk = list[tuple[str, Read]]

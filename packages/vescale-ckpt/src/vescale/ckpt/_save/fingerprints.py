@@ -1,9 +1,9 @@
 """One number for the bits of a tensor, computed where the tensor is: replicas that differ have other numbers.
 
-The sum of 32-bit words times fixed random 64-bit weights, modulo 2**64. Values that differ have equal sums with a
-probability of 2**-32, wherever they differ. It is the multilinear hash of D. Lemire and O. Kaser, "Strongly universal
-string hashing is fast", The Computer Journal 57(11), 2014. Words of long tensors are summed row by row, and then the
-sums. On a device the values are not copied to the host, as CRC-32 would need them to be.
+On the CPU it is the CRC-32 of the CRC-32s of its blocks. Elsewhere that would need a copy on the host, so it is the sum
+of 32-bit words times fixed random 64-bit weights, modulo 2**64: the multilinear hash of D. Lemire and O. Kaser,
+"Strongly universal string hashing is fast", The Computer Journal 57(11), 2014. Words of long tensors are summed row by
+row, and then the sums. Values that differ have equal numbers with a probability of 2**-32, wherever they differ.
 """
 
 from __future__ import annotations
@@ -13,15 +13,23 @@ import functools
 import numpy as np
 import torch
 
-from .._format.data_files import resolved
+from .._format.crc32 import crc32
+from .._format.data_files import checksums, resolved
 
 _ROW_WORDS = 2**17
-_BATCH_ROWS = {"cpu": 1}  # what fits into the processor's cache; other devices take more rows in one call
+_BATCH_ROWS = {"cpu": 1}  # what fits into the cache of a processor; other devices take more rows in one call
 _OTHER_BATCH_ROWS = 64
 
 
-def fingerprint(values: torch.Tensor) -> int:
-    """Return the number of a tensor, which depends on its bits in row-major order."""
+def fingerprint(values: torch.Tensor, *, on_cpu: bool) -> int:
+    """Return the number of a tensor, which depends on its bits in row-major order.
+
+    Args:
+        values: the tensor.
+        on_cpu: whether it, and all its replicas, are on the CPU: the two kinds of numbers cannot be compared.
+    """
+    if on_cpu:
+        return crc32(np.array(checksums(values), dtype="<u4").tobytes())
     sums = _row_sums(_words(values))
     while sums.numel() > 1:
         sums = _row_sums(sums.view(torch.int32))

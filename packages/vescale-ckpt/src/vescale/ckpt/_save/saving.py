@@ -58,6 +58,7 @@ class Given:
         path: it must agree between ranks.
         metadata: likewise.
         is_async: likewise.
+        on_cpu: whether all its tensors are on the CPU.
         table: digest of its table.
         held: digest of its tensors and boxes.
         plan: digest of the plan that it has kept; empty if none.
@@ -66,6 +67,7 @@ class Given:
     path: str
     metadata: str
     is_async: bool
+    on_cpu: bool
     table: str
     held: str
     plan: str
@@ -73,10 +75,11 @@ class Given:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the first rank needs of a rank."""
+    """What the first rank needs of a rank, and whether all tensors of all ranks are on the CPU."""
 
     table: bool
     boxes: bool
+    on_cpu: bool
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,9 @@ class Saving:
         self._metadata = _metadata_text(options.metadata)
         plan = self._known.digest if self._known and (self._known.layouts or self._rank) else ""
         held = self._table.digest_with(self._boxes)
-        return Given(as_text(self.path), self._metadata, options.is_async, self._table.digest(), held, plan)
+        views = [view for each in self._flat.tensors.values() for _, view in each.boxes]
+        on_cpu = all(view.device.type == "cpu" for view in views)
+        return Given(as_text(self.path), self._metadata, options.is_async, on_cpu, self._table.digest(), held, plan)
 
     def choose(self, given: Sequence[Given]) -> list[Asked]:
         """Ask for tables, and for boxes unless all ranks have kept the plan of what they hold."""
@@ -182,12 +187,14 @@ class Saving:
         self._table_of = [index[digest] for digest in digests]
         self._digest = digest_of([each.held for each in given])
         is_new = {each.plan for each in given} != {self._digest}
-        return [Asked(self._table_of.index(table) == rank, is_new) for rank, table in enumerate(self._table_of)]
+        on_cpu = all(each.on_cpu for each in given)
+        return [Asked(self._table_of.index(table) == rank, is_new, on_cpu) for rank, table in enumerate(self._table_of)]
 
     # --- round 2 ---
 
     def offer(self, asked: Asked) -> Offer:
         """Return what the first rank needs."""
+        self._on_cpu = asked.on_cpu
         return Offer(self._table if asked.table else None, self._boxes if asked.boxes else None)
 
     def plan(self, offers: Sequence[Offer]) -> list[Share]:
@@ -223,7 +230,7 @@ class Saving:
             for each, view in zip(writes, taken, strict=True)
         ]
         replicas = plan.own.replicas if self._options.check_replicas else ()
-        rows = ((name, fingerprint(views[name, box]), box) for name, box in replicas)
+        rows = ((name, fingerprint(views[name, box], on_cpu=self._on_cpu), box) for name, box in replicas)
         self._replicas = Rows(plan.held).packed(rows)
         self._flat, self._state = FlatState(), {}  # the state may change from now on
 
