@@ -33,7 +33,7 @@ SUITES = sorted({path.parent.name for path in ROOT.glob("tests/*/test_*.py")} - 
 CONSTRAINTS = ROOT / "constraints.txt"
 DIST = ROOT / "dist"
 BUILT: set[Path] = set()  # wheels of this run of nox
-RECIPE_REQUIREMENTS = ("matplotlib", "tqdm", "transformers")
+RECIPE_REQUIREMENTS = ("matplotlib", "tqdm", "transformers", "zlib-ng")
 
 # One thread per process: the ranks of a test share the machine. No PYTHONPATH: only the environment's packages count.
 # Nothing is fetched from a hub at run time.

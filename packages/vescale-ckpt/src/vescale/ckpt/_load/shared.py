@@ -7,8 +7,8 @@ go to the others by broadcasts in an order in which all replicas take turns, so 
     replica 0   reads chunk 0   reads chunk 1 ...      broadcasts:  0 of replica 0, 0 of replica 1,
     replica 1   reads chunk 0   reads chunk 1 ...                   1 of replica 0, 1 of replica 1, ...
 
-Replicas on one host do not: the system reads a file once there, and its memory is faster than messages. What is at a URL
-is in no such memory.
+Replicas on one host do not: the system reads a file once there, and its memory is faster than messages. What is at a
+URL is in no such memory.
 
 At most ``_IN_FLIGHT`` chunks are in memory. A replica that cannot read a chunk sends what its memory has, so that none
 waits, and raises when all have been sent: the load fails on all ranks then.
