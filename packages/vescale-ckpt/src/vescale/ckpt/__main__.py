@@ -3,6 +3,7 @@
     vescale-ckpt inspect runs/step-100 --match "model/*.weight"
     vescale-ckpt verify runs/step-100
     vescale-ckpt diff runs/step-100 runs/step-200
+    vescale-ckpt reshard runs/step-100 model-only --match "model/*" --dtype bfloat16
     vescale-ckpt import-dcp runs/dcp-100 runs/step-100 --allow-pickle
     vescale-ckpt export-hf runs/step-100 weights --config original
     vescale-ckpt import-hf original runs/step-0
@@ -24,6 +25,7 @@ from pathlib import Path
 from ._errors import CheckpointError
 from ._exchange.dcp_import import import_dcp
 from ._exchange.hf_convert import export_hf, import_hf
+from ._exchange.rewrite import FLOATING, rewrite
 from ._format.dtypes import ITEM_BYTES
 from ._format.inspect import manifest_at, verify_files
 from ._format.manifest import Manifest, StoredTensor
@@ -61,6 +63,16 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("path", type=_path)
     diff.add_argument("other", type=_path)
     diff.set_defaults(run=_diff)
+    reshard = commands.add_parser("reshard", help="write a checkpoint anew: a part of it, other names, another dtype")
+    reshard.add_argument("path", type=_path, metavar="CHECKPOINT")
+    reshard.add_argument("new", type=_path, metavar="NEW")
+    reshard.add_argument("--match", metavar="PATTERN", action="append", default=[], help="keep names like 'model/*'")
+    reshard.add_argument(
+        "--rename", metavar="OLD=NEW", type=_renaming, action="append", default=[], help="replace beginnings of names"
+    )
+    reshard.add_argument("--dtype", choices=FLOATING, help="of floating-point tensors")
+    reshard.add_argument("--overwrite", action="store_true", help="replace a checkpoint")
+    reshard.set_defaults(run=_reshard)
     dcp = commands.add_parser("import-dcp", help="make a checkpoint of a folder of torch.distributed.checkpoint")
     dcp.add_argument("folder", type=_path)
     dcp.add_argument("path", type=_path)
@@ -92,6 +104,13 @@ def _path(text: str) -> Path:
         return place_of(text)
     except CheckpointError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _renaming(text: str) -> tuple[str, str]:
+    old, sign, new = text.partition("=")
+    if not (old and sign):
+        raise argparse.ArgumentTypeError(f"expected OLD=NEW, got {text!r}")
+    return old, new
 
 
 # --- commands ---
@@ -155,6 +174,24 @@ def _diff(options: argparse.Namespace) -> int:
     finally:
         progress.end()
     return 1 if count else 0
+
+
+def _reshard(options: argparse.Namespace) -> int:
+    progress = Progress("written", 0)
+    try:
+        manifest = rewrite(
+            options.path,
+            options.new,
+            match=options.match,
+            rename=dict(options.rename),
+            dtype=options.dtype,
+            overwrite=options.overwrite,
+            progress=progress.of,
+        )
+    finally:
+        progress.end()
+    print(f"{options.new}: {_summary(manifest)}")
+    return 0
 
 
 def _import_dcp(options: argparse.Namespace) -> int:

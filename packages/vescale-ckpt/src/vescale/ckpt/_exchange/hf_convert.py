@@ -7,9 +7,9 @@ merges it has. Otherwise names are the same on both sides.
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,12 @@ import torch
 
 from .._errors import CheckpointError, format_some
 from .._format.boxes import Box
-from .._format.data_files import BLOCK_BYTES, Entry, pack_files, write_data_file
+from .._format.data_files import BLOCK_BYTES
 from .._format.dtypes import ITEM_BYTES
-from .._format.layouts import Layout
-from .._format.manifest import Manifest, StoredFile, StoredTensor, TensorMeta, key_of, manifest_to_text
+from .._format.manifest import Manifest, TensorMeta
 from .._format.strided import Part
-from .._format.versions import NewVersion
 from .._load.difference import Stored, cut
+from .._save import one_process
 from .hf_files import Region, list_folder, real_path
 from .hf_folder import NewFolder
 from .hf_load import absent_of, content_of
@@ -36,7 +35,6 @@ from .hf_write import final_names
 logger = logging.getLogger("vescale.ckpt")
 
 _BLOCK_ELEMENTS = BLOCK_BYTES // 8
-_MAX_FILE_BYTES = 2**30  # of a checkpoint; progress is told of after each
 _CONFIGS = ("config.json", "generation_config.json")
 
 
@@ -113,7 +111,7 @@ def import_hf(
     absent = {} if state is None else absent_of(wanted, source, state.ties(), optional_names(model))
     regions = content.regions()
     maps = {name: _mapped(real_path(folder, name), file.num_bytes) for name, file in files.items()}
-    entries = []
+    parts = []
     metas: dict[str, TensorMeta] = {}
     for name in (*source.tensors, *sorted(name for name, other in absent.items() if name != other)):
         stored = absent.get(name, name)
@@ -121,37 +119,12 @@ def import_hf(
         metas[full] = meta
         for piece in source.pieces(stored):
             view = _view(maps[piece.file], regions[piece.file][piece.key], piece.box, meta.dtype)
-            entries.append(Entry(full, key_of(full, piece.box, meta.shape), piece.box, view))
-    return _write(checkpoint, metas, entries, overwrite=overwrite, progress=progress)
+            parts.append(one_process.Part(full, piece.box, functools.partial(_same, view)))
+    return one_process.write_checkpoint(checkpoint, metas, parts, overwrite=overwrite, progress=progress)
 
 
-def _write(
-    checkpoint: Path,
-    metas: Mapping[str, TensorMeta],
-    entries: list[Entry],
-    *,
-    overwrite: bool,
-    progress: Callable[[int, int], None],
-) -> Manifest:
-    version = NewVersion(checkpoint, overwrite=overwrite)
-    try:
-        rows: dict[str, list[tuple[int, Box]]] = {name: [] for name in metas}
-        files: dict[str, StoredFile] = {}
-        total = sum(entry.num_bytes for entry in entries)
-        runs = pack_files([entry.num_bytes for entry in entries], max_bytes=_MAX_FILE_BYTES)
-        for number, run in enumerate(runs):
-            name, own = f"data-0-{number}.safetensors", entries[run.start : run.stop]
-            files[name] = write_data_file(version.folder / name, own).file
-            for entry in own:
-                rows[entry.name].append((number, entry.box))
-            progress(sum(entry.num_bytes for entry in own), total)
-        tensors = {name: StoredTensor(meta, Layout.of(meta.shape, rows[name])) for name, meta in metas.items()}
-        manifest = Manifest(1, time.time(), {}, {}, version.folder.name, files, tensors)
-        version.commit(manifest_to_text(manifest))
-    except BaseException:
-        version.discard()
-        raise
-    return manifest
+def _same(view: torch.Tensor) -> torch.Tensor:
+    return view
 
 
 def _model(config: Path | None) -> Any:
