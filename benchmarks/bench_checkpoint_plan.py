@@ -91,7 +91,7 @@ def _draw(rows: Sequence[Row]) -> None:
     from matplotlib import pyplot
 
     matplotlib.rcParams["svg.hashsalt"] = "plan"
-    figure, axes = pyplot.subplots(figsize=(6.4, 4))
+    figure, axes = pyplot.subplots(figsize=(8.4, 4))
     lines = {name: [row for row in rows if row.case == name] for name in CASES}
     for name, own in lines.items():
         axes.plot([row.ranks for row in own], [row.coordinator for row in own], marker="o", label=name)
@@ -102,7 +102,7 @@ def _draw(rows: Sequence[Row]) -> None:
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="first rank, seconds of processor time")
     axes.set_xticks([64, 256, 1024, 8192], ["64", "256", "1,024", "8,192"], minor=False)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", bbox_to_anchor=(1.02, 1), loc="upper left")
     figure.tight_layout()
     figure.savefig(PICTURE, metadata={"Date": None})
     pyplot.close(figure)
