@@ -80,9 +80,12 @@ def test_the_next_call_waits(tmp_path, held_back, call):
 
 
 def test_to_wait_for_nothing(tmp_path):
+    before = threading.active_count()
     wait()
     save(tmp_path / "a", {"step": 1})
     wait()
+    assert threading.active_count() == before
+    assert read_manifest(tmp_path / "a").leaves == {"step": 1}
 
 
 @ranks(3)

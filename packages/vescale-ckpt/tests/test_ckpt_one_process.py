@@ -69,6 +69,16 @@ def test_views_and_transposed_tensors_are_stored_by_value_and_filled_through(tmp
     assert not target[21:].any()
 
 
+def test_one_element_of_a_strided_tensor_is_filled(tmp_path):
+    """Torch calls it contiguous, whatever its strides are."""
+    save(tmp_path / "c", {"row": torch.tensor([[5.0]]), "item": torch.tensor([7.0])})
+    target = torch.zeros(4, 6)
+    load(tmp_path / "c", {"row": target[:1, 2:3].T, "item": target[3, ::6]})
+    assert target[0, 2] == 5
+    assert target[3, 0] == 7
+    assert target.count_nonzero() == 2
+
+
 def test_nested_values_come_back_with_their_types(tmp_path):
     def state(filled: bool):
         return {

@@ -154,31 +154,25 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     manifest = manifest_at(options.path)
-    progress = Progress("verified", sum(file.num_bytes for file in manifest.files.values()))
-    try:
+    with Progress("verified", sum(file.num_bytes for file in manifest.files.values())) as progress:
         verify_files(options.path, manifest, progress)
-    finally:
-        progress.end()
     print(f"{options.path}: {_summary(manifest)}: every byte is as it was saved")
     return 0
 
 
 def _diff(options: argparse.Namespace) -> int:
     tensors = manifest_at(options.path).tensors.values()
-    progress, count = Progress("compared", sum(map(_num_bytes, tensors))), 0
-    try:
+    count = 0
+    with Progress("compared", sum(map(_num_bytes, tensors))) as progress:
         for difference in differences(options.path, options.other, progress):
             progress.end()
             print(difference)
             count += 1
-    finally:
-        progress.end()
     return 1 if count else 0
 
 
 def _reshard(options: argparse.Namespace) -> int:
-    progress = Progress("written", 0)
-    try:
+    with Progress("written", 0) as progress:
         manifest = rewrite(
             options.path,
             options.new,
@@ -188,8 +182,6 @@ def _reshard(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             progress=progress.of,
         )
-    finally:
-        progress.end()
     print(f"{options.new}: {_summary(manifest)}")
     return 0
 
@@ -207,8 +199,7 @@ def _import_dcp(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    progress = Progress("exported", 0)
-    try:
+    with Progress("exported", 0) as progress:
         names = export_hf(
             options.path,
             options.folder,
@@ -218,20 +209,15 @@ def _export(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             progress=progress.of,
         )
-    finally:
-        progress.end()
     print(f"{options.folder}: {_count(len(names), 'file')}, complete with {names[-1]}")
     return 0
 
 
 def _import(options: argparse.Namespace) -> int:
-    progress = Progress("imported", 0)
-    try:
+    with Progress("imported", 0) as progress:
         manifest = import_hf(
             options.folder, options.path, prefix=options.prefix, overwrite=options.overwrite, progress=progress.of
         )
-    finally:
-        progress.end()
     print(f"{options.path}: {_summary(manifest)}")
     return 0
 

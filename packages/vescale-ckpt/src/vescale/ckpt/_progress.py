@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import Self
 
 
 class Progress:
     """Shows on a terminal how many bytes are done, on standard error.
+
+    Use it as a context, which removes what is shown in the end.
 
     Args:
         verb: what is done with the bytes.
@@ -32,6 +35,14 @@ class Progress:
         """Count bytes that are done, of a total that is known only now."""
         self._total = total
         self(num_bytes)
+
+    def __enter__(self) -> Self:
+        """Return this object."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Remove what is shown."""
+        self.end()
 
     def end(self) -> None:
         """Remove what is shown."""

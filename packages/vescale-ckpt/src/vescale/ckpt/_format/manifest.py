@@ -161,6 +161,7 @@ class Manifest:
 
 
 def renamed_name(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with the longest prefix that it begins with replaced."""
     prefix = max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default=None)
     return name if prefix is None else prefixes[prefix] + name.removeprefix(prefix)
 

@@ -63,7 +63,7 @@ def fill_part(target: torch.Tensor, part: Part, dtype: torch.dtype, limit: int, 
     """Copy a part to a tensor of its sizes; what is not read in place has at most ``limit`` elements at a time."""
     for each, into in parts(part, target, limit):
         is_direct = each.is_run and into.is_contiguous()
-        run = into.view(-1) if is_direct else None
+        run = into.as_strided((into.numel(),), (1,)) if is_direct else None  # dims of size 1 may have any stride
         for at, values in read_run(each.first, each.length, run if _has_form(into, dtype) else None):
             if run is None and values.numel() == each.length:  # all of it
                 into.copy_(values.as_strided(each.sizes, each.strides))

@@ -181,6 +181,7 @@ def _by_ranks(found: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
 
 
 def is_under(name: str, prefixes: Collection[str]) -> bool:
+    """Return whether a name is one of some paths, or under one of them."""
     return any(name == prefix or name.startswith(f"{prefix}/") for prefix in prefixes)
 
 
