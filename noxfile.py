@@ -261,7 +261,7 @@ def api(session: nox.Session) -> None:
 @nox.session(default=False, venv_backend="none", requires=["composed"])
 def mixtral_4d(session: nox.Session) -> None:
     """Train an unmodified Mixtral in 4D and compare with one process (arguments after -- go to train.py)."""
-    with_dropout = ["--dp", "2", "--tp", "2", "--pp", "1", "--dropout", "0.1", "--steps", "8", "--out", "runs/dropout"]
+    with_dropout = ["--dp", "2", "--tp", "2", "--pp", "2", "--dropout", "0.1", "--steps", "8", "--out", "runs/dropout"]
     for arguments in [session.posargs] if session.posargs else [with_dropout, []]:
         run_composed(session, "python", "recipes/mixtral_4d/train.py", *arguments)
 

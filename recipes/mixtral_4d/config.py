@@ -176,7 +176,7 @@ def parse(argv: list[str] | None = None) -> Config:
     add("--batch", type=int, default=default.batch, help="sequences in the global batch")
     add("--seq", type=int, default=default.seq, help="tokens in a sequence")
     add("--lr", type=float, default=default.lr, help="AdamW's learning rate")
-    add("--dropout", type=float, default=default.dropout, help="attention dropout; needs --pp 1")
+    add("--dropout", type=float, default=default.dropout, help="attention dropout")
     add("--seed", type=int, default=default.seed, help="seed of initialization, dropout and batch order")
     add("--dtype", choices=BOUNDS, default=default.dtype, help="parameter and compute dtype")
     add("--float64", action="store_const", const="float64", dest="dtype", help="short for --dtype float64; bound 1e-10")
@@ -250,11 +250,6 @@ def check_layout(config: Config, layout: Layout) -> None:
         raise ConfigError(
             f"--microbatches: expected a divisor of the {config.batch // layout.dp} sequences of a rank, got {pieces}; "
             "use a divisor, or another --batch"
-        )
-    if layout.pp > 1 and config.dropout > 0:
-        raise ConfigError(
-            f"--dropout: expected 0 with --pp {layout.pp}, because a pipeline refuses random operators, got "
-            f"{config.dropout}; use --dropout 0, or --pp 1"
         )
 
 
