@@ -23,8 +23,9 @@ from vescale.ckpt import Box, Manifest, StoredFile, StoredTensor, TensorMeta
 from vescale.ckpt._control import _message, _read
 from vescale.ckpt._format.manifest import check_pieces, manifest_from_text, manifest_to_text
 from vescale.ckpt._load.plan import plan_load
+from vescale.ckpt._save.checkpoint import Files
 from vescale.ckpt._save.holdings import Holding, Inventory, merge_held, merge_plain, split
-from vescale.ckpt._save.saving import Offer, Share, Written
+from vescale.ckpt._save.saving import Given, Offer, Share, Told, Written, _typed
 from vescale.ckpt._save.shares import shares
 from vescale.ckpt._save.written import Rows
 
@@ -156,16 +157,17 @@ def _measured(name: str, ranks: int) -> Row:
     shapes, coordinator, again, of_rank, of_load = _shapes(), _Clock(), _Clock(), _Clock(), _Clock()
     offers = [of_rank(_offered, inventory, rank) for rank, inventory in enumerate(_inventories(shapes, ranks, name))]
     held = coordinator(_merged, offers)
-    text = coordinator(_message, Share("save-00000000", "", held))
+    text = coordinator(_message, Share("", held, True, "save-00000000"))
     held = _read(text, Share, 0).held
     plans = shares(held, range(ranks))
     of_rank.seconds /= ranks
     of_rank(lambda: _written(held, shares(_read(text, Share, 0).held, [1])[1], 1))
     texts = [_written(held, plans[rank], rank) for rank in range(ranks)]
     manifest, layouts = coordinator(_committed, held, texts, None)
-    kept = [_message(Offer(_read(offer, Offer, 0).table, None)) for offer in offers]
+    told, digest = _read(offers[0], Offer, 0).told, "0" * 64
+    kept = [_message(Given({}, True, digest, digest, digest, None if rank else told)) for rank in range(ranks)]
     texts = [_written(held, plans[rank], rank, is_new=False) for rank in range(ranks)]
-    again(lambda: merge_plain([_read(offer, Offer, 0).table for offer in kept][:1], [0] * ranks))
+    again(lambda: merge_plain([own.told.table for own in _all(kept) if own.told], [0] * ranks))
     assert again(_committed, held, texts, layouts)[0] == manifest
     own = {tensor: _boxes(shape, 1, ranks, CASES[name]) for tensor, shape in shapes.items()}
     of_load(lambda: _planned(own, manifest))
@@ -201,12 +203,16 @@ def _offered(inventory: Inventory, rank: int) -> bytes:
     table, boxes = split(inventory)
     table.digest()
     table.digest_with(boxes)
-    return _message(Offer(None if rank else table, boxes))
+    return _message(Offer(None if rank else Told(table, None), boxes))
+
+
+def _all(given: Sequence[bytes]) -> list[Given]:
+    return [_read(text, Given, rank) for rank, text in enumerate(given)]
 
 
 def _merged(offers: Sequence[bytes]) -> Any:
     read = [_read(offer, Offer, rank) for rank, offer in enumerate(offers)]
-    tables, table_of = [read[0].table], [0] * len(read)
+    tables, table_of = [read[0].told.table], [0] * len(read)
     merge_plain(tables, table_of)
     return merge_held(tables, table_of, [offer.boxes for offer in read])
 
@@ -215,13 +221,14 @@ def _written(held: Any, plan: Any, rank: int, *, is_new: bool = True) -> bytes:
     rows = Rows(held)
     pieces = rows.packed((write.name, 0, write.box) for write in plan.writes) if is_new else None
     replicas = rows.packed((name, 7, box) for name, box in plan.replicas)
-    return _message(Written({f"data-{rank}-0.safetensors": StoredFile(_ANY_SIZE, rank)}, pieces, replicas))
+    return _message(Written(replicas, Files({f"data-{rank}-0.safetensors": StoredFile(_ANY_SIZE, rank)}, pieces)))
 
 
 def _committed(held: Any, texts: Sequence[bytes], layouts: Any) -> tuple[str, Any]:
-    written = [_read(text, Written, rank) for rank, text in enumerate(texts)]
+    written = [_read(text, _typed(Written, "more", Files), rank) for rank, text in enumerate(texts)]
     rows = Rows(held)
     assert rows.torn([own.replicas for own in written]) is None
+    written = [own.more for own in written]
     layouts = layouts or rows.layouts([own.pieces for own in written], [len(own.files) for own in written])
     tensors = {name: StoredTensor(meta, layouts[name]) for name, meta in held.tensors().items()}
     files = {name: file for own in written for name, file in own.files.items()}

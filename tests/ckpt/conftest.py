@@ -30,8 +30,8 @@ def take_step():
 def goes_on_alike(tmp_path):
     """`goes_on_alike(build, batch, layouts, others)`, on every rank: for each layout, in the folder of its number.
 
-    A model is built in it, trained for a step, saved, and trained for another. What is loaded into each layout of
-    `others(number)` and trained for that step is then the same, bit for bit. Returns the last values.
+    A model is built in it, trained for a step, saved, and trained for three more. What is loaded into each layout of
+    `others(number)` and trained for these steps is then the same, bit for bit. Returns the last values.
     """
 
     def check(build, batch, layouts, others):
@@ -39,12 +39,14 @@ def goes_on_alike(tmp_path):
             trained = build(1, layout)
             _step(*trained, batch(1))
             checkpoint.save(tmp_path / str(number), dict(zip(("model", "optimizer"), trained, strict=True)))
-            _step(*trained, batch(2))
+            for seed in (2, 3, 4):
+                _step(*trained, batch(seed))
             params, state = _values(*trained)
             for other in others(number):
                 loaded = build(2, other)
                 checkpoint.load(tmp_path / str(number), dict(zip(("model", "optimizer"), loaded, strict=True)))
-                _step(*loaded, batch(2))
+                for seed in (2, 3, 4):
+                    _step(*loaded, batch(seed))
                 its_params, its_state = _values(*loaded)
                 for fqn, value in params.items():
                     assert torch.equal(its_params[fqn], value), (layout, other, fqn)

@@ -1,11 +1,11 @@
-"""Every ordered pair of 16 layouts: a training that one saves goes on in the other as if it had not been stopped.
+"""Every ordered pair of 19 layouts: a training that one saves goes on in the other as if it had not been stopped.
 
     one process                     5 steps of plain torch: the reference
     each layout                     2 steps, save, 3 steps: equal to the reference (below 1e-10)
     each layout, each checkpoint    load, save again: no bit of any tensor differs; 3 steps: equal to the reference
 
-By default each layout goes on from its own checkpoint and from that of one other. All 256 pairs take a quarter of an
-hour: `nox -s "integration(ckpt)" -- -m thorough -n 0`.
+By default each layout goes on from its own checkpoint and from that of one other. All 361 pairs:
+`nox -s "integration(ckpt)" -- -m thorough -n 0`.
 """
 
 import importlib
@@ -89,7 +89,8 @@ def test_the_layouts_are_of_all_kinds():
     assert len(plans) >= 12
     assert {plan.world_size for plan in plans} == set(range(1, 9))
     assert {plan.zero for plan in plans} == {0, 1, 2, 3}
-    assert {plan.schedule for plan in plans} == {"1f1b", "interleaved_1f1b", "zb_v"}
+    assert {plan.schedule for plan in plans} == {"1f1b", "interleaved_1f1b", "zb_v", "dual_pipe_v"}
+    assert {plan.mode for plan in plans} == {"eager", "static", "compile"}
 
 
 @pytest.mark.parametrize("group", GROUPS)

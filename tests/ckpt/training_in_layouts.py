@@ -43,16 +43,18 @@ class Layout:
         plan: the plan; its axis "tp" has heads, vocabulary and experts, or experts alone.
         experts_alone: replicate over "tp" everything but the experts.
         replicas: number of groups of data-parallel ranks each of which holds all shards (hybrid sharding).
+        offload: keep shards in host memory between their uses.
     """
 
     plan: Plan
     experts_alone: bool = False
     replicas: int = 1
+    offload: bool = False
 
     def parallelize(self, model: nn.Module) -> tuple[ParallelModel, DistributedOptimizer]:
         """Return the parallel model and its optimizer."""
-        if self.replicas > 1:
-            return self._hybrid(model)
+        if self.replicas > 1 or self.offload:
+            return self._by_hand(model)
         spread = merge(block(_MLP, output=Replicate()), experts(_EXPERTS, axis="tp")) if self.experts_alone else None
         return vescale.parallelize(
             self.plan,
@@ -64,11 +66,11 @@ class Layout:
             row_wise=[_EXPERTS],
         )
 
-    def _hybrid(self, model: nn.Module) -> tuple[ParallelModel, DistributedOptimizer]:
-        """Do the same on a mesh of two data-parallel axes, which a plan does not have."""
+    def _by_hand(self, model: nn.Module) -> tuple[ParallelModel, DistributedOptimizer]:
+        """Do the same with two data-parallel axes, or with offload, which a plan does not have."""
         shape = (self.replicas, self.plan.dp // self.replicas)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        ddp = DDP(model, mesh, zero=self.plan.zero, row_wise=[_EXPERTS])
+        ddp = DDP(model, mesh, zero=self.plan.zero, row_wise=[_EXPERTS], offload=self.offload)
         optimizer = DistributedOptimizer(
             adamw.func, model=ddp, param_groups=param_groups(ddp), clip_grad_norm=1.0, **adamw.keywords
         )
@@ -76,7 +78,7 @@ class Layout:
         return ParallelModel(ddp, plan=self.plan, mesh=axis, engine=None), optimizer
 
 
-#: Four groups; in each the first layout is a cheap one, which is started twice.
+#: Five groups; in each the first layout is a cheap one, which is started twice.
 GROUPS: dict[str, dict[str, Layout]] = {
     "depth": {
         "one": Layout(Plan()),
@@ -103,6 +105,11 @@ GROUPS: dict[str, dict[str, Layout]] = {
         "zero3_dp2": Layout(Plan(dp=2, zero=3)),
         "dp2_tp2_zero3": Layout(Plan(dp=2, tp=2, zero=3)),
         "pp5": Layout(Plan(pp=5, num_microbatches=3, split=(*_STAGES, "lm_head"))),
+    },
+    "modes": {
+        "pp2_dual_pipe_v": Layout(Plan(pp=2, num_microbatches=6, schedule="dual_pipe_v", split=_STAGES)),
+        "zero3_dp2_offload": Layout(Plan(dp=2, zero=3), offload=True),
+        "tp2_compiled": Layout(Plan(tp=2, mode="compile")),
     },
 }
 

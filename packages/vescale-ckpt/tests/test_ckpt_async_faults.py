@@ -69,7 +69,7 @@ def test_an_error_that_no_call_asks_for_is_logged(tmp_path, caplog, monkeypatch)
     def fail(*_args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("vescale.ckpt._save.saving.write_data_file", fail)
+    monkeypatch.setattr("vescale.ckpt._save.checkpoint.write_data_file", fail)
     with caplog.at_level(logging.ERROR):
         save(tmp_path / "c", state(1), async_=True)
         with pytest.raises(CheckpointError, match="No space left on device"):
@@ -122,7 +122,7 @@ def test_a_rank_killed_in_any_phase_leaves_the_earlier_checkpoint(tmp_path, monk
     save(path, state(1))
     places = {
         "copy": "vescale.ckpt._save.staging.Staging.copies",
-        "write": "vescale.ckpt._save.saving.write_data_file",
+        "write": "vescale.ckpt._save.checkpoint.write_data_file",
         "flush": "os.fsync",
     }
 

@@ -33,6 +33,14 @@ ROWS = {
         "expected Mapping or None for metadata, got",
     ),
     "save, metadata keys": (lambda path: save(path / "a", {}, metadata={"a": {1}}), "expected metadata to be a JSON"),
+    "save, progress": (
+        lambda path: save(path / "a", {}, progress=3),
+        "save: expected bool or Callable for progress, got 3",
+    ),
+    "load, progress": (
+        lambda path: load(path / "step", {}, progress="yes"),
+        "load: expected bool or Callable for progress, got 'yes'",
+    ),
     "load, path": (lambda _: load(3, {}), "load: expected str or PathLike for path, got 3"),
     "load, state": (lambda path: load(path / "step", None), "expected a dict of names to models"),
     "load, ignore": (lambda path: load(path / "step", {}, ignore=3), "expected Collection for ignore, got 3"),
@@ -138,6 +146,7 @@ def calls():
         "keep_last": None,
         "check_replicas": True,
         "async_": False,
+        "progress": False,
         "process_group": None,
     }
     loaded = {
@@ -150,7 +159,9 @@ def calls():
     }
     return {
         "load": Call(
-            load, lambda: {**loaded, "path": "step", "state": state()}, {"ignore": LISTS, "rename": {"None", "{}"}}
+            load,
+            lambda: {**loaded, "path": "step", "state": state(), "progress": False},
+            {"ignore": LISTS, "rename": {"None", "{}"}, "progress": {"True"}},
         ),
         "load_dcp": Call(
             load_dcp,
@@ -195,6 +206,7 @@ def calls():
                 "path": {"text", "misspelled"},
                 "state": {"{}", "{text: 0}", "{0: 0}", "another key"},
                 "metadata": {"None", "{}", "{text: 0}", "another key"},
+                "progress": {"True"},
             },
         ),
         "save_dcp": Call(  # after `save`, which makes a checkpoint of the other path

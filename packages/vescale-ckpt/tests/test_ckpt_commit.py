@@ -128,7 +128,7 @@ def test_an_interrupt_removes_the_unfinished_directory(tmp_path, monkeypatch):
     def interrupt(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vescale.ckpt._save.saving.write_data_file", interrupt)
+    monkeypatch.setattr("vescale.ckpt._save.checkpoint.write_data_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path / "c", state(1))
     assert list(tmp_path.iterdir()) == []

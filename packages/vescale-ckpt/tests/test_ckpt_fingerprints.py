@@ -3,9 +3,12 @@
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 
-from vescale.ckpt._save import fingerprints
+from vescale.ckpt import save, save_dcp, save_hf
+from vescale.ckpt._save import fingerprints, saving
 from vescale.ckpt._save.fingerprints import _ROW_WORDS
+from vescale_testing import ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
@@ -70,3 +73,26 @@ def test_conjugated_views_count_by_their_values(fingerprint):
 
 def test_nothing_has_a_fingerprint_too(fingerprint):
     assert fingerprint(torch.empty(0, 3)) == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda path, model: save(path, {"model": model}), lambda path, model: save_dcp(path, {"model": model}), save_hf],
+    ids=["save", "save_dcp", "save_hf"],
+)
+@ranks(2)
+def test_replicas_on_the_cpu_have_the_fast_kind_in_every_format(tmp_path, monkeypatch, call):
+    path, kinds = [tmp_path], []
+    dist.broadcast_object_list(path)
+
+    def recorded(tensor, *, on_cpu):
+        kinds.append(on_cpu)
+        return fingerprints.fingerprint(tensor, on_cpu=on_cpu)
+
+    monkeypatch.setattr(saving, "fingerprint", recorded)
+    model = torch.nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    call(path[0] / "c", model)
+    assert kinds == [True, True]

@@ -24,18 +24,21 @@ def test_a_part_of_the_ranks_saves_and_loads_by_itself(tmp_path):
 
 
 @ranks(2, backend=None)
-def test_a_default_group_without_a_cpu_backend_gets_a_helper_for_the_call(tmp_path):
+def test_a_default_group_without_a_cpu_backend_gets_a_helper(tmp_path, monkeypatch):
     # "cuda:gloo" stands for NCCL: a backend for device tensors only.
     store = dist.FileStore(str(tmp_path / "store"), 2)
     rank = store.add("ranks", 1) - 1
     dist.init_process_group("cuda:gloo", store=store, rank=rank, world_size=2)
     with pytest.raises(ValueError, match=r'pass a group of torch.distributed.new_group\(backend="gloo"\)'):
         save(tmp_path / "c", {"w": torch.ones(2)}, process_group=dist.group.WORLD)
+    made, make = [], dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda *args, **options: made.append(args) or make(*args, **options))
     for _ in range(2):
         save(tmp_path / "c", {f"w{rank}": torch.ones(2)}, overwrite=True)
     target = {f"w{rank}": torch.zeros(2)}
     load(tmp_path / "c", target)
     assert target[f"w{rank}"].tolist() == [1, 1]
+    assert made == [([0, 1],)]  # the first call alone makes one
     dist.destroy_process_group()
 
 

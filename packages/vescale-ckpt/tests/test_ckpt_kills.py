@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale.ckpt import load, read_manifest, save, verify, wait
+from vescale.ckpt import load, read_manifest, save, verify
 from vescale.ckpt._lost_ranks import Failures
 from vescale_testing import RankFailure, run_ranks
 
@@ -26,9 +26,6 @@ def state(value: int) -> dict:
 def save_until_killed(path: Path, killed: int, seconds: float) -> None:
     """Save again and again, every second time in the background, until one rank is killed."""
     step = int(read_manifest(path).leaves["step"])
-    dist.barrier()
-    save(path, state(step), overwrite=True, async_=True)  # the first one makes a process group, which torch waits for
-    wait()
     dist.barrier()
     if dist.get_rank() == killed:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -113,7 +113,9 @@ def test_damage_is_found(root, damage):
         load(url, state(0))
 
 
-@pytest.mark.parametrize("place", ["vescale.ckpt._format.storage._move", "vescale.ckpt._save.saving.write_data_file"])
+@pytest.mark.parametrize(
+    "place", ["vescale.ckpt._format.storage._move", "vescale.ckpt._save.checkpoint.write_data_file"]
+)
 def test_a_save_that_fails_keeps_the_earlier_version(root, monkeypatch, place):
     url = f"{root}/c"
     save(url, state(1))

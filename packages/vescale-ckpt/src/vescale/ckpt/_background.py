@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from ._control import Control, control_of, own_group
 from ._errors import CheckpointError
@@ -29,13 +28,15 @@ class _Background(threading.Thread):
         super().__init__(name=f"vescale saves {path.name}")
         self.path = path
         self.error: BaseException | None = None
-        self._run = run
+        self._end_save: Callable[[], None] | None = run
 
     def run(self) -> None:
-        """Run, and keep the error."""
+        """Run, and keep nothing but the error."""
+        end_save, self._end_save = self._end_save, None
+        assert end_save is not None, "a thread runs once"
         try:
             with torch.no_grad():
-                self._run()
+                end_save()
         except BaseException as error:
             logger.error("the asynchronous save of %s failed: %s", self.path, error)
             self.error = error
@@ -90,6 +91,9 @@ def wait() -> None:
 
 def background_control(control: Control) -> Control:
     """Return the ranks of ``control`` with a process group for the thread; a collective when it is first called."""
-    if control.group is None and control.size == 1 and not dist.is_initialized():
+    if control.failures is None:  # one process, without groups
         return control
-    return control_of(own_group(control.ranks, "background"), name="background")
+    key = control.ranks, "background"
+    if own_group(*key) is None:
+        control.make_groups([key])
+    return control_of(own_group(*key), name="background")

@@ -16,7 +16,9 @@ import contextlib
 import dataclasses
 import functools
 import json
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,10 @@ from ._torch import default_store
 from ._typed_json import JsonReader
 
 _LAST_COLLECTIVE_SECONDS = 0.1
+_NAP_SECONDS = 0.2
+
+#: The global ranks of a process group of this package, and what it is for.
+OwnGroup = tuple[tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,17 @@ class Control:
             raise CheckpointError(own.failure) from cause
         return own
 
+    def make_groups(self, wanted: Sequence[OwnGroup]) -> None:
+        """Make the groups that ``own_group`` returns then; a collective of all ranks, each with those that it is in.
+
+        Groups have an order, by their ranks, in which every rank asks for them. They are made in a thread, and rounds
+        go on until all ranks have theirs, so that a rank that is lost meanwhile, or raises, is an error on all.
+        """
+        making = _Making(wanted)
+        making.start()
+        while not self.run_round(making.has_ended, lambda ended: [all(ended)] * self.size, result=bool, share=bool):
+            pass
+
     def no_shares(self, _results: list[Any]) -> list[None]:
         """Return no shares, for rounds that only check that all ranks succeeded."""
         return [None] * self.size
@@ -144,8 +161,8 @@ class Control:
 def open_control(process_group: dist.ProcessGroup | None) -> Iterator[Control]:
     """Yield the ranks of ``process_group``, of the default group if None, or of this process without any group.
 
-    A default group without a CPU backend (plain NCCL) needs device memory for collectives, so a temporary gloo
-    group is created.
+    A default group without a CPU backend (plain NCCL) needs device memory for collectives, so the first call makes a
+    gloo group of all ranks, for which torch waits up to its time-out.
 
     Raises:
         ValueError: ``process_group`` has no CPU backend, or this process is not in it.
@@ -171,11 +188,7 @@ def open_control(process_group: dist.ProcessGroup | None) -> Iterator[Control]:
             'torch.distributed.new_group(backend="gloo"), or leave out process_group'
         )
     else:
-        group = dist.new_group(backend="gloo")
-        try:
-            yield control_of(group)
-        finally:
-            dist.destroy_process_group(group)
+        yield control_of(_make_group(tuple(range(dist.get_world_size())), "control"), name="control")
 
 
 @functools.cache
@@ -191,20 +204,54 @@ def _let_gloo_finish_at_exit() -> None:
     atexit.register(time.sleep, _LAST_COLLECTIVE_SECONDS)
 
 
-_own_groups: dict[tuple[tuple[int, ...], str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+#: By the default group, with which they end: the groups of this package by their global ranks and use.
+_own_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[OwnGroup, dist.ProcessGroup]]
+_own_groups = weakref.WeakKeyDictionary()
 
 
-def own_group(ranks: tuple[int, ...], use: str) -> dist.ProcessGroup:
-    """Return a gloo group of this package for some global ranks; a collective of them when it is first called.
-
-    Groups live as long as the default group. A rank that needs several asks for them in the order of ``ranks``.
-    """
+def own_group(ranks: tuple[int, ...], use: str) -> dist.ProcessGroup | None:
+    """Return the gloo group of this package for some global ranks and a use, if it has been made."""
     world = dist.group.WORLD
     assert world is not None, "there are ranks"
-    if (found := _own_groups.get((ranks, use))) is None or found[0] is not world:
-        found = world, dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-        _own_groups[ranks, use] = found
-    return found[1]
+    return _own_groups.get(world, {}).get((ranks, use))
+
+
+def _make_group(ranks: tuple[int, ...], use: str) -> dist.ProcessGroup:
+    """Make a gloo group, a collective of its ranks; it lives as long as the default group."""
+    world = dist.group.WORLD
+    assert world is not None, "there are ranks"
+    found = own_group(ranks, use)
+    if found is None:
+        found = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        _own_groups.setdefault(world, {})[ranks, use] = found
+    return found
+
+
+class _Making(threading.Thread):
+    """Makes process groups, in order; torch waits half an hour for a rank that does not come."""
+
+    def __init__(self, wanted: Sequence[OwnGroup]) -> None:
+        super().__init__(name="vescale makes process groups", daemon=True)
+        self._wanted = wanted
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            for ranks, use in self._wanted:
+                _make_group(ranks, use)
+        except Exception as error:
+            self._error = error
+
+    def has_ended(self) -> bool:
+        """Wait a little, and return whether all are made.
+
+        Raises:
+            Exception: what torch has raised.
+        """
+        self.join(_NAP_SECONDS)
+        if self._error is not None:
+            raise self._error
+        return not self.is_alive()
 
 
 def control_of(group: dist.ProcessGroup | None, *, name: str = "") -> Control:
@@ -215,17 +262,17 @@ def control_of(group: dist.ProcessGroup | None, *, name: str = "") -> Control:
 
 
 def _message(item: Any) -> bytes:
-    return json.dumps(_tree(item)).encode()
+    return json.dumps(tree_of(item)).encode()
 
 
-def _tree(item: Any) -> Any:
+def tree_of(item: Any) -> Any:
     """Return dataclasses, tuples and mappings as JSON knows them."""
     if dataclasses.is_dataclass(item):
         kind: Any = type(item)
-        return {name: _tree(getattr(item, name)) for name in _field_names(kind)}
+        return {name: tree_of(getattr(item, name)) for name in _field_names(kind)}
     if isinstance(item, tuple | list):
-        return list(map(_tree, item))
-    return {key: _tree(value) for key, value in item.items()} if isinstance(item, Mapping) else item
+        return list(map(tree_of, item))
+    return {key: tree_of(value) for key, value in item.items()} if isinstance(item, Mapping) else item
 
 
 @functools.cache

@@ -31,8 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import queue
-import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -45,24 +43,6 @@ __all__ = ["Failures", "first_line"]
 
 #: Errors of a store whose host is gone.
 _STORE_ERRORS = (RuntimeError, OSError)
-
-
-class _Waiter(threading.Thread):
-    """A thread that waits for works one after the other: one goes into ``works``, its error or None to ``ends``."""
-
-    def __init__(self) -> None:
-        super().__init__(name="vescale waits for messages", daemon=True)
-        self.works: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.ends: queue.SimpleQueue[RuntimeError | None] = queue.SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            try:
-                self.works.get().wait()
-                self.ends.put(None)
-            except RuntimeError as error:
-                self.ends.put(error)
 
 
 #: Those whose ranks may meet. Process-wide: a rank may wait for a collective over other ranks than it should meet.
@@ -93,7 +73,6 @@ class Failures:
         self._store = dist.PrefixStore(f"vescale/failures/{key}", store)
         self._last_words = dist.PrefixStore("vescale/failures/last words", store)
         self._silent: set[int] = set()  # ranks that gave no answer once are not waited for again
-        self._waiter: _Waiter | None = None
 
     def wait(self, work: Any, what: str) -> None:
         """Wait for a work on the CPU, of the collective ``what``.
@@ -109,30 +88,6 @@ class Failures:
             raise RuntimeError(self.describe(what, first_line(error))) from error
         if others_failed:
             raise RuntimeError(self.describe(what, ""))
-
-    def wait_message(self, work: Any, what: str) -> None:
-        """Wait for a work on the CPU whose wait can have no limit.
-
-        gloo closes a connection over which a wait for a message has timed out. So a thread waits without limit, and
-        this one listens.
-
-        Raises:
-            RuntimeError: As `wait`.
-        """
-        if self._waiter is None:
-            self._waiter = _Waiter()
-        waiter, self._waiter = self._waiter, None  # one whose message never comes is not used again
-        waiter.works.put(work)
-        while True:
-            try:
-                error = waiter.ends.get(timeout=self.POLL.total_seconds())
-                break
-            except queue.Empty:
-                if self.seen():
-                    raise RuntimeError(self.describe(what, "")) from None
-        self._waiter = waiter
-        if error is not None:
-            raise RuntimeError(self.describe(what, first_line(error))) from error
 
     def _wait_and_listen(self, work: Any) -> bool:
         """Wait; return whether another rank has seen a failure in the meantime.

@@ -1,12 +1,8 @@
 """Save a module, sharded in any way, as a folder of Hugging Face.
 
-Four rounds (see ``_control.py``):
-
-    1. every rank lists its names           rank 0 says which of them are ties, to leave out
-    2. every rank digests its table         rank 0 asks one rank of each digest for it
-    3. every rank sends its boxes           rank 0 plans the files, makes them with headers, and tells all what is where
-    4. every rank writes its share          rank 0 compares replicas, and gives the files their names
-       at its place in the files
+A round before the steps of ``save``: every rank lists its ties, and rank 0 says which names to leave out. Then rank 0
+plans the files, and makes them with headers; every rank writes its share at its place in them; and rank 0 gives the
+files their names.
 """
 
 from __future__ import annotations
@@ -16,20 +12,21 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .._checked import CheckedInside, Count, FilePath, checked
 from .._control import open_control
-from .._errors import CheckpointError, as_text, require_same
+from .._errors import CheckpointError, as_text
 from .._format.boxes import Box
 from .._format.manifest import TensorMeta
-from .._save.fingerprints import fingerprint
-from .._save.holdings import Boxes, Held, Holding, Inventory, Table, merge_held, split
-from .._save.shares import shares
-from .._save.written import Rows
-from .._state.flat import FlatState, flatten
+from .._save.holdings import Held
+from .._save.saving import Merged, Plan, Saving, Taken
+from .._state.flat import FlatState
+from .._state.objects import Objects
 from .hf_content import Content
 from .hf_folder import NewFolder, temporary
 from .hf_links import Names, links_to_save
@@ -73,31 +70,30 @@ def save_hf(
         >>> save_hf("weights", model, overwrite=True)
         >>> load_hf("weights", torch.nn.Linear(4, 2))
     """
-    saving = _Saving(Path(os.path.abspath(folder)), module, rules, max_shard_bytes, overwrite)
+    path = Path(os.path.abspath(folder))
     with open_control(process_group) as control, torch.no_grad():
-        saving.rank, discard = control.rank, saving.discard
-        try:
-            dropped: _Dropped = control.run_round(
-                saving.begin, saving.drop, result=_Given, share=_Dropped, on_failure=discard
-            )
-            is_sent = control.run_round(
-                lambda: saving.digest(dropped), saving.choose, result=str, share=bool, on_failure=discard
-            )
-            share: _Share = control.run_round(
-                lambda: saving.offer(with_table=is_sent), saving.plan, result=_Offer, share=_Share, on_failure=discard
-            )
-            control.run_round(lambda: saving.write(share), saving.commit, result=_REPLICAS, on_failure=discard)
-        except BaseException:  # an interrupt or a lost peer, which is not an error of all ranks
-            saving.discard()
-            raise
+        tensors: dict[str, Any] = {}
+
+        def list_ties() -> _Ties:
+            state = ModuleState.of(module)
+            tensors.update(state.tensors)
+            return _Ties(state.ties())
+
+        def drop(given: Sequence[_Ties]) -> list[_Dropped]:
+            ties = merged_ties([group for each in given for group in each.ties])
+            dropped = _Dropped((*names_to_drop(ties, tied_names(module)), *sorted(unsaved_names(module))))
+            return [dropped] * len(given)
+
+        dropped = control.run_round(list_ties, drop, result=_Ties, share=_Dropped)
+        stored = {name: value for name, value in tensors.items() if name not in dropped.names}
+        writer = _HfWriter(path, module, rules, max_shard_bytes, overwrite=overwrite)
+        Saving(writer, stored, control).run()
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What must agree between ranks, and which names of a rank share a tensor."""
+class _Ties:
+    """The names of a rank that share a tensor."""
 
-    folder: str
-    max_shard_bytes: str
     ties: Ties
 
 
@@ -109,32 +105,19 @@ class _Dropped:
 
 
 @dataclass(frozen=True)
-class _Offer:
-    """What a rank holds; the table comes from one rank of each digest."""
-
-    boxes: Boxes
-    table: Table | None
-
-
-@dataclass(frozen=True)
-class _Share:
-    """Where the files are, what all ranks hold, and what is where in the files."""
+class _Shared:
+    """The token in temporary names, and what is where in the files."""
 
     token: str
-    held: Held
     content: Content
 
 
-_REPLICAS = str  # rows of checksums
+class _HfWriter:
+    """Writes a folder of Hugging Face; see `Writer`."""
 
-
-class _Saving:
-    """The steps of one save, in order; ``drop``, ``choose``, ``plan``, ``commit`` and ``discard`` act on rank 0."""
-
-    rank: int
-    _flat: FlatState
-    _table: Table
-    _boxes: Boxes
+    names: Any = NoneType
+    shared: Any = _Shared
+    wrote: Any = NoneType
 
     def __init__(
         self,
@@ -142,70 +125,44 @@ class _Saving:
         module: torch.nn.Module,
         rules: Sequence[WeightRule] | None,
         max_shard_bytes: int,
+        *,
         overwrite: bool,
     ) -> None:
-        self._path, self._module, self._rules = path, module, rules
+        self.path, self._module, self._rules = path, module, rules
         self._max_shard_bytes, self._overwrite = max_shard_bytes, overwrite
         self._folder: NewFolder | None = None
-        self._held: Held | None = None
-        self._names: list[str] = []  # of the files, in order
+        self._files: list[str] = []  # names, in order
 
-    def begin(self) -> _Given:
-        self._state = ModuleState.of(self._module)
-        if self.rank == 0:
-            self._folder = NewFolder(self._path, overwrite=self._overwrite)
-        return _Given(as_text(self._path), str(self._max_shard_bytes), self._state.ties())
+    def arguments(self) -> Mapping[str, str]:
+        return {"folder": as_text(self.path), "max_shard_bytes": str(self._max_shard_bytes)}
 
-    def drop(self, given: Sequence[_Given]) -> list[_Dropped]:
-        require_same("folder", [each.folder for each in given])
-        require_same("max_shard_bytes", [each.max_shard_bytes for each in given])
-        ties = merged_ties([group for each in given for group in each.ties])
-        dropped = _Dropped((*names_to_drop(ties, tied_names(self._module)), *sorted(unsaved_names(self._module))))
-        return [dropped] * len(given)
+    def create(self) -> None:
+        self._folder = NewFolder(self.path, overwrite=self._overwrite)
 
-    def digest(self, dropped: _Dropped) -> str:
-        stored = {name: value for name, value in self._state.tensors.items() if name not in dropped.names}
-        self._flat = flatten(stored, open_object=lambda item, _path: item)
-        tensors = {
-            name: Holding(held.meta, tuple(box for box, _ in held.boxes)) for name, held in self._flat.tensors.items()
-        }
-        self._table, self._boxes = split(Inventory(tensors, {}))
-        return self._table.digest()
+    def describe(self, _flat: FlatState, _objects: Objects) -> None:
+        pass
 
-    def choose(self, digests: Sequence[str]) -> list[bool]:
-        index = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
-        self._table_of = [index[digest] for digest in digests]
-        return [self._table_of.index(table) == rank for rank, table in enumerate(self._table_of)]
-
-    def offer(self, *, with_table: bool) -> _Offer:
-        return _Offer(self._boxes, self._table if with_table else None)
-
-    def plan(self, offers: Sequence[_Offer]) -> list[_Share]:
+    def plan(self, held: Held, _merged: Merged) -> _Shared:
         assert self._folder is not None, "rank 0 makes the folder when it begins"
-        tables = [offer.table for offer in offers if offer.table is not None]
-        self._held = merge_held(tables, self._table_of, [offer.boxes for offer in offers])
-        names = names_to_save(self._module, self._rules)
-        content, files, index = files_of(self._held.tensors(), names, self._max_shard_bytes)
-        self._names = final_names(files)
+        content, files, index = files_of(
+            held.tensors(), names_to_save(self._module, self._rules), self._max_shard_bytes
+        )
+        self._files = final_names(files)
         self._folder.create(files, index)
-        return [_Share(self._folder.token, self._held, content)] * len(offers)
+        return _Shared(self._folder.token, content)
 
-    def write(self, share: _Share) -> str:
-        own = shares(share.held, [self.rank])[self.rank]
-        views = {(name, box): view for name, held in self._flat.tensors.items() for box, view in held.boxes}
-        with FileWriter(self._path, share.token, share.content) as writer:
-            for item in own.writes:
-                writer.write(item.name, item.box, views[item.name, item.held][item.box.slices(inside=item.held)])
-        replicas = [(name, fingerprint(views[name, box], on_cpu=False), box) for name, box in own.replicas]
-        return Rows(share.held).packed(replicas)
+    def accept(self, shared: _Shared) -> None:
+        self._shared = shared
 
-    def commit(self, replicas: Sequence[str]) -> list[None]:
-        assert self._held is not None and self._folder is not None, "the plan comes before the commit"  # noqa: PT018
-        if torn := Rows(self._held).torn(replicas):
-            raise CheckpointError(torn.replace(", or pass check_replicas=False to store one of them", ""))
-        self._folder.commit(self._names, lambda path: write_config(self._module, path))
+    def write(self, _plan: Plan, taken: Sequence[Taken]) -> None:
+        with FileWriter(self.path, self._shared.token, self._shared.content) as writer:
+            for each in taken:
+                writer.write(each.name, each.box, each.view)
+
+    def commit(self, _plan: Plan, _wrote: Sequence[None]) -> None:
+        assert self._folder is not None, "rank 0 makes the folder when it begins"
+        self._folder.commit(self._files, lambda path: write_config(self._module, path))
         self._folder = None
-        return [None] * len(replicas)
 
     def discard(self) -> None:
         if self._folder is not None:

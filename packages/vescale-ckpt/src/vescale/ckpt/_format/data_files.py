@@ -19,7 +19,7 @@ import ctypes
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,8 @@ def pack_files(sizes: Sequence[int], *, max_bytes: int = MAX_FILE_BYTES) -> list
     return [*runs, range(first, len(sizes))] if sizes else []
 
 
-def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
-    """Write tensors to one file, flushed to disk."""
+def write_data_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], None] | None = None) -> Written:
+    """Write tensors to one file, flushed to disk; ``progress`` is told of the bytes of each block."""
     # Wide elements first: every tensor then starts at a multiple of its element size.
     entries = sorted(entries, key=lambda entry: -entry.view.element_size())
     sums: dict[str, Checksums] = {entry.key: (0,) * _num_blocks(entry.num_bytes) for entry in entries}
@@ -89,7 +89,11 @@ def write_data_file(path: Path, entries: Sequence[Entry]) -> Written:
         file.write(header)
         for entry in entries:
             values = resolved(entry.view).cpu().contiguous()
-            blocks = [crc32(block) for block in _written(file, bytes_of(values))]
+            blocks = []
+            for block in _written(file, bytes_of(values)):
+                blocks.append(crc32(block))
+                if progress is not None:
+                    progress(len(block))
             sums[entry.key] = tuple(blocks)
         size = file.tell()
         if not is_remote(path):

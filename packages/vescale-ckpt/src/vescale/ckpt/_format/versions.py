@@ -106,6 +106,19 @@ class NewVersion:
                 self._path.rmdir()
 
 
+def require_folder(folder: Path, rank: int) -> None:
+    """Check that the folder that rank 0 has made is there on this rank, too.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if not (is_remote(folder) or folder.is_dir()):
+        raise CheckpointError(
+            f"rank {rank}: expected the folder {folder} of rank 0, got no such folder; save to a file system shared by "
+            "all ranks"
+        )
+
+
 def check_files(where: Path, manifest: Manifest) -> None:
     """Check that all data files of a version exist as regular files, with the sizes of the manifest.
 

@@ -32,10 +32,11 @@ from .._format.inspect import checked_manifest, read_manifest_text
 from .._format.manifest import Manifest, Piece, manifest_from_text
 from .._format.storage import is_remote, place_of
 from .._format.versions import was_replaced
+from .._progress import Listener, Progress
 from .._state.flat import FlatState, flatten, restore
 from .._state.objects import Objects
 from .plan import Comparison, Read, Request, compare, find_mismatch, left_over, plan_load
-from .shared import SharedRead, digests, find_replicas, first_name, make_chunks
+from .shared import SharedRead, digests, find_replicas, first_name, make_chunks, num_bytes
 
 logger = logging.getLogger("vescale.ckpt")
 
@@ -49,6 +50,7 @@ def load(
     ignore: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
     allow_dtype_cast: bool = False,
+    progress: bool | Callable[[int, int], object] = False,
     process_group: CheckedInside[dist.ProcessGroup | None] = None,
 ) -> Manifest:
     """Load a checkpoint into a state under any layout.
@@ -67,6 +69,8 @@ def load(
         rename: beginnings of stored names, and what replaces them, such as ``{"model/backbone.": "encoder/"}`` to load
             a part of a model. Of several that fit, the longest counts. ``ignore`` and errors have the new names.
         allow_dtype_cast: convert stored values to the dtype of the state's tensor instead of refusing them.
+        progress: show on the terminal of the first rank how far it is, or call this function there with the bytes that
+            are read, tensor by tensor, and all that the rank reads. An error in it fails the load.
         process_group: as for ``save``.
 
     Returns:
@@ -88,7 +92,15 @@ def load(
     with open_control(process_group) as control, torch.no_grad():
         where, manifest = _share_manifest(control, path, rename or {})
         source = Source(where, manifest, lambda file: DataFile(where / manifest.folder / file, manifest.files[file]))
-        load_from(source, state, control, strict=strict, ignore=ignore, allow_dtype_cast=allow_dtype_cast)
+        load_from(
+            source,
+            state,
+            control,
+            strict=strict,
+            ignore=ignore,
+            allow_dtype_cast=allow_dtype_cast,
+            progress=progress,
+        )
     return manifest
 
 
@@ -126,6 +138,7 @@ def load_from(
     strict: bool,
     ignore: Collection[str],
     allow_dtype_cast: bool,
+    progress: bool | Listener = False,
 ) -> None:
     """Load a source, which all ranks know, into a state: rounds 2 to 4."""
     where, manifest = source.where, source.manifest
@@ -150,11 +163,14 @@ def load_from(
             raise CheckpointError(f"{where}: {mismatch}")
         _log_partial(where, comparisons, left_over(comparisons, manifest, ignore=ignore))
         hosts = [str(rank) if is_remote(where) else each.host for rank, each in enumerate(compared)]
-        return [_Accepted(replicas) for replicas in find_replicas([each.held for each in compared], hosts)]
+        found = find_replicas([each.held for each in compared], hosts)
+        have_groups = any(len(ranks) < control.size for own in found for ranks in own.values())
+        return [_Accepted(replicas, have_groups) for replicas in found]
 
     accepted = control.run_round(examine, accept, result=_Compared, share=_Accepted)
-    groups = _groups_of(accepted.replicas, control)
-    control.run_round(lambda: _fill(source, flat, groups), control.no_shares)
+    groups = _groups_of(accepted, control)
+    shown = Progress.asked("loaded", progress, control.rank)
+    control.run_round(lambda: _fill(source, flat, groups, shown), control.no_shares)
     control.run_round(lambda: restore(state, flat, manifest.leaves, close_object=objects.close), control.no_shares)
 
 
@@ -189,9 +205,10 @@ class _Compared:
 
 @dataclass(frozen=True)
 class _Accepted:
-    """The ranks of the group that hold what this one holds, by first names."""
+    """The ranks of the group that hold what this one holds, by first names; whether any rank has some but not all."""
 
     replicas: Mapping[str, tuple[int, ...]]
+    have_groups: bool
 
 
 def _share_manifest(control: Control, path: FilePath, rename: Mapping[str, str]) -> tuple[Path, Manifest]:
@@ -220,27 +237,37 @@ def _share_manifest(control: Control, path: FilePath, rename: Mapping[str, str])
     return where, manifest_from_text(text, where=str(where)).renamed(rename)
 
 
-def _groups_of(replicas: Mapping[str, tuple[int, ...]], control: Control) -> list[tuple[list[str], Control]]:
+def _groups_of(accepted: _Accepted, control: Control) -> list[tuple[list[str], Control]]:
     """Return the process groups of replicas, each with the first names that it reads together."""
     names: dict[tuple[int, ...], list[str]] = {}
-    for first, ranks in replicas.items():
-        names.setdefault(ranks, []).append(first)
-    groups = []
-    for ranks in sorted(names):
-        members = tuple(control.ranks[rank] for rank in ranks)
-        group = control if members == control.ranks else control_of(own_group(members, "replicas"), name="replicas")
-        groups.append((names[ranks], group))
-    return groups
+    for first, ranks in accepted.replicas.items():
+        names.setdefault(tuple(control.ranks[rank] for rank in ranks), []).append(first)
+    ordered = sorted(names)
+    if accepted.have_groups:
+        control.make_groups([(ranks, "replicas") for ranks in ordered if ranks != control.ranks])
+    return [
+        (names[ranks], control if ranks == control.ranks else control_of(own_group(ranks, "replicas"), name="replicas"))
+        for ranks in ordered
+    ]
 
 
-def _fill(source: Source, flat: FlatState, groups: Sequence[tuple[Collection[str], Control]]) -> None:
+def _fill(
+    source: Source, flat: FlatState, groups: Sequence[tuple[Collection[str], Control]], progress: Progress
+) -> None:
     """Read the boxes of this rank, file by file, in place; what replicas hold alike, together with them."""
     manifest = source.manifest
     views = {(name, box): view for name, held in flat.tensors.items() for box, view in held.boxes}
     boxes = {name: [box for box, _ in held.boxes] for name, held in flat.tensors.items()}
     shared = {first for names, _ in groups for first in names}
     own = plan_load({name: each for name, each in boxes.items() if first_name(name) not in shared}, manifest)
-    with _Files(source) as files:
+    together = []
+    for names, replicas in groups:
+        alike = {name: each for name, each in boxes.items() if first_name(name) in names}
+        together.append((replicas, make_chunks(plan_load(alike, manifest), manifest)))
+    every = [each for reads in own.values() for each in reads]
+    every += [each for _, chunks in together for chunk in chunks for _, each in chunk]
+    with _Files(source) as files, progress:
+        progress.of(0, sum(num_bytes(each, manifest) for each in every))
 
         def values(read: Read) -> torch.Tensor:
             return views[read.name, read.into][read.box.slices(inside=read.into)]
@@ -249,10 +276,9 @@ def _fill(source: Source, flat: FlatState, groups: Sequence[tuple[Collection[str
             for file, reads in own.items():
                 for read in reads:
                     files.read(file, read, values(read))
-            for names, replicas in groups:
-                alike = {name: each for name, each in boxes.items() if first_name(name) in names}
-                chunks = make_chunks(plan_load(alike, manifest), manifest)
-                SharedRead(replicas, values, files.read, manifest).run(chunks)
+                    progress(num_bytes(read, manifest))
+            for replicas, chunks in together:
+                SharedRead(replicas, values, files.read, manifest, progress).run(chunks)
         except CheckpointError as error:
             is_replaced = was_replaced(source.where, manifest)
             why = "; a save has replaced the checkpoint while it was read" if is_replaced else ""

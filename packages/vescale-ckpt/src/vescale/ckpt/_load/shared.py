@@ -86,16 +86,12 @@ def make_chunks(reads: Mapping[str, Sequence[Read]], manifest: Manifest) -> list
         for read in own:
             limit = CHUNK_BYTES // ITEM_BYTES[manifest.tensors[read.name].meta.dtype]
             cut += [(file, Read(read.name, read.into, box, read.piece)) for box in _cut(read.box, limit)]
-    sizes = [_num_bytes(read, manifest) for _, read in cut]
+    sizes = [num_bytes(read, manifest) for _, read in cut]
     return [cut[run.start : run.stop] for run in pack_files(sizes, max_bytes=CHUNK_BYTES)]
 
 
-def num_bytes(chunk: Chunk, manifest: Manifest) -> int:
-    """Count the bytes of a chunk."""
-    return sum(_num_bytes(read, manifest) for _, read in chunk)
-
-
-def _num_bytes(read: Read, manifest: Manifest) -> int:
+def num_bytes(read: Read, manifest: Manifest) -> int:
+    """Count the bytes of a read."""
     return read.box.num_elements * ITEM_BYTES[manifest.tensors[read.name].meta.dtype]
 
 
@@ -137,6 +133,7 @@ class SharedRead:
         values: returns the part of the state that a read fills.
         read_into: ``(file, read, target)`` reads the values of a read.
         manifest: of the checkpoint.
+        progress: is told of the bytes of each chunk.
     """
 
     def __init__(
@@ -145,13 +142,15 @@ class SharedRead:
         values: Callable[[Read], torch.Tensor],
         read_into: Callable[[str, Read, torch.Tensor], None],
         manifest: Manifest,
+        progress: Callable[[int], None],
     ) -> None:
         self._control, self._values, self._read_into, self._manifest = control, values, read_into, manifest
+        self._progress = progress
         self._error: Exception | None = None
 
     def run(self, chunks: Sequence[Chunk]) -> None:
         """Read, and pass on, all chunks, the same on each replica."""
-        sizes = [num_bytes(chunk, self._manifest) for chunk in chunks]
+        sizes = [sum(num_bytes(read, self._manifest) for _, read in chunk) for chunk in chunks]
         in_flight: deque[Callable[[], None]] = deque()
         for replica, number in turns(sizes, self._control.size):
             if len(in_flight) == _IN_FLIGHT:
@@ -179,6 +178,7 @@ class SharedRead:
             if not is_direct:
                 for target, part in zip(targets, parts, strict=True):
                     self._attempt(functools.partial(target.copy_, part))
+            self._attempt(functools.partial(self._progress, size))
 
         return end
 

@@ -1,26 +1,16 @@
-"""Save a state from any number of ranks.
+"""Save a state from any number of ranks as a checkpoint."""
 
-Three rounds (see ``_control.py``):
-
-    1. every rank lists what it holds        rank 0 creates the folder, and asks one rank for each table of names
-    2. every rank sends its boxes            rank 0 puts them together, and tells all what they hold
-    3. every rank derives and writes its     rank 0 compares replicas, writes the manifest and commits
-       share
-
-An asynchronous save copies the share of each rank in a round of its own before the last one, which a thread runs
-(``background.py``). A failure in any round leaves ``path`` unchanged.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .._background import background_control, settle, start
 from .._checked import CheckedInside, Count, FilePath, checked
 from .._control import open_control
-from .saving import Asked, Given, Offer, Options, Saving, Share, Written
+from .._progress import Progress
+from .checkpoint import CheckpointWriter, Options
+from .saving import Saving
 from .staging import Staging
 
 
@@ -34,6 +24,7 @@ def save(
     keep_last: Count | None = None,
     check_replicas: bool = True,
     async_: bool = False,
+    progress: bool | Callable[[int, int], object] = False,
     process_group: CheckedInside[dist.ProcessGroup | None] = None,
 ) -> None:
     """Save a state as a checkpoint that loads under any other layout.
@@ -58,8 +49,11 @@ def save(
         async_: return when what this rank writes has been copied to host memory, and write in a thread. The state may
             change then. Errors come from `wait`, or from the next ``save``, ``load`` or ``latest``, which wait for a
             save that runs. The copy stays allocated for the next save.
+        progress: show on the terminal of the first rank how far it is, or call this function there with the bytes that
+            are written and all that the rank writes, about as many as each other rank. With ``async_``, the thread
+            calls it. An error in it fails the save.
         process_group: the ranks that save, with a CPU backend such as gloo for small collectives. Default: all
-            ranks, with a temporary gloo group if the default group has no CPU backend.
+            ranks, with a gloo group of this package if the default group has no CPU backend.
 
     Raises:
         CheckpointError: the state cannot be stored or the path cannot be written; the text is the same on all ranks.
@@ -69,41 +63,18 @@ def save(
         >>> model = torch.nn.Linear(4, 2)
         >>> save("runs/step-10", {"model": model, "step": 10}, overwrite=True, keep_last=3)
     """
-    options = Options(path, metadata, overwrite, keep_last, check_replicas, async_)
+    options = Options(path, metadata, overwrite, keep_last, async_)
     with open_control(process_group) as control, torch.no_grad():
-        saving = Saving(options, state, control)
-        discard = saving.discard
-
-        def begin() -> Given:
-            settle()
-            return saving.begin()
-
-        def write(share: Share) -> Written:
-            saving.take(share)
-            return saving.write()
-
-        try:
-            asked = control.run_round(begin, saving.choose, result=Given, share=Asked, on_failure=discard)
-            share = control.run_round(
-                lambda: saving.offer(asked), saving.plan, result=Offer, share=Share, on_failure=discard
-            )
-            if not async_:
-                control.run_round(lambda: write(share), saving.commit, result=Written, on_failure=discard)
-                return
-            own = background_control(control)
-            control.run_round(lambda: saving.take(share, _staging.copies), control.no_shares, on_failure=discard)
-        except BaseException:  # an interrupt or a lost peer, which is not an error of all ranks
-            discard()
-            raise
-
-    def finish() -> None:
-        try:
-            own.run_round(saving.write, saving.commit, result=Written, on_failure=discard)
-        except BaseException:
-            discard()
-            raise
-
-    start(saving.path, finish)
+        writer = CheckpointWriter(options, control.rank, Progress.asked("saved", progress, control.rank))
+        saving = Saving(
+            writer,
+            state,
+            control,
+            check_replicas=check_replicas,
+            otherwise=", or pass check_replicas=False to store one of them",
+            copies=_staging.copies if async_ else list,
+        )
+        saving.run(is_async=async_)
 
 
 _staging = Staging()

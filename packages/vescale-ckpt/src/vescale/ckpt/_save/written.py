@@ -98,6 +98,5 @@ def describe_torn(sums: Sequence[Mapping[tuple[str, Box], int]]) -> str | None:
         return None
     return (
         f"expected equal replicas on all ranks, got differences in {format_some(torn)}; make them equal before saving "
-        "(a gradient reduction or broadcast is missing), give values of one rank their own name, or pass "
-        "check_replicas=False to store one of them"
+        "(a gradient reduction or broadcast is missing), or give values of one rank their own name"
     )

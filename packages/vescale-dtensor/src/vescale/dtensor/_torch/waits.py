@@ -18,7 +18,8 @@ import contextlib
 import functools
 import inspect
 import itertools
-import types
+import queue
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -77,6 +78,24 @@ def name_axes(mesh: DeviceMesh) -> None:
 # ------------------------------------------------------------------------------------------------- waits
 
 
+class _Caller(threading.Thread):
+    """A thread that calls functions one after the other: one goes into ``functions``, its error or None to ``ends``."""
+
+    def __init__(self) -> None:
+        super().__init__(name="vescale waits for objects", daemon=True)
+        self.functions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self.ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                self.functions.get()()
+                self.ends.put(None)
+            except Exception as error:
+                self.ends.put(error)
+
+
 class Waits:
     """Waits for collectives of one process group; an error names the collective and the ranks that are gone.
 
@@ -89,6 +108,7 @@ class Waits:
         ranks = dist.get_process_group_ranks(group)
         self._ranks = f"ranks {', '.join(map(str, ranks))}"
         self.failures = Failures(ranks, dist.get_rank(), distributed_c10d._get_default_store())
+        self._caller: _Caller | None = None
 
     @property
     def where(self) -> str:
@@ -156,13 +176,30 @@ class Waits:
     def call(self, kind: str, function: Callable[[], object]) -> None:
         """Run a function that makes collectives of objects and waits for them.
 
+        gloo closes a connection over which a wait with a limit has ended, and these waits have none. So a thread calls
+        it, and this one listens for failures of other ranks.
+
         Raises:
             RuntimeError: as `wait`.
         """
-        if _is_gloo(self.group):  # a thread calls it, so that this one can listen
-            self.failures.wait_message(types.SimpleNamespace(wait=function), f"the {kind} over {self.where}")
-        else:
+        if not _is_gloo(self.group):
             function()
+            return
+        what = f"the {kind} over {self.where}"
+        caller, self._caller = self._caller or _Caller(), None  # one whose call never ends is not used again
+        caller.functions.put(function)
+        while True:
+            try:
+                error = caller.ends.get(timeout=self.failures.POLL.total_seconds())
+                break
+            except queue.Empty:
+                if self.failures.seen():
+                    raise RuntimeError(self.failures.describe(what, "")) from None
+        self._caller = caller
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(self.failures.describe(what, first_line(error))) from error
+        if error is not None:
+            raise error
 
 
 # renamed in torch 2.13, which warns of the old name
