@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import resource
 import signal
 import threading
@@ -140,7 +141,7 @@ def test_a_rank_killed_in_any_phase_leaves_the_earlier_checkpoint(tmp_path, monk
     with pytest.raises(RankFailure, match=f"rank {killed}") as failure:
         run_ranks(body, 3, timeout=60)
     for error in failure.value.exceptions.values():
-        assert f"no answer from rank {killed}" in str(error)
+        assert re.search(rf"no answer from rank (\d+, )*{killed}\b", str(error))
     verify(path)
     assert read_manifest(path).leaves["step"] == 1
     loaded = state(0)
