@@ -18,8 +18,8 @@ from torch.distributed.tensor import Replicate
 import vescale
 from vescale import ParallelModel, Plan
 from vescale.dmodule.plans import block, experts, merge
-from vescale.dtensor import init_device_mesh, random
-from vescale.optim import DDP, DistributedOptimizer
+from vescale.dtensor import random
+from vescale.optim import DistributedOptimizer
 from vescale_testing import TrainingRecord, keep_float64
 from vescale_testing.training import Training
 
@@ -42,19 +42,13 @@ class Layout:
     Attributes:
         plan: the plan; its axis "tp" has heads, vocabulary and experts, or experts alone.
         experts_alone: replicate over "tp" everything but the experts.
-        replicas: number of groups of data-parallel ranks each of which holds all shards (hybrid sharding).
-        offload: keep shards in host memory between their uses.
     """
 
     plan: Plan
     experts_alone: bool = False
-    replicas: int = 1
-    offload: bool = False
 
     def parallelize(self, model: nn.Module) -> tuple[ParallelModel, DistributedOptimizer]:
         """Return the parallel model and its optimizer."""
-        if self.replicas > 1 or self.offload:
-            return self._by_hand(model)
         spread = merge(block(_MLP, output=Replicate()), experts(_EXPERTS, axis="tp")) if self.experts_alone else None
         return vescale.parallelize(
             self.plan,
@@ -65,17 +59,6 @@ class Layout:
             module_plan=spread,
             row_wise=[_EXPERTS],
         )
-
-    def _by_hand(self, model: nn.Module) -> tuple[ParallelModel, DistributedOptimizer]:
-        """Do the same with two data-parallel axes, or with offload, which a plan does not have."""
-        shape = (self.replicas, self.plan.dp // self.replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        ddp = DDP(model, mesh, zero=self.plan.zero, row_wise=[_EXPERTS], offload=self.offload)
-        optimizer = DistributedOptimizer(
-            adamw.func, model=ddp, param_groups=param_groups(ddp), clip_grad_norm=1.0, **adamw.keywords
-        )
-        axis = init_device_mesh("cpu", (self.plan.dp,), mesh_dim_names=("dp",))
-        return ParallelModel(ddp, plan=self.plan, mesh=axis, engine=None), optimizer
 
 
 #: Five groups; in each the first layout is a cheap one, which is started twice.
@@ -88,7 +71,7 @@ GROUPS: dict[str, dict[str, Layout]] = {
     },
     "shards": {
         "tp2": Layout(Plan(tp=2)),
-        "hybrid2x3": Layout(Plan(dp=6, zero=3), replicas=2),
+        "hybrid2x3": Layout(Plan(dp=6, zero=3, dp_replicate=2)),
         "dp2_pp2_loop": Layout(
             Plan(dp=2, pp=2, num_microbatches=2, schedule="interleaved_1f1b", zero=2, split=_STAGES)
         ),
@@ -108,7 +91,7 @@ GROUPS: dict[str, dict[str, Layout]] = {
     },
     "modes": {
         "pp2_dual_pipe_v": Layout(Plan(pp=2, num_microbatches=6, schedule="dual_pipe_v", split=_STAGES)),
-        "zero3_dp2_offload": Layout(Plan(dp=2, zero=3), offload=True),
+        "zero3_dp2_offload": Layout(Plan(dp=2, zero=3, offload=True)),
         "tp2_compiled": Layout(Plan(tp=2, mode="compile")),
     },
 }

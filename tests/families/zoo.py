@@ -6,6 +6,7 @@
     dp 2, dp 3    the batch is a mesh axis of the program; on three ranks rows are uneven
     tp 2          every linear layer holds a part of its outputs, every embedding a part of its columns
     dp x tp       both
+    derived 2     the plan that `vescale.dmodule.plans.derive` makes; on three ranks no heads divide
     ddp 2         `vescale.optim.DDP`, without a plan
     parts         micro-batches of `vescale.pipe.PipelineEngine`, with padding
     pp 2, pp 4    the same on ranks of one stage each, in 1F1B
@@ -42,6 +43,7 @@ from families import FAMILIES, arguments, batch, build, even_batch
 from torch import Tensor, nn
 
 from vescale.dmodule import parallelize_module
+from vescale.dmodule.plans import derive
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale.optim import DDP
 from vescale.pipe import PipelineEngine, PipelinePlan, split_units
@@ -56,6 +58,9 @@ SHAPES = {
     "dp x tp": {"dp": 2, "tp": 2},
 }
 CASES = {f"{name} {mode}": (axes, mode) for name, axes in SHAPES.items() for mode in ("eager", "static")}
+DERIVED = {f"derived {degree}": {"tp": degree} for degree in (2, 3, 4)}
+SHAPES |= {name: axes for name, axes in DERIVED.items() if axes not in SHAPES.values()}
+CASES |= {f"{name} {mode}": (axes, mode) for name, axes in DERIVED.items() for mode in ("eager", "static")}
 SHAPES |= {"parts": {"pp": 1}, "pp 2": {"pp": 2}, "pp 4": {"pp": 4}}
 CASES["ddp 2"] = {"dp": 2}, "ddp"
 CASES |= {name: (SHAPES[name], "1f1b") for name in ("parts", "pp 2", "pp 4")}
@@ -109,6 +114,9 @@ def train_on_ranks(family: str, case: str, starts: Sequence[str] = ()) -> dict[s
         of_stages: list[Any] = [None] * mesh.size()
         dist.all_gather_object(of_stages, train(model, num_rows, make=even_batch, call=engine))
         return {name: value for found in of_stages for name, value in found.items()}
+    if case.startswith("derived"):
+        plan = derive(model, example_of(model), degree=axes["tp"]).plan
+        return train(parallelize_module(model, mesh, plan, mode=mode), num_rows)
     if mode != "ddp":
         parallel = parallelize_module(model, mesh, plan_of(model, axes), mode=mode, allow_implicit=True)
         return train(parallel, num_rows)

@@ -11,6 +11,7 @@ FUNCTION_IMPORTS = {
     ("draw.py", "matplotlib.figure"): "an extra brings matplotlib",
     ("draw.py", "matplotlib.patches"): "an extra brings matplotlib",
     ("crc32.py", "zlib_ng"): "an extra brings zlib-ng",
+    ("_progress.py", "tqdm"): "an extra brings tqdm",
     ("storage.py", "upath"): "an extra brings universal-pathlib",
     ("training.py", "vescale"): "the plugin serves packages whose tests run without the umbrella",
 }

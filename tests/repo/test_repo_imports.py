@@ -28,7 +28,7 @@ ALLOWED_SIBLINGS = {
     },
 }
 PROJECTS = read_projects()
-_DISTRIBUTIONS = {"upath": "universal-pathlib"}  # whose modules have another name
+_DISTRIBUTIONS = {"upath": "universal-pathlib", "yaml": "pyyaml"}  # whose modules have another name
 
 
 def imported(path: Path, *, inside_functions: bool = True) -> list[tuple[int, str]]:

@@ -18,7 +18,16 @@ from vescale_testing import ranks
 from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 # what functions return, protocols, aliases of types, and what the library calls
-RESULTS = ("BoundaryTraffic", "Collective", "Report", "TensorLayout", "ExpertAllocator", "TokenDispatcher", "AllToAll")
+RESULTS = (
+    "BoundaryTraffic",
+    "Collective",
+    "Report",
+    "TensorLayout",
+    "ExpertAllocator",
+    "TokenDispatcher",
+    "AllToAll",
+    "plans.DerivedPlan",
+)
 ALIASES = ("plans.Plan",)
 PLAN = {
     "parameter": {r"up\.weight": {"tp": Shard(0)}, r"down\.weight": [Shard(1)]},
@@ -159,6 +168,17 @@ def calls():
                 "family": "llama",
             },
             axis | {"degree": {"None"}, "family": {"None"}},
+        ),
+        "plans.derive": Call(
+            plans.derive,
+            lambda: {
+                "model": Model(),
+                "inputs": {"x": torch.ones(2, 4)},
+                "degree": 2,
+                "axis": "tp",
+                "expert_axis": None,
+            },
+            axis | {"inputs": {"None"}, "expert_axis": TEXTS},
         ),
         "plans.merge": Call(
             plans.merge,

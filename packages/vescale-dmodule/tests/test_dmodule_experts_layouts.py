@@ -1,6 +1,6 @@
 """Experts on every layout of two mesh axes give one device's values and gradients, in eager and in static mode.
 
-Each axis cuts the expert dim, an inner dim or nothing, and the tokens are sharded over it or not: twenty layouts.
+Each axis cuts the expert dim, an inner dim or nothing, and the tokens are sharded over it or not: 32 layouts.
 """
 
 import itertools
@@ -87,14 +87,15 @@ def reference(routing):
 
 def layouts():
     for roles in itertools.product(("experts", "inner", None), repeat=2):
-        if "experts" in roles:
+        if any(roles):
             for tokens in itertools.product((Shard(0), Replicate()), repeat=2):
                 yield roles, tokens
 
 
 def experts(roles, **options):
     """The plan entry of experts whose mesh axes have these roles."""
-    placements = {axis: Shard(0) for axis, role in zip(AXES, roles, strict=True) if role == "experts"}
+    kinds = {"experts": Shard(0)}
+    placements = {axis: kinds.get(role, Replicate()) for axis, role in zip(AXES, roles, strict=True)}
     inner = [axis for axis, role in zip(AXES, roles, strict=True) if role == "inner"]
     parameters = {leaf: dict.fromkeys(inner, placement) for leaf, placement in INNER_DIMS.items()} if inner else {}
     return Experts(placements, parameters=parameters, once=["down_bias"] if inner else [], **options)

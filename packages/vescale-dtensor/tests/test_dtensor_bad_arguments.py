@@ -46,6 +46,7 @@ def calls():
             public.is_deferred, lambda: {"module_or_tensor": nn.Linear(1, 1)}, {"module_or_tensor": TENSORS}
         ),
         "disabled": Call(public.disabled, lambda: {"names": ("random",)}, {"names": {"()", "longer", "shorter"}}),
+        "exact": Call(public.exact, lambda: {"num_blocks": 8}),
         "distribute_tensor": Call(
             public.distribute_tensor,
             lambda: {"tensor": torch.ones(4), "device_mesh": mesh, "placements": [Shard(0)], "src_data_rank": 0},

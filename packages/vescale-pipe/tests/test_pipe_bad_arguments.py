@@ -1,5 +1,6 @@
 """A bad argument is named where it was given: what was expected, what came, and what to pass."""
 
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -200,6 +201,7 @@ def calls():
                 "row_wise": (),
                 "example_inputs": EXAMPLE,
                 "timeout": timedelta(seconds=60),
+                "forward_context": contextlib.nullcontext,
             },
             {
                 "model": {"module"},
@@ -208,6 +210,7 @@ def calls():
                 "row_wise": {"[]"},
                 "example_inputs": ANY_EXAMPLE,
                 "timeout": {"None"},
+                "forward_context": {"class", "function", "module"},
             },
         ),
     }

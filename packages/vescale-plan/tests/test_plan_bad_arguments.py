@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+import torch
 from torch import nn
 
 import vescale.plan as public
@@ -13,6 +14,7 @@ from vescale.plan import Cluster, Constraints, Layout, Plan, StateBytes, generat
 from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 RUN = {"global_batch_size": 2, "sequence_length": 4}
+INPUTS = {"input": torch.ones(1, 4, 2)}
 CLUSTER, MODEL = Cluster(2, memory_bytes=2**30), nn.Linear(2, 2)
 
 ROWS = {
@@ -48,7 +50,7 @@ ROWS = {
     "negative bytes": (lambda: StateBytes(-1, 0, 0), "expected an integer >= 0 for params, got -1"),
     "model": (
         lambda: generate_plan(None, CLUSTER, Constraints(**RUN)),
-        "expected Module or ModelProfile for model, got N",
+        "generate_plan: expected an nn.Module, functools.partial(Model, ...), (Model, arguments...) or a config",
     ),
     "cluster": (lambda: generate_plan(MODEL, None, Constraints(**RUN)), "expected Cluster for cluster, got None"),
     "constraints": (lambda: generate_plan(MODEL, CLUSTER, None), "expected Constraints for constraints, got None"),
@@ -68,13 +70,31 @@ LAYOUT = {
     "pp": 1,
     "zero": 0,
     "num_microbatches": 1,
-    "schedule": "1f1b",
+    "schedule": "auto",
+    "stages_per_rank": 1,
     "sequence_parallel": False,
+    "ep": 1,
+    "etp": 2,
+    "dp_replicate": 1,
+    "recompute": 2,
+    "param_dtype": "bfloat16",
+    "grad_dtype": "float32",
+    "reduce_dtype": "float32",
+    "master_dtype": "float32",
+    "state_dtype": "bfloat16",
+    "reshard_after_forward": False,
+    "offload": True,
 }
 PLAN = LAYOUT | {
     "pp": 2,
-    "schedule": "auto",
-    "stages_per_rank": 1,
+    "zero": 3,
+    "cp": 1,
+    "reduction": "ordered",
+    "autocast": "bfloat16",
+    "clip_grad_norm": 1.0,
+    "units": ("layers",),
+    "granularity": {"weight": ("dim0", 2)},
+    "random_stream": "philox",
     "split": ("a",),
     "module_plan": "llama",
     "mode": "eager",
@@ -85,14 +105,21 @@ PLAN = LAYOUT | {
     "limit_bytes": None,
     "table": (),
 }
+DTYPES = ("param_dtype", "grad_dtype", "reduce_dtype", "master_dtype", "state_dtype")
 CHOICES = RUN | {
     "dp": None,
     "tp": None,
     "pp": None,
+    "ep": None,
     "zero": None,
     "num_microbatches": None,
     "sequence_parallel": None,
+    "recompute": "auto",
+    "dp_replicate": 1,
+    "param_dtype": None,
     "schedule": "1f1b",
+    "stages_per_rank": None,
+    "mode": "static",
     "max_microbatches": 32,
     "memory_fraction": 0.9,
     "state_bytes": None,
@@ -108,9 +135,20 @@ def calls():
             Cluster, lambda: {"num_devices": 2, "memory_bytes": 2**30, "device": "cpu", "devices_per_host": 8}
         ),
         "Constraints": Call(
-            Constraints, lambda: CHOICES, {"zero": {"0"}, "sequence_parallel": {"True"}, "memory_fraction": {"0.5"}}
+            Constraints,
+            lambda: CHOICES,
+            {
+                "zero": {"0"},
+                "sequence_parallel": {"True"},
+                "memory_fraction": {"0.5"},
+                "recompute": {"None"},
+            },
         ),
-        "Layout": Call(Layout, lambda: LAYOUT),
+        "Layout": Call(
+            Layout,
+            lambda: LAYOUT,
+            {"recompute": {"None"}, "stages_per_rank": {"None"}, **{name: {"None"} for name in DTYPES}},
+        ),
         "StateBytes": Call(
             StateBytes,
             lambda: {"params": 2, "grads": 2, "optimizer": 8},
@@ -120,17 +158,38 @@ def calls():
         "Plan": Call(
             Plan,
             lambda: PLAN,
-            {"split": {"[text]"}, "stages_per_rank": {"None"}, "module_plan": {"None", "text", "misspelled"}},
+            {
+                "split": {"[text]"},
+                "stages_per_rank": {"None"},
+                "module_plan": {"None", "text", "misspelled"},
+                "recompute": {"None", "[text]"},
+                "units": EMPTY | {"None", "[text]", "longer", "shorter"},
+                "granularity": {"None", "{}", "another key"},
+                "clip_grad_norm": {"None", "0.5", "huge"},
+                **{name: {"None"} for name in (*DTYPES, "autocast")},
+            },
         ),
         "Plan.check_batch": Call(Plan(dp=2).check_batch, lambda: {"global_batch_size": 2}),
         "Plan.check_world": Call(Plan(dp=2).check_world, lambda: {"world_size": 2}),
-        "Plan.explain": Call(Plan().explain, lambda: {"max_rows": 40}),
+        "Plan.diff": Call(Plan().diff, lambda: {"other": Plan(dp=2)}),
+        "Plan.explain": Call(
+            Plan().explain, lambda: {"max_rows": 40, "devices_per_host": 8}, {"devices_per_host": {"None"}}
+        ),
+        "Plan.to_html": Call(Plan().to_html, lambda: {"devices_per_host": 8}, {"devices_per_host": {"None"}}),
         "Plan.from_json": Call(Plan.from_json, lambda: {"text": Plan().to_json()}),
         "Plan.load": Call(Plan.load, lambda: {"path": "plan.json"}),
         "Plan.save": Call(Plan().save, lambda: {"path": "plan.json"}, {"path": PATHS}),
+        "Plan.explain_html": Call(
+            Plan().explain_html,
+            lambda: {"path": "plan.html", "devices_per_host": 8},
+            {"path": PATHS, "devices_per_host": {"None"}},
+        ),
+        "build_model": Call(public.build_model, lambda: {"model": MODEL}, {"model": {"module"}}),
         "estimate_memory": Call(
             public.estimate_memory,
-            lambda: RUN | {"profile": found, "layout": layout, "state": STATE, "bucket_bytes": 1024},
+            lambda: (
+                RUN | {"profile": found, "layout": layout, "state": STATE, "bucket_bytes": 1024, "loss_parallel": True}
+            ),
             {"state": {"None"}},
         ),
         "generate_plan": Call(
@@ -144,8 +203,21 @@ def calls():
         ),
         "profile": Call(
             profile,
-            lambda: {"model": MODEL, "tp_sharded": ["weight"], "fused_attention": True},
-            {"tp_sharded": EMPTY | {"None", "longer", "shorter"}, "fused_attention": {"None"}},
+            lambda: {
+                "model": MODEL,
+                "sequence_length": 4,
+                "inputs": INPUTS,
+                "loss_fn": torch.mean,
+                "tp_sharded": ["weight"],
+                "fused_attention": True,
+            },
+            {
+                "sequence_length": {"None"},
+                "inputs": {"None"},
+                "loss_fn": {"None"},
+                "tp_sharded": EMPTY | {"None", "longer", "shorter"},
+                "fused_attention": {"None"},
+            },
         ),
     }
 

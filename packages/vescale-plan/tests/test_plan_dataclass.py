@@ -47,6 +47,62 @@ from vescale.plan import Plan
         ({"pp": 2, "split": [["a"], ["b"], ["c"]]}, "expected 2 lists in split for pp = 2, got 3; write one"),
         ({"pp": 3, "split": ["layers.2"]}, "expected 2 different FQNs in split for pp = 3"),
         ({"pp": 3, "split": ["layers.2", "layers.2"]}, "expected 2 different FQNs in split for pp = 3"),
+        ({"cp": 2}, "expected cp=1, since context parallelism does not exist yet, got cp=2; shard activations"),
+        (
+            {"tp": 4, "etp": 2},
+            "expected etp = 1 (whole experts) or etp = tp = 4 (matrices sharded over tp), got",
+        ),
+        (
+            {"dp": 6, "ep": 4},
+            "expected dp that dp_replicate * ep = 1 * 4 = 4 divides, got dp = 6; replicas and ranks that spread "
+            "experts are data-parallel ranks: use dp = 8, or other degrees",
+        ),
+        ({"dp": 4, "ep": 2, "dp_replicate": 4, "zero": 1}, "dp_replicate * ep = 4 * 2 = 8 divides, got dp = 4"),
+        (
+            {"dp": 4, "dp_replicate": 2},
+            "expected zero=1, 2 or 3 for dp_replicate=2, which replicates shards, got",
+        ),
+        ({"granularity": {"w": "rows"}}, "expected zero=1, 2 or 3 for granularity={'w': 'rows'}, which says where"),
+        (
+            {"offload": True},
+            "expected zero=3 for offload=True, which keeps shards of parameters in host memory",
+        ),
+        ({"units": ["layers"], "zero": 2}, "expected zero=3 for units=['layers'], which names modules"),
+        ({"reshard_after_forward": False}, "expected zero=3 for reshard_after_forward=False, which says when"),
+        (
+            {"units": "layers", "zero": 3},
+            "None, or names of modules and regular expressions, as a list, for units",
+        ),
+        ({"units": ["("], "zero": 3}, "expected regular expressions in units, got '(' (missing ), unterminated"),
+        (
+            {"zero": 3, "granularity": ["rows"]},
+            "expected None or a dict from names of parameters for granularity, got",
+        ),
+        (
+            {"zero": 3, "granularity": {"w": "row"}},
+            "expected 'tensor', 'rows', 'expert', ('dim0', rows) or a number of elements for granularity['w'], got",
+        ),
+        ({"zero": 3, "granularity": {"w": ("dim0", 0)}}, "for granularity['w'], got ('dim0', 0); choose one of them"),
+        ({"zero": 3, "granularity": {"w": ("dim1", 2)}}, "for granularity['w'], got ('dim1', 2)"),
+        ({"zero": 3, "granularity": {"w": (5,)}}, "for granularity['w'], got (5,)"),
+        ({"recompute": 0}, "Plan: expected an integer >= 1 for recompute, got 0"),
+        (
+            {"recompute": True},
+            "a number k for every k-th block, or a list of names of modules and regular",
+        ),
+        ({"recompute": "layers"}, "for recompute, got 'layers'; write"),
+        ({"recompute": []}, "for recompute, got no name; use None for no recomputation"),
+        ({"recompute": ["["]}, "expected regular expressions in recompute, got '['"),
+        ({"param_dtype": "int8"}, "expected one of None, 'float64', 'float32', 'bfloat16', 'float16' for param_dtype"),
+        ({"autocast": "float32"}, "expected one of None, 'bfloat16', 'float16' for autocast, got 'float32'"),
+        ({"reduction": "tree"}, "expected one of 'backend', 'ordered' for reduction, got 'tree'"),
+        ({"random_stream": "mt"}, "expected one of 'torch', 'philox' for random_stream, got 'mt'"),
+        (
+            {"clip_grad_norm": 0},
+            "expected a positive number or None for clip_grad_norm, got 0; leave it out",
+        ),
+        ({"clip_grad_norm": float("inf")}, "expected a positive number or None for clip_grad_norm, got inf"),
+        ({"clip_grad_norm": True}, "expected a positive number or None for clip_grad_norm, got True"),
     ],
 )
 def test_bad_fields_are_refused(fields, message):
@@ -113,6 +169,109 @@ def test_plan_prints_what_runs():
         "  pp 2    1f1b, 4 micro-batches, split uniform, bubble 20.0%"
     )
     assert "1 process on cpu" in str(Plan())
+
+
+def test_plan_prints_only_what_it_says():
+    plan = Plan(
+        dp=8,
+        tp=2,
+        ep=2,
+        etp=2,
+        zero=3,
+        dp_replicate=2,
+        mode="static",
+        recompute=2,
+        reduction="ordered",
+        param_dtype="bfloat16",
+        master_dtype="float32",
+        autocast="bfloat16",
+        clip_grad_norm=1,
+        units=[r"layers\.\d+"],
+        granularity={".*": ["dim0", 4]},
+        reshard_after_forward=False,
+        offload=True,
+        random_stream="philox",
+    )
+    assert str(plan).splitlines()[1:] == [
+        "  dp 8    ZeRO-3, buckets of 25.00 MiB, 2 replicas of the shards, ordered sums, offloaded to host memory, "
+        r"parameters kept after forward, units layers\.\d+, .* cut by ('dim0', 4)",
+        "  tp 2    module plan auto, static mode, full activations",
+        "  pp 1    1f1b, 1 micro-batches, split uniform, bubble 0.0%",
+        "  ep 2    experts over these data-parallel ranks, each sharded over tp 2",
+        "  numbers parameters bfloat16, masters float32, autocast bfloat16, gradients clipped to norm 1",
+        "  recompute every 2. block",
+        "  random stream philox",
+    ]
+    assert "  recompute a, b" in str(Plan(recompute=["a", "b"]))
+    assert "  recompute every block" in str(Plan(recompute=1))
+
+
+def test_diff_has_a_line_for_each_field_that_differs():
+    plan = Plan(dp=2, zero=1)
+    assert plan.diff(Plan(dp=2, zero=1)) == ""
+    for field in dataclasses.fields(Plan):
+        if field.name in EXAMPLES:
+            other = dataclasses.replace(plan, **EXAMPLES[field.name])
+            lines = plan.diff(other).splitlines()
+            assert [line.split(":")[0] for line in lines] == [name for name in ORDER if name in EXAMPLES[field.name]]
+    assert plan.diff(Plan(dp=4, zero=1)) == "dp: 2 -> 4"
+
+
+ORDER = [field.name for field in dataclasses.fields(Plan)]
+#: For each field another value than the default, with what it needs besides.
+EXAMPLES = {
+    "dp": {"dp": 4},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "ep": {"ep": 2},
+    "etp": {"tp": 2, "etp": 2},
+    "zero": {"zero": 2},
+    "dp_replicate": {"dp_replicate": 2},
+    "sequence_parallel": {"tp": 2, "sequence_parallel": True},
+    "schedule": {"schedule": "gpipe"},
+    "num_microbatches": {"num_microbatches": 2},
+    "stages_per_rank": {"schedule": "auto", "stages_per_rank": 2},
+    "split": {"pp": 2, "split": ("layers.1",)},
+    "module_plan": {"module_plan": "llama"},
+    "mode": {"mode": "static"},
+    "recompute": {"recompute": (r"layers\.\d+",)},
+    "reduction": {"reduction": "ordered"},
+    "param_dtype": {"param_dtype": "bfloat16"},
+    "grad_dtype": {"grad_dtype": "float32"},
+    "reduce_dtype": {"reduce_dtype": "float32"},
+    "master_dtype": {"master_dtype": "float32"},
+    "state_dtype": {"state_dtype": "bfloat16"},
+    "autocast": {"autocast": "float16"},
+    "clip_grad_norm": {"clip_grad_norm": 0.5},
+    "bucket_bytes": {"bucket_bytes": 1},
+    "units": {"zero": 3, "units": ("layers",)},
+    "granularity": {"granularity": {"a": "rows", "b": ("dim0", 2), "c": 128}},
+    "reshard_after_forward": {"zero": 3, "reshard_after_forward": False},
+    "offload": {"zero": 3, "offload": True},
+    "random_stream": {"random_stream": "philox"},
+    "device": {"device": "cuda"},
+    "axis_order": {"axis_order": ("dp", "pp", "tp")},
+    "limit_bytes": {"limit_bytes": 2**30},
+}
+#: Fields without another valid value, and those that generate_plan fills.
+OTHERS = {"cp", "memory", "table"}
+
+
+def test_every_field_survives_json_and_has_an_example():
+    assert set(ORDER) == {*EXAMPLES, *OTHERS}, "a new field needs an example"
+    for fields in EXAMPLES.values():
+        plan = dataclasses.replace(Plan(dp=2, zero=1), **fields)
+        found = Plan.from_json(plan.to_json())
+        assert found == plan
+        assert hash(found) == hash(plan)
+        assert repr(found) == repr(plan)
+
+
+def test_a_plan_does_not_change_with_what_it_was_made_of():
+    granularity, units = {"a": "rows"}, ["layers"]
+    plan = Plan(zero=3, granularity=granularity, units=units)
+    granularity["b"], units[0] = "tensor", "blocks"
+    assert (plan.granularity, plan.units) == ({"a": "rows"}, ("layers",))
 
 
 def test_plan_written_by_hand_says_that_there_is_no_table():

@@ -48,7 +48,14 @@ def test_a_changed_plan_is_not_equal(generated):
         ({"xyz": 4}, "expected one of the keys dp, tp, pp, .*, got 'xyz'; remove it"),
         ({"dp": "2"}, "expected an integer at dp, got '2'; pass the text of to_json()"),
         ({"dp": 0}, "Plan: expected an integer >= 1 for dp, got 0"),
-        ({"format": 2}, "expected 1 at format, got 2; pass the text of to_json()"),
+        ({"format": 3}, "expected 2 at format, got 3; pass the text of to_json() of this version or an earlier one"),
+        ({"format": True}, "expected 2 at format, got True; pass the text of to_json() of this version"),
+        ({"recompute": 0.5}, "expected an integer or a list or null at recompute, got 0.5; pass the text of to_json()"),
+        ({"recompute": [3]}, "expected a string at recompute[0], got 3; pass the text of to_json()"),
+        (
+            {"zero": 1, "granularity": {"w": None}},
+            "expected a string or an integer or a list at granularity.w, got",
+        ),
         ({"memory": [{"parameters": 1}]}, "expected the key 'gradients' at memory[0], got no such key; add it"),
         ({"table": [{"layout": {"zer": 1}}]}, "expected the key 'verdict' at table[0], got no such key; add it"),
         (
@@ -64,6 +71,16 @@ def test_damaged_plans_are_refused(change, message):
         Plan.from_json(json.dumps(data))
 
 
+def test_a_text_of_the_first_format_reads():
+    """It has fewer fields; those that it lacks have their defaults."""
+    text = """{"format": 1, "dp": 2, "tp": 2, "pp": 1, "zero": 1, "sequence_parallel": true, "schedule": "1f1b",
+        "num_microbatches": 2, "stages_per_rank": null, "split": "uniform", "module_plan": "llama", "mode": "static",
+        "device": "cpu", "bucket_bytes": 26214400, "axis_order": ["pp", "dp", "tp"], "memory": [], "limit_bytes": null,
+        "table": []}"""
+    expected = Plan(dp=2, tp=2, zero=1, sequence_parallel=True, num_microbatches=2, module_plan="llama", mode="static")
+    assert Plan.from_json(text) == expected
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3"])
 def test_text_that_is_no_plan_is_refused(text):
     with pytest.raises(ValueError, match=r"Plan\.from_json: expected (JSON, got other text|an object with)"):
@@ -73,7 +90,7 @@ def test_text_that_is_no_plan_is_refused(text):
 def test_load_names_the_file(tmp_path):
     path = tmp_path / "broken.json"
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"broken\.json: Plan\.from_json: expected 1 at format"):
+    with pytest.raises(ValueError, match=r"broken\.json: Plan\.from_json: expected 2 at format"):
         Plan.load(path)
     with pytest.raises(FileNotFoundError, match=r"absent\.json"):
         Plan.load(tmp_path / "absent.json")

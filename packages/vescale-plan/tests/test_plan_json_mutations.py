@@ -26,12 +26,26 @@ def test_every_mutation_of_a_split(split):
     check_reader(Plan(pp=3, split=split).to_json(), Plan.from_json, Plan.to_json, error=ValueError, max_examples=300)
 
 
+def test_every_mutation_of_names_and_numbers():
+    plan = Plan(
+        dp=4,
+        zero=3,
+        ep=2,
+        recompute=["a"],
+        param_dtype="bfloat16",
+        clip_grad_norm=1.5,
+        units=["a"],
+        granularity={"a": "rows", "b": ("dim0", 2)},
+    )
+    check_reader(plan.to_json(), Plan.from_json, Plan.to_json, error=ValueError, max_examples=300)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (json.dumps({"format": 1, "dp": 1})[:-1] + ', "dp": 2}', "the key 'dp' twice in one object"),
-        ('{"format": 1, "dp": ' + "1" * 5000 + "}", "expected JSON, got other text"),
-        ('{"format": 1, "split": ' + "[" * 10**5, "expected JSON, got other text (maximum recursion depth"),
+        (json.dumps({"format": 2, "dp": 1})[:-1] + ', "dp": 2}', "the key 'dp' twice in one object"),
+        ('{"format": 2, "dp": ' + "1" * 5000 + "}", "expected JSON, got other text"),
+        ('{"format": 2, "split": ' + "[" * 10**5, "expected JSON, got other text (maximum recursion depth"),
         (None, "expected JSON text, got NoneType; pass the text of to_json"),
     ],
 )

@@ -44,8 +44,8 @@ def test_explain_shows_choice_refusals_and_what_is_covered(build_mixtral):
     assert "Layouts in the order of preference, limit 72.00 GiB per rank:" in text
     assert text.count(" chosen") == 1
     assert "over the limit" in text
-    assert "8 key/value heads are not divisible by tp = 16" in text
-    assert "Not counted: recomputation" in text
+    assert "8 experts are not divisible by tp = 16" in text
+    assert "Not counted: workspaces of kernels" in text
     assert "fullest rank uses" in text
 
 

@@ -108,7 +108,10 @@ def test_mixed_dtypes_are_said():
 
 
 def test_what_is_no_model_is_refused():
-    with pytest.raises(TypeError, match="profile: expected Module for model, got 3"):
+    with pytest.raises(
+        TypeError,
+        match=r"profile: expected an nn\.Module, functools\.partial.* or a config of Hugging Face as model, got 3",
+    ):
         profile(3)
     with pytest.raises(ValueError, match="profile: expected a model with parameters, got ReLU"):
         profile(nn.ReLU())

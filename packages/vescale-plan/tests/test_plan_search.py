@@ -63,7 +63,7 @@ def test_small_worlds_exhaustively(small, memory_kib):
             continue
         plan.check_world(devices)
         plan.check_batch(24)
-        assert (4 % plan.tp, 2 % plan.tp) == (0, 0)
+        assert (4 % plan.tp, 4 % (plan.tp * plan.ep)) == (0, 0)
         assert plan.pp <= 6
         assert plan.sequence_parallel == (plan.tp > 1)
         assert max(stage.total for stage in plan.memory) <= plan.limit_bytes == int(0.9 * cluster.memory_bytes)
@@ -93,7 +93,7 @@ def test_order_of_preference(small):
     layouts = [row.layout for row in plan.table if row.bytes_per_rank is not None]
     keys = [(it.bubble > 0.25, it.tp * it.pp, it.tp, it.zero, it.num_microbatches) for it in layouts]
     assert keys == sorted(keys)
-    assert len({it.zero for it in layouts}) == 3
+    assert len({it.zero for it in layouts}) == 4
 
 
 def test_tensor_parallel_across_hosts_comes_last(small):
@@ -147,7 +147,7 @@ def test_sequence_parallelism_follows_the_sequence(small):
     ("change", "fixed", "reason"),
     [
         ({}, {"tp": 8}, "4 attention heads are not divisible by tp = 8"),
-        ({"heads": 8}, {"tp": 8}, "2 key/value heads are not divisible by tp = 8"),
+        ({"heads": 8, "kv_heads": 3}, {"tp": 8}, "3 key/value heads do not divide 8 heads, so tp = 8 has no copies"),
         ({"heads": 8, "kv_heads": 8}, {"tp": 8}, "4 experts are not divisible by tp = 8"),
         ({"heads": 8, "kv_heads": 8, "experts": 0, "ffn": 100}, {"tp": 8}, "100 feed-forward size are not divisible"),
         ({"heads": 0, "kv_heads": 0}, {"tp": 2}, "no attention heads found: give them with dataclasses.replace"),
@@ -228,7 +228,7 @@ def test_table_shows_the_chosen_row_even_if_it_is_short(small):
         (lambda: run(global_batch_size=0), "Constraints: expected an integer >= 1 for global_batch_size, got 0"),
         (lambda: run(tp=0), "Constraints: expected an integer >= 1 for tp, got 0"),
         (lambda: run(zero=4), "Constraints: expected one of 0, 1, 2, 3 for zero, got 4"),
-        (lambda: run(schedule="zb"), "Constraints: expected one of '1f1b', 'gpipe' for schedule, got 'zb'"),
+        (lambda: run(schedule="zb"), "Constraints: expected one of '1f1b', 'gpipe', 'zb_h1', 'zb_h2',"),
         (lambda: run(memory_fraction=1.5), "Constraints: expected a number in (0, 1] for memory_fraction, got 1.5"),
         (lambda: run(sequence_parallel=2), "Constraints: expected True or False for sequence_parallel, got 2"),
     ],

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import types
 
 import pytest
 import torch
@@ -54,11 +55,11 @@ def parallelize(
     row_wise,
     example_inputs,
 ):
-    """Call `parallelize`; what a callable for groups raises is the user's."""
+    """Call `parallelize`; what a function for groups or for the optimizer raises is the user's."""
     vescale.parallelize(
         plan,
         model,
-        optimizer_fn,
+        torch.optim.SGD if isinstance(optimizer_fn, types.FunctionType) else optimizer_fn,
         clip_grad_norm=clip_grad_norm,
         loss_fn=loss_fn,
         param_groups=None if callable(param_groups) else param_groups,
@@ -70,14 +71,72 @@ def parallelize(
     )
 
 
+def metrics_arguments(model, optimizer):
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "flops_per_token": 1e6,
+        "peak_flops_per_device": 1e9,
+        "every": 2,
+        "progress": False,
+        "num_steps": 3,
+        "write": None,
+        "over_ranks": False,
+    }
+
+
+def launch_arguments():
+    return {
+        "plan": vescale.Plan(dp=4),
+        "script": "train.py",
+        "to": "slurm",
+        "hosts": 2,
+        "arguments": ("--lr", "1e-3"),
+        "name": "train",
+        "port": 29500,
+        "image": None,
+    }
+
+
 def calls():
     """Return the public calls."""
-    model, _ = vescale.parallelize(vescale.Plan(), build(), torch.optim.SGD, module_plan={})
+    model, optimizer = vescale.parallelize(vescale.Plan(), build(), torch.optim.SGD, module_plan={})
+    metrics = vescale.Metrics(model, optimizer, every=2**31, write=None)
+    batch = {"input": torch.ones(2, 4), "target": torch.ones(2, 4)}
     return {
+        "Metrics": Call(
+            vescale.Metrics,
+            lambda: metrics_arguments(model, optimizer),
+            {
+                "optimizer": {"None"},
+                "flops_per_token": {"None", "0.5", "huge"},
+                "peak_flops_per_device": {"None", "0.5", "huge"},
+                "num_steps": {"None"},
+                "write": CALLABLES | {"None"},
+            },
+        ),
+        "Metrics.step": Call(
+            metrics.step, lambda: {"tokens": 8, "loss": torch.ones(())}, {"loss": {"None", "another dtype"}}
+        ),
+        "count_flops": Call(
+            vescale.count_flops,
+            lambda: {"model": build(), "batch": batch, "loss_fn": nn.functional.mse_loss},
+        ),
+        "launch_file": Call(
+            vescale.launch_file,
+            launch_arguments,
+            {
+                "script": {"text", "misspelled"},
+                "arguments": {"()", "[]", "[text]", "longer", "shorter"},
+                "name": {"text", "misspelled"},
+                "image": {"None"},
+            },
+        ),
         "parallelize": Call(
             parallelize,
             arguments,
             {
+                "optimizer_fn": {"function"},
                 "clip_grad_norm": {"None", "0.5", "inf", "huge"},
                 "loss_fn": CALLABLES | {"None"},
                 "param_groups": CALLABLES,
@@ -87,6 +146,16 @@ def calls():
                 "example_inputs": {"None", "{}", "{text: 0}", "another key"},
             },
             called={"model": "module", "module_plan": "plan"},  # by parallelize_module
+        ),
+        "MuonWithAdamW": Call(
+            vescale.MuonWithAdamW,
+            lambda: {"lr": 0.02, "adamw_lr": 3e-4, "adamw": (r".*embed.*",), "options": {"weight_decay": 0.0}},
+            {
+                "lr": {"0", "0.5", "huge"},
+                "adamw_lr": {"0", "0.5", "huge"},
+                "adamw": {"()", "[]", "[text]", "longer", "shorter"},
+                "options": {"{}", "{text: 0}", "another key"},  # Muon knows its arguments
+            },
         ),
         "generate_plan": Call(
             vescale.generate_plan,
@@ -106,7 +175,7 @@ def calls():
 
 def test_the_table_has_every_public_name():
     (names,) = run_ranks(lambda: list(calls()), 1)
-    functions = [name for name in names if name != "ParallelModel.local_batch"]
+    functions = [name for name in names if name not in ("ParallelModel.local_batch", "Metrics.step")]
     check_table({"": vescale}, [*functions, *PARTS], RESULTS)
 
 

@@ -162,19 +162,19 @@ def test_a_plan_knows_the_stages_of_every_schedule(schedule):
 
 
 @ranks(2)
-def test_sharded_parameters_have_values_in_unsharded_and_parts_in_state_dict():
+def test_sharded_parameters_have_values_in_unsharded_and_parts_in_sharded_state_dict():
     model, _ = vescale.parallelize(vescale.Plan(dp=2, zero=3), build(), torch.optim.SGD)
     expected = build().state_dict()
-    state = model.state_dict()
+    state = model.sharded_state_dict()
     assert state.keys() == expected.keys()
     with pytest.raises(RuntimeError, match=r"'clone' reads or writes the parameter 'head.weight', which has no values"):
         model.head.weight.clone()
     with model.unsharded():
-        assert all(torch.equal(value, expected[fqn]) for fqn, value in model.state_dict().items())
+        assert all(torch.equal(value, expected[fqn]) for fqn, value in model.sharded_state_dict().items())
     assert sum(value.tensor.numel() for value in state.values()) <= sum(v.numel() for v in expected.values()) // 2 + 64
     model.load_state_dict({fqn: value + 1 for fqn, value in expected.items()})
     with model.unsharded():
-        assert all(torch.equal(value, expected[fqn] + 1) for fqn, value in model.state_dict().items())
+        assert all(torch.equal(value, expected[fqn] + 1) for fqn, value in model.sharded_state_dict().items())
 
 
 @ranks(2)

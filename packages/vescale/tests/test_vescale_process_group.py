@@ -44,8 +44,8 @@ def test_plan_for_more_processes_is_refused_before_anything_starts(monkeypatch):
         start(Plan(dp=2))
     for name, value in {"RANK": "0", "WORLD_SIZE": "6", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"expected dp \* tp \* pp = 2 \* 2 \* 2 = 8 processes, got 6; start 8 "):
-        start(Plan(dp=2, tp=2, pp=2))
+    with pytest.raises(ValueError, match=r"expected dp \* tp \* pp = 4 \* 2 \* 1 = 8 processes, got 6; start 8 "):
+        start(Plan(dp=4, tp=2))
     assert not dist.is_initialized()
 
 
@@ -70,5 +70,5 @@ def test_plans_that_differ_name_the_ranks():
     match = r"expected the same plan on all ranks, got .* on ranks \[2\]; build it from equal arguments"
     with pytest.raises(ValueError, match=match) as error:
         start(Plan(dp=3, zero=int(dist.get_rank() == 2)))
-    assert "rank 2: Plan(dp=3, tp=1, pp=1, zero=1" in str(error.value)
+    assert "rank 2: Plan(dp=3, tp=1, pp=1, ep=1, etp=1, cp=1, zero=1" in str(error.value)
     start(Plan(dp=3))

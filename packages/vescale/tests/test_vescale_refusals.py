@@ -1,6 +1,5 @@
 """What `parallelize` refuses, and how: before anything is communicated, with the way out."""
 
-import functools
 import re
 
 import pytest
@@ -36,9 +35,9 @@ def build():
         (
             vescale.Plan(),
             build(),
-            lambda m: m,
+            "adamw",
             TypeError,
-            "expected a torch.optim class, or functools.partial of one",
+            "expected a torch.optim class, functools.partial of one, or a function from parameters to an optimizer as",
         ),
         (
             vescale.Plan(),
@@ -50,16 +49,72 @@ def build():
         (
             vescale.Plan(),
             build(),
-            functools.partial(torch.optim.SGD, []),
+            nn.Linear,
             TypeError,
-            "partial of one with keyword arguments",
+            "as optimizer_fn, got <class 'torch.nn.modules.linear.Linear'>; pass functools",
         ),
         (
-            vescale.Plan(tp=2),
+            vescale.Plan(recompute=3),
             build(),
             torch.optim.SGD,
             ValueError,
-            "got Sequential with model type None; pass module_plan={...} of your own, or the ready plan of a family",
+            "expected a model with 3 blocks or more, in an nn.ModuleList or nn.Sequential, for Plan(recompute=3)",
+        ),
+        (
+            vescale.Plan(recompute=["2"]),
+            build(),
+            torch.optim.SGD,
+            ValueError,
+            "in Plan(recompute=...), got '2', which matches no module; the nearest names are",
+        ),
+        (
+            vescale.Plan(zero=3, units=["layer"]),
+            build(),
+            torch.optim.SGD,
+            ValueError,
+            "expected names of modules, or regular expressions for full names, in Plan(units=...), got 'layer', which",
+        ),
+        (
+            vescale.Plan(zero=1, granularity={"0.weights": "rows"}),
+            build(),
+            torch.optim.SGD,
+            ValueError,
+            "in Plan(granularity=...), got '0.weights', which matches no parameter; the nearest names are ['0.weight'",
+        ),
+        (
+            vescale.Plan(recompute=["blocks", r"blocks\.0"]),
+            nn.ModuleDict({"blocks": build()}),
+            torch.optim.SGD,
+            ValueError,
+            "expected modules that are not inside of each other for Plan(recompute=...), got 'blocks.0' in 'blocks'",
+        ),
+        (
+            vescale.Plan(recompute=["blocks"]),
+            nn.ModuleDict({"blocks": nn.ModuleList(build())}),
+            torch.optim.SGD,
+            ValueError,
+            "expected modules with a forward for Plan(recompute=...), got the list 'blocks'; name its elements",
+        ),
+        (
+            vescale.Plan(pp=4, num_microbatches=4),
+            build(),
+            torch.optim.SGD,
+            ValueError,
+            "4 pipeline stages",
+        ),
+        (
+            vescale.Plan(tp=2, sequence_parallel=True),
+            build(),
+            torch.optim.SGD,
+            ValueError,
+            "expected sequence_parallel=False for Sequential, which has no ready plan, got True; leave it out, or pass",
+        ),
+        (
+            vescale.Plan(tp=2, etp=2),
+            build(),
+            torch.optim.SGD,
+            ValueError,
+            "expected etp=1 for Sequential, which has no ready plan, got 2; leave it out, or pass module_plan={...}",
         ),
         (vescale.Plan(module_plan="mixtrl"), build(), torch.optim.SGD, ValueError, "got the name 'mixtrl'; pass"),
         (
@@ -76,6 +131,32 @@ def test_bad_arguments_are_refused_without_a_process_group(monkeypatch, plan, mo
     with pytest.raises(error, match=re.escape(message)):
         vescale.parallelize(plan, model, optimizer_fn)
     assert not dist.is_initialized()
+
+
+@ranks(1)
+def test_a_function_that_makes_no_optimizer():
+    with pytest.raises(TypeError, match=r"expected a function that returns an optimizer as optimizer_fn, got .* list;"):
+        vescale.parallelize(vescale.Plan(), build(), lambda params: params)
+
+
+def test_two_norms_to_clip_by_are_refused():
+    with pytest.raises(
+        ValueError, match=r"got clip_grad_norm=2\.0 and Plan\(clip_grad_norm=1\.0\); leave the argument"
+    ):
+        vescale.parallelize(vescale.Plan(clip_grad_norm=1), build(), torch.optim.SGD, clip_grad_norm=2.0)
+
+
+def test_two_module_plans_are_refused():
+    with pytest.raises(ValueError, match=r"got the argument and Plan\(module_plan='llama'\); leave one of them out"):
+        vescale.parallelize(vescale.Plan(module_plan="llama"), build(), torch.optim.SGD, module_plan={})
+
+
+@ranks(1)
+def test_another_random_stream_than_the_plans_is_refused():
+    with vescale.dtensor.random.stream("philox"):
+        with pytest.raises(ValueError, match=r"the plan's random stream 'torch', got 'philox', which is in force; use"):
+            vescale.parallelize(vescale.Plan(), build(), torch.optim.SGD)
+        vescale.parallelize(vescale.Plan(random_stream="philox"), build(), torch.optim.SGD)
 
 
 def test_name_of_a_ready_plan_belongs_into_the_plan():
@@ -124,10 +205,9 @@ def test_a_clip_value_that_is_no_norm_is_refused_before_anything_is_built(value)
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("plan", [vescale.Plan(tp=2), vescale.Plan(module_plan="mixtrl")])
-def test_errors_name_what_the_caller_has_written(plan):
+def test_errors_name_what_the_caller_has_written():
     with pytest.raises(ValueError, match=r"Plan\(module_plan='llama'\)") as error:
-        vescale.parallelize(plan, build(), torch.optim.SGD)
+        vescale.parallelize(vescale.Plan(module_plan="mixtrl"), build(), torch.optim.SGD)
     assert "family=" not in str(error.value)  # an argument of plan_for, which parallelize does not have
     with pytest.raises(vescale.pipe.SplitError, match=r"with split=.* in the plan") as error:
         vescale.pipe.split_units(nn.Linear(2, 2), vescale.pipe.PipelinePlan(), 2)

@@ -21,8 +21,13 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from vescale import checkpoint, ckpt, dmodule, dtensor, optim, pipe, plan
+    from vescale._flops import count_flops
     from vescale._generate import generate_plan
-    from vescale._parallel_model import ParallelModel, StepOutput
+    from vescale._launch import launch_file
+    from vescale._metrics import Metrics
+    from vescale._optimizer import MuonWithAdamW
+    from vescale._output import StepOutput
+    from vescale._parallel_model import ParallelModel
     from vescale._parallelize import parallelize
     from vescale.ckpt import load, save
     from vescale.dtensor import deferred_init, init_device_mesh
@@ -31,12 +36,16 @@ if TYPE_CHECKING:
 _HOMES = {
     "Cluster": "vescale.plan",
     "Constraints": "vescale.plan",
+    "Metrics": "vescale._metrics",
+    "MuonWithAdamW": "vescale._optimizer",
     "ParallelModel": "vescale._parallel_model",
     "Plan": "vescale.plan",
-    "StepOutput": "vescale._parallel_model",
+    "StepOutput": "vescale._output",
+    "count_flops": "vescale._flops",
     "deferred_init": "vescale.dtensor",
     "generate_plan": "vescale._generate",
     "init_device_mesh": "vescale.dtensor",
+    "launch_file": "vescale._launch",
     "load": "vescale.ckpt",
     "parallelize": "vescale._parallelize",
     "save": "vescale.ckpt",
@@ -46,16 +55,20 @@ _MODULES = ("checkpoint", "ckpt", "dmodule", "dtensor", "optim", "pipe", "plan")
 __all__ = [
     "Cluster",
     "Constraints",
+    "Metrics",
+    "MuonWithAdamW",
     "ParallelModel",
     "Plan",
     "StepOutput",
     "checkpoint",
     "ckpt",
+    "count_flops",
     "deferred_init",
     "dmodule",
     "dtensor",
     "generate_plan",
     "init_device_mesh",
+    "launch_file",
     "load",
     "optim",
     "parallelize",

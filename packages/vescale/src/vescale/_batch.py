@@ -21,7 +21,9 @@ IGNORED_TARGET = -100
 _NUM_ITEMS = "num_items_in_batch"
 
 
-def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatches: int = 1) -> dict[str, Any]:
+def slice_batch(
+    batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatches: int = 1, ep: int = 1
+) -> dict[str, Any]:
     """Return the rows of every tensor for one data-parallel coordinate, and all other values unchanged.
 
     Args:
@@ -29,6 +31,7 @@ def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatch
         coord: this rank's coordinate on the axis.
         dp: size of the axis.
         num_microbatches: micro-batches of a rank's slice.
+        ep: ranks over which the rows of a slice lie inside the model.
 
     Raises:
         TypeError: ``batch`` is not a mapping.
@@ -59,10 +62,10 @@ def slice_batch(batch: Mapping[str, Any], *, coord: int, dp: int, num_microbatch
             "or the plan"
         )
     rows = length // dp
-    if rows < num_microbatches:
+    if rows < num_microbatches * ep:
         raise ValueError(
-            f"local_batch: expected at least dp * num_microbatches = {dp} * {num_microbatches} = "
-            f"{dp * num_microbatches} sequences, got {length} in {first}; change the batch size or the plan"
+            f"local_batch: expected at least dp * num_microbatches = {dp * ep} * {num_microbatches} = "
+            f"{dp * ep * num_microbatches} sequences, got {length} in {first}; change the batch size or the plan"
         )
     least, rest = divmod(rows, num_microbatches)
     sizes = [least + (index < rest) for index in range(num_microbatches)] * dp

@@ -1,7 +1,8 @@
 """`generate_plan` with the parameters that a ready module plan shards.
 
-``vescale.plan`` imports no sibling package and assumes which matrices tensor parallelism shards. This module reads them
-from the model's ready plan. A model without a ready plan is planned without tensor parallelism.
+``vescale.plan`` imports no sibling package and finds out by itself which matrices tensor parallelism could shard. This
+module says which ones the model's ready plan does shard. A model without a ready plan is planned without tensor
+parallelism.
 """
 
 import dataclasses
@@ -13,14 +14,14 @@ from torch import nn
 
 from vescale.dmodule.plans import plan_for
 from vescale.dtensor import Placement
-from vescale.dtensor.extension import checked
-from vescale.plan import Cluster, Constraints, ModelProfile, Plan, profile
+from vescale.dtensor.extension import CheckedInside, checked
+from vescale.plan import Cluster, Constraints, ModelProfile, Plan, build_model, profile
 from vescale.plan import generate_plan as search
 
 
 @checked
 def generate_plan(
-    model: nn.Module | ModelProfile,
+    model: CheckedInside[Any],
     cluster: Cluster,
     constraints: Constraints,
     *,
@@ -29,7 +30,8 @@ def generate_plan(
     """Choose degrees, ZeRO stage and micro-batches for a model on a cluster.
 
     Args:
-        model: an ``nn.Module`` (real, meta or deferred) or its profile.
+        model: an ``nn.Module`` (real, meta or deferred), its profile, a config of Hugging Face, or a class with
+            arguments, as ``functools.partial(GPT, config)``.
         cluster: the devices; all of them are used.
         constraints: batch, sequence length, and fixed choices.
         module_plan: the tensor-parallel plan for `parallelize`. ``None``: the ready plan of the model's family; a model
@@ -41,16 +43,23 @@ def generate_plan(
     Raises:
         ValueError: no plan fits; the text has the nearest miss.
         TypeError: an argument, or an entry of the module plan, has another type.
+
+    Example:
+        >>> from torch import nn
+        >>> constraints = Constraints(global_batch_size=8, sequence_length=16)
+        >>> generate_plan((nn.Linear, 8, 8), Cluster(4, memory_bytes=2**30), constraints).dp
+        4
     """
     if isinstance(model, ModelProfile):
         return search(model, cluster, constraints)
-    refusal = ""
+    model, refusal = build_model(model), ""
     if module_plan is None:
         try:
             module_plan = plan_for(model)
         except ValueError as error:
             refusal, module_plan = str(error), {}
-    found = profile(model, tp_sharded=sharded_patterns(model, module_plan))
+    sharded = sharded_patterns(model, module_plan)
+    found = profile(model, sequence_length=constraints.sequence_length, tp_sharded=sharded)
     return search(dataclasses.replace(found, tp_refusal=refusal), cluster, constraints)
 
 

@@ -1,19 +1,21 @@
 """`ParallelModel`, the result of `parallelize`: the user's model behind one interface for every layout.
 
-    out = model(**model.local_batch(batch))         with a pipeline, micro-batches or a loss_fn: a `StepOutput`
-    out.loss.backward()                             otherwise: the module's own output
+    output = model(**model.local_batch(batch))      a `StepOutput`; without a loss, the module's own output
+    output.loss.backward()
+    logits = model.outputs(**inputs, select=...)    rows of the module's output, without gradients
 
-``state_dict``, ``named_parameters`` and attributes are those of the user's module.
+Attributes, ``named_parameters`` and the names of ``state_dict`` are those of the user's module.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from vescale.dtensor.extension import waits_of
 from vescale.optim import DDP
@@ -21,23 +23,10 @@ from vescale.pipe import PipelineEngine
 from vescale.plan import Plan
 
 from ._batch import slice_batch
+from ._output import StepOutput, loss_in
+from ._state import full_state, load_state
 
 LossFn = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """Output of a forward with micro-batches, a pipeline or a ``loss_fn``.
-
-    Attributes:
-        loss: mean over the rows of this rank's part of the batch, a 0-dim tensor equal on every stage;
-            ``loss.backward()`` accumulates the gradients.
-        losses: loss of each micro-batch as the model or ``loss_fn`` gave it, detached, ``[num_microbatches]``, equal on
-            every stage.
-    """
-
-    loss: Tensor
-    losses: Tensor
 
 
 class ParallelModel(nn.Module):
@@ -45,9 +34,10 @@ class ParallelModel(nn.Module):
 
     Attributes:
         plan: the plan it was built from.
-        mesh: device mesh with the axes "pp", "dp" and "tp".
+        mesh: device mesh with the plan's axes.
         module: the user's module, parallelized in place. With a pipeline, modules of other stages are stubs.
         engine: the pipeline engine; ``None`` if the plan needs none.
+        recomputed: names of the modules whose activations are computed again in backward.
     """
 
     def __init__(
@@ -58,6 +48,8 @@ class ParallelModel(nn.Module):
         mesh: DeviceMesh,
         engine: PipelineEngine | None,
         loss_fn: LossFn | None = None,
+        state_names: Sequence[str] = (),
+        recomputed: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.ddp = ddp
@@ -65,6 +57,8 @@ class ParallelModel(nn.Module):
         self.mesh = mesh
         self.engine = engine
         self.loss_fn = loss_fn
+        self.recomputed = tuple(recomputed)
+        self._state_names = tuple(state_names)
 
     @property
     def module(self) -> nn.Module:
@@ -79,20 +73,63 @@ class ParallelModel(nn.Module):
             **kwargs: keyword arguments of the module; with a ``loss_fn`` also ``target``, which goes to it alone.
 
         Returns:
-            The module's output. With a pipeline, micro-batches or a ``loss_fn``: a `StepOutput` with the loss.
+            A `StepOutput`: the loss, and what the module returned besides where this rank has it. Without a ``loss_fn``
+            and without a loss in the module's output: that output.
 
         Raises:
             RuntimeError: with micro-batches, rows are mixed, or random numbers are not drawn as in the first of them.
+            TypeError: with a pipeline or micro-batches, the module's output has no loss.
         """
         if self.engine is not None:
             loss = self.engine(*args, **kwargs)
             assert self.engine.losses is not None
             return StepOutput(loss, self.engine.losses)
-        if self.loss_fn is None:
-            return self.ddp(*args, **kwargs)
-        target = [kwargs.pop("target")] if "target" in kwargs else []
-        loss = self.loss_fn(self.ddp(*args, **kwargs), *target)
-        return StepOutput(loss, loss.detach()[None])
+        with autocast(self.plan):
+            target = [kwargs.pop("target")] if self.loss_fn is not None and "target" in kwargs else []
+            output = self.ddp(*args, **kwargs)
+            found = loss_in(output) if self.loss_fn is None else self.loss_fn(output, *target)
+        return output if found is None else StepOutput(found, found.detach()[None], output)
+
+    @torch.no_grad()
+    def outputs(
+        self, *args: Any, select: Callable[[Any], Tensor] | None = None, gather: bool = False, **kwargs: Any
+    ) -> Tensor:
+        """Run this rank's part of the batch forward and return a tensor of the module's output, under every plan.
+
+        Args:
+            *args: positional arguments of the module.
+            select: returns the tensor, of as many rows (dim 0) as the inputs; the output itself by default. In a
+                pipeline it runs on every stage, and must use what the last one computes.
+            gather: return the rows of all data-parallel ranks, in the order of the global batch.
+            **kwargs: keyword arguments of the module.
+
+        Returns:
+            The rows, ``[num_rows, ...]``, without a gradient, equal on all stages and tensor-parallel ranks.
+
+        Raises:
+            TypeError: the output, or what ``select`` returns, is no tensor.
+
+        Example:
+            >>> logits = model.outputs(input_ids=tokens, select=lambda output: output.logits)    # doctest: +SKIP
+        """
+        if self.engine is not None:
+            rows = self.engine.outputs(*args, select=select, **kwargs)
+        else:
+            with autocast(self.plan):
+                output = self.ddp(*args, **kwargs)
+                rows = output if select is None else select(output)
+            if not isinstance(rows, Tensor):
+                raise TypeError(
+                    f"outputs: expected a tensor in the module's output, got {type(rows).__name__}; pass "
+                    "select=lambda output: output.logits"
+                )
+        full = rows.full_tensor() if isinstance(rows, DTensor) else rows
+        axis = self.ddp.data_axes.all
+        if not gather or axis.size == 1 or axis.group is None:
+            return full
+        parts = full.new_empty((axis.size * full.shape[0], *full.shape[1:]))
+        waits_of(axis.group).run("all-gather", dist.all_gather_into_tensor, parts, full.contiguous())
+        return parts
 
     def local_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return this data-parallel rank's slice of the global batch, on the plan's device.
@@ -101,12 +138,12 @@ class ParallelModel(nn.Module):
             batch: the model's arguments for the global batch, equal on every rank. Tensors are sliced along dim 0.
 
         Raises:
-            ValueError: the batch does not divide by ``dp``, or into parts with equally many counted targets per row.
+            ValueError: the batch does not divide by the data-parallel ranks, or into parts with equally many counted
+                targets per row.
         """
-        axis = self.mesh["dp"]
-        local = slice_batch(
-            batch, coord=axis.get_local_rank(), dp=self.plan.dp, num_microbatches=self.plan.num_microbatches
-        )
+        axis = self.ddp.data_axes.all
+        parts = {"num_microbatches": self.plan.num_microbatches, "ep": self.plan.ep}
+        local = slice_batch(batch, coord=axis.coord, dp=axis.size, **parts)
         return {
             name: value.to(self.plan.device) if isinstance(value, Tensor) else value for name, value in local.items()
         }
@@ -118,9 +155,10 @@ class ParallelModel(nn.Module):
         A collective over the dp axis: every rank calls it.
         """
         total = loss.detach().clone()
-        if self.plan.dp > 1:
-            waits_of(self.mesh["dp"].get_group()).run("all-reduce", dist.all_reduce, total)
-            total /= self.plan.dp
+        axis = self.ddp.data_axes.all
+        if axis.size > 1 and axis.group is not None:
+            waits_of(axis.group).run("all-reduce", dist.all_reduce, total)
+            total /= axis.size
         return total
 
     def no_sync(self) -> Any:
@@ -135,16 +173,47 @@ class ParallelModel(nn.Module):
         """Clear gradients."""
         self.ddp.zero_grad(set_to_none)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's state dict, under the module's names, for this rank's stage.
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state dict of one process: full, plain tensors in host memory, the same on every rank.
 
-        With ``zero=3`` the values of parameters are this rank's shards, see ``vescale.optim.DDP.state_dict``.
+        A collective: every rank calls it. ``vescale.save`` stores what ranks hold instead, see `sharded_state_dict`.
+
+        Args:
+            prefix: goes before each name.
+            keep_vars: not supported; `named_parameters` has the parameters.
+
+        Raises:
+            ValueError: ``keep_vars`` is True.
         """
-        return self.ddp.state_dict(*args, **kwargs)
+        if keep_vars:
+            raise ValueError(
+                "state_dict: expected keep_vars=False, since values are brought together from ranks, got True; take "
+                "parameters from named_parameters()"
+            )
+        state = full_state(self.ddp, self.mesh["pp"], self._state_names)
+        for name in [*state] if prefix else ():
+            state[prefix + name] = state.pop(name)
+        return state
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return the state dict of this rank's stages, of which each value is what this rank holds; no communication.
+
+        Values are DTensors of tensor parallelism and, with ``zero=3``, shards (see ``vescale.optim.DDP.state_dict``).
+        """
+        return self.ddp.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the module's state dict, in place."""
-        return self.ddp.load_state_dict(dict(state_dict), strict=strict, assign=assign)
+        """Load the state dict of one process, or what `sharded_state_dict` returned, in place.
+
+        Raises:
+            RuntimeError: ``strict``, and names are missing or unexpected.
+            ValueError: ``assign`` is True, or a value has another shape.
+        """
+        if assign:
+            raise ValueError(
+                "load_state_dict: expected assign=False, since parameters lie in flat buffers, got True; load in place"
+            )
+        return load_state(self.ddp, state_dict, self._state_names, strict=strict)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the module's named parameters, under the module's names."""
@@ -171,3 +240,10 @@ class ParallelModel(nn.Module):
             "expected device and dtype to be final, got a conversion of a parallel model, whose parameters lie in flat "
             "buffers; convert the model before parallelize"
         )
+
+
+def autocast(plan: Plan) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which a plan runs forward."""
+    if plan.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(plan.device, dtype=getattr(torch, plan.autocast))

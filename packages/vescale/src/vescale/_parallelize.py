@@ -1,15 +1,19 @@
 """`parallelize`: execute a plan by composing the parts, in this order.
 
-1  checks                plan, optimizer, module plan, number of processes, before any communication
-2  mesh                  axes pp, dp, tp in the plan's order
-3  PipelineEngine        modules of other stages become stubs, so that a rank never holds them
-4  parallelize_module    tensor parallelism; materializes the shards of a deferred model. It precedes 3 in a dry run:
+1  checks                plan, optimizer, names, module plan, number of processes, before any communication
+2  mesh                  axes pp, dp, tp in the plan's order, dp as a grid if there are replicas or spread experts
+3  recomputation         classes of the modules whose calls run again in backward
+4  PipelineEngine        modules of other stages become stubs, so that a rank never holds them
+5  parallelize_module    tensor parallelism; materializes the shards of a deferred model. It precedes 4 in a dry run:
                          other stages exist only as a copy of the model there, which has to have its layouts
-5  DDP                   data parallelism and ZeRO
-6  DistributedOptimizer  state of this rank's shards, gradient norm over all axes
+6  DDP                   data parallelism and ZeRO
+7  DistributedOptimizer  state of this rank's shards, gradient norm over all axes
+8  random stream         the last step, so that initialization is that of one process
 """
 
+import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,19 +24,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dmodule import parallelize_module
-from vescale.dmodule.plans import FAMILIES, plan_for
-from vescale.dtensor import init_device_mesh, is_deferred
+from vescale.dtensor import is_deferred, random
 from vescale.dtensor.extension import CheckedInside, checked
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.optim.clip import check_max_norm
-from vescale.pipe import PipelineEngine, PipelinePlan
+from vescale.pipe import PipelineEngine, PipelinePlan, split_units
 from vescale.plan import Plan
 
-from ._parallel_model import ParallelModel
+from ._mesh import PlanMesh
+from ._module_plan import ModulePlan, _resolve_module_plan
+from ._names import check_parameters, matching_modules, of_this_rank
+from ._optimizer import OptimizerChoice, OptimizerFn, dtype_of
+from ._parallel_model import ParallelModel, autocast
 from ._process_group import check_same_plan, ensure_process_group
-
-ModulePlan = Mapping[str, Any]
-OptimizerFn = type[torch.optim.Optimizer] | functools.partial
+from ._recompute import recompute, recomputed_modules
+from ._state import state_names
 
 
 @checked
@@ -58,22 +64,26 @@ def parallelize(
     Args:
         plan: degrees and choices, written by hand or by `generate_plan`.
         model: the user's module, modified in place; real, or deferred so that no rank holds the full model.
-        optimizer_fn: an element-wise ``torch.optim`` class, or ``functools.partial`` of one with its hyperparameters.
-        clip_grad_norm: clip gradients by this global norm, a positive number, in every ``optimizer.step()``;
-            ``optimizer.grad_norm`` is the norm before clipping.
+        optimizer_fn: an element-wise ``torch.optim`` class, ``functools.partial`` of one with its hyperparameters, any
+            function from parameters to an optimizer, or `MuonWithAdamW`. ``optimizer.grad_norm`` is the global norm of
+            the gradients in the last step, before clipping.
+        clip_grad_norm: short for ``Plan(clip_grad_norm=...)``, where the plan says nothing.
         loss_fn: computes the loss from the module's output, as ``loss_fn(output)`` or, if the batch has ``target``, as
             ``loss_fn(output, target)``. Not needed if the output is a scalar loss or has one as ``output.loss``.
         param_groups: called with the parallel module after its parameters are final; returns torch's parameter groups,
             for example without weight decay of norms. By default one group of all parameters.
-        module_plan: tensor-parallel plan of ``vescale.dmodule``; by default the ready plan of the model's family.
-        mesh: device mesh with the axes "pp", "dp" and "tp"; by default built from the plan.
+        module_plan: tensor-parallel plan of ``vescale.dmodule``; by default the ready plan of the model's family, or
+            else the one that ``vescale.dmodule.plans.derive`` makes. What it replicates is logged at level INFO.
+        mesh: device mesh with the axes "pp", "dp" and "tp" (in place of "dp" also "dp_replicate", "dp_shard" and
+            "ep", where the plan has them); by default built from the plan.
         per_rank: whether every data-parallel rank and every micro-batch is a world of its own, as in torch's DDP and in
             gradient accumulation: batch statistics, losses of routers, contrasts, means over targets and random numbers
             are those of its rows alone. By default they are those of one device on the whole batch, or an error.
         row_wise: names of modules, or regular expressions for full names, that treat every row alone although their
             code sorts or selects rows, as a mixture's experts do; those of families with a ready plan are known.
-        example_inputs: a batch, for pipelines of models that register modules in another order than that in which they
-            run; see ``vescale.pipe.split_units``.
+        example_inputs: a batch, from which a plan is derived for a model without a ready one, by default from inputs
+            that are guessed; and for pipelines of models that register modules in another order than that in which they
+            run, see ``vescale.pipe.split_units``.
 
     Returns:
         The parallel model and its optimizer, for a training loop as in a single process.
@@ -92,72 +102,127 @@ def parallelize(
         ...     optimizer.step()
         ...     optimizer.zero_grad()
     """
-    optimizer_class, hyperparameters = _read_arguments(plan, model, optimizer_fn)
-    if module_plan is not None and not isinstance(module_plan, Mapping):
-        raise TypeError(
-            f"parallelize: expected a dict of sections as module_plan, got {module_plan!r}; name a ready plan with "
-            "Plan(module_plan='llama')"
-        )
-    if clip_grad_norm is not None:
-        check_max_norm("parallelize: clip_grad_norm", clip_grad_norm)
-    resolved = _resolve_module_plan(plan, model, module_plan)
+    plan = _read_arguments(plan, model, clip_grad_norm, module_plan)
+    choice = OptimizerChoice.of(optimizer_fn, model)
+    names = _Names.of(plan, model)
+    inputs = _without_target(example_inputs, loss_fn)
+    resolved = _resolve_module_plan(plan, model, module_plan, inputs)
+    _check_stream(plan)
+    if plan.pp > 1:
+        split_units(model, _pipeline_of(plan), plan.num_stages, example_inputs=inputs)  # raises before there is a group
     ensure_process_group(plan)
     check_same_plan(plan)
-    mesh = _resolve_mesh(plan, mesh)
+    meshes = PlanMesh.of(plan, mesh)
+    recompute(model, names.recomputed)
     is_dry = dist.get_backend() == "fake"
     if is_dry:
-        _parallelize_tensors(plan, model, mesh, resolved)
+        _parallelize_tensors(plan, model, meshes.tensor, resolved)
     engine, whole = None, dict(model.named_modules(remove_duplicate=False))
     if plan.pp > 1 or plan.num_microbatches > 1:
-        pipeline = PipelinePlan(
-            schedule=plan.schedule,
-            num_microbatches=plan.num_microbatches,
-            split=plan.split,
-            stages_per_rank=plan.stages_per_rank,
-        )
-        engine = PipelineEngine(
-            model,
-            mesh["pp"],
-            pipeline,
-            loss_fn=loss_fn,
-            meshes=[mesh["tp"]],
-            per_microbatch=per_rank,
-            row_wise=row_wise,
-            example_inputs=_without_target(example_inputs, loss_fn),
+        engine = _engine(
+            plan, model, meshes, loss_fn=loss_fn, per_rank=per_rank, row_wise=row_wise, example_inputs=inputs
         )
     if not is_dry:
-        _parallelize_tensors(plan, model, mesh, resolved)
+        _parallelize_tensors(plan, model, meshes.tensor, resolved)
+    granularity: Any = plan.granularity  # the plan has checked it
     ddp = DDP(
         model,
-        mesh["dp"],
+        meshes.data,
         zero=plan.zero,
         bucket_bytes=plan.bucket_bytes,
+        reduction=plan.reduction,
+        param_dtype=dtype_of(plan.param_dtype),
+        grad_dtype=dtype_of(plan.grad_dtype),
+        reduce_dtype=dtype_of(plan.reduce_dtype),
+        units=None if names.units is None else of_this_rank(names.units, model, whole),
+        granularity=granularity,
+        reshard_after_forward=plan.reshard_after_forward,
+        offload=plan.offload,
         per_rank=per_rank,
-        row_wise=row_wise if engine is None else _of_this_rank(row_wise, model, whole),
+        row_wise=row_wise if engine is None else _rows_of_this_rank(row_wise, model, whole),
     )
-    optimizer = DistributedOptimizer(
-        optimizer_class,
-        model=ddp,
-        param_groups=param_groups(model) if param_groups else None,
-        clip_grad_norm=clip_grad_norm,
-        norm_axes=(mesh["pp"],),
-        **hyperparameters,
+    groups = param_groups(model) if param_groups else None
+    optimizer = choice.build(plan, ddp, param_groups=groups, norm_axes=(meshes.pipeline,))
+    if random.current_stream() != plan.random_stream:
+        random.set_stream(plan.random_stream)
+    parallel = ParallelModel(
+        ddp,
+        plan=plan,
+        mesh=meshes.whole,
+        engine=engine,
+        loss_fn=loss_fn,
+        state_names=names.state,
+        recomputed=names.recomputed,
     )
-    return ParallelModel(ddp, plan=plan, mesh=mesh, engine=engine, loss_fn=loss_fn), optimizer
+    return parallel, optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """Names of the full model, found before modules of other stages are replaced.
+
+    Attributes:
+        recomputed: modules whose activations are computed again.
+        units: modules whose parameters are gathered together; None for the default.
+        state: of the state dict.
+    """
+
+    recomputed: list[str]
+    units: list[str] | None
+    state: list[str]
+
+    @classmethod
+    def of(cls, plan: Plan, model: nn.Module) -> "_Names":
+        """Return the names; an entry of the plan that matches nothing is an error."""
+        check_parameters(model, plan.granularity or (), field="granularity")
+        units = None if plan.units is None else matching_modules(model, plan.units, field="units")
+        return cls(recomputed_modules(model, plan.recompute), units, state_names(model))
+
+
+def _pipeline_of(plan: Plan) -> PipelinePlan:
+    return PipelinePlan(
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        split=plan.split,
+        stages_per_rank=plan.stages_per_rank,
+    )
+
+
+def _engine(
+    plan: Plan,
+    model: nn.Module,
+    meshes: PlanMesh,
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    per_rank: bool,
+    row_wise: Sequence[str],
+    example_inputs: Mapping[str, Any] | None,
+) -> PipelineEngine:
+    return PipelineEngine(
+        model,
+        meshes.pipeline,
+        _pipeline_of(plan),
+        loss_fn=loss_fn,
+        meshes=[meshes.tensor],
+        per_microbatch=per_rank,
+        row_wise=row_wise,
+        example_inputs=example_inputs,
+        forward_context=functools.partial(autocast, plan),
+    )
 
 
 def _parallelize_tensors(plan: Plan, model: nn.Module, mesh: DeviceMesh, module_plan: ModulePlan) -> None:
     if not is_deferred(model):
         model.to(plan.device)
-    parallelize_module(model, mesh["tp"], module_plan, mode=plan.mode)
+    parallelize_module(model, mesh, module_plan, mode=plan.mode)
 
 
-def _of_this_rank(row_wise: Sequence[str], model: nn.Module, whole: Mapping[str, nn.Module]) -> list[str]:
+def _rows_of_this_rank(row_wise: Sequence[str], model: nn.Module, whole: Mapping[str, nn.Module]) -> list[str]:
     """Return the names that patterns have among modules of this rank's stages.
 
     The engine has compared the patterns with the whole model, and replaced modules of other stages.
     """
-    here = [name for name, module in model.named_modules(remove_duplicate=False) if whole.get(name) is module]
+    here = of_this_rank(whole, model, whole)
     return [name for name in here if any(re.fullmatch(pattern, name) for pattern in row_wise)]
 
 
@@ -168,10 +233,8 @@ def _without_target(batch: Mapping[str, Any] | None, loss_fn: object) -> Mapping
     return {name: value for name, value in batch.items() if name != "target"}
 
 
-def _read_arguments(
-    plan: Plan, model: nn.Module, optimizer_fn: OptimizerFn
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the optimizer's class and hyperparameters."""
+def _read_arguments(plan: Plan, model: nn.Module, clip_grad_norm: float | None, module_plan: ModulePlan | None) -> Plan:
+    """Check arguments, and return the plan with what they add to it."""
     if not isinstance(plan, Plan):
         raise TypeError(
             f"parallelize: expected a vescale.Plan as plan, got {type(plan).__name__}; pass vescale.Plan(dp=..., "
@@ -183,54 +246,32 @@ def _read_arguments(
         raise TypeError(
             f"parallelize: expected an nn.Module as model, got {type(model).__name__}; pass the plain module"
         )
-    optimizer_class: Any = optimizer_fn
-    keywords: dict[str, Any] = {}
-    if isinstance(optimizer_fn, functools.partial) and not optimizer_fn.args:
-        optimizer_class, keywords = optimizer_fn.func, dict(optimizer_fn.keywords)
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        is_instance = isinstance(optimizer_fn, torch.optim.Optimizer)
-        found = f"an instance of {type(optimizer_fn).__name__}" if is_instance else repr(optimizer_fn)
+    if module_plan is not None and not isinstance(module_plan, Mapping):
         raise TypeError(
-            "parallelize: expected a torch.optim class, or functools.partial of one with keyword arguments, as "
-            f"optimizer_fn, got {found}; pass functools.partial(torch.optim.AdamW, lr=3e-4)"
-        )
-    return optimizer_class, keywords
-
-
-def _resolve_module_plan(plan: Plan, model: nn.Module, module_plan: ModulePlan | None) -> ModulePlan:
-    if module_plan is not None:
-        return module_plan
-    family = None if plan.module_plan == "auto" else plan.module_plan
-    if plan.tp == 1 and family is None:
-        return {}
-    name = family or getattr(getattr(model, "config", None), "model_type", None)
-    if name not in FAMILIES:
-        found = f"the name {name!r}" if family else f"{type(model).__name__} with model type {name!r}"
-        raise ValueError(
-            f"parallelize: expected a model with a ready plan ({', '.join(sorted(FAMILIES))}), got {found}; pass "
-            "module_plan={...} of your own, or the ready plan of a family with the same names by "
+            f"parallelize: expected a dict of sections as module_plan, got {module_plan!r}; name a ready plan with "
             "Plan(module_plan='llama')"
         )
-    try:
-        return plan_for(model, degree=plan.tp, sequence_parallel=plan.sequence_parallel, family=family)
-    except ValueError as error:
-        raise type(error)(f"{error} (parallelize takes such a plan as module_plan=plan_for(model, ...))") from None
+    if module_plan is not None and plan.module_plan not in (None, "auto"):
+        raise ValueError(
+            f"parallelize: expected one module plan, got the argument and Plan(module_plan={plan.module_plan!r}); "
+            "leave one of them out"
+        )
+    if clip_grad_norm is None:
+        return plan
+    check_max_norm("parallelize: clip_grad_norm", clip_grad_norm)
+    if plan.clip_grad_norm not in (None, clip_grad_norm):
+        raise ValueError(
+            f"parallelize: expected one norm to clip by, got clip_grad_norm={clip_grad_norm} and "
+            f"Plan(clip_grad_norm={plan.clip_grad_norm}); leave the argument out"
+        )
+    return plan if clip_grad_norm == math.inf else dataclasses.replace(plan, clip_grad_norm=clip_grad_norm)
 
 
-def _resolve_mesh(plan: Plan, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the given mesh, checked against the plan, or a new mesh of the plan."""
-    if mesh is None:
-        return init_device_mesh(plan.device, plan.mesh_shape, mesh_dim_names=plan.axis_order)
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    expected = {axis: getattr(plan, axis) for axis in plan.axis_order}
-    if {axis: sizes.get(axis) for axis in expected} != expected or mesh.size() != plan.world_size:
+def _check_stream(plan: Plan) -> None:
+    """Raise `ValueError` if the program draws from another stream than the default, and the plan from the default."""
+    current = random.current_stream()
+    if current not in ("torch", plan.random_stream):
         raise ValueError(
-            f"parallelize: expected a mesh with the axes {expected}, got {sizes or 'axes without names'}; leave mesh "
-            "out, or build it with init_device_mesh(..., mesh_dim_names=('pp', 'dp', 'tp'))"
+            f"parallelize: expected the plan's random stream {plan.random_stream!r}, got {current!r}, which is in "
+            f"force; use Plan(random_stream={current!r}), or call vescale.dtensor.random.set_stream('torch')"
         )
-    if mesh.device_type != plan.device:
-        raise ValueError(
-            f"parallelize: expected a mesh on the plan's device {plan.device!r}, got {mesh.device_type!r}; leave mesh "
-            "out, or build it on that device"
-        )
-    return mesh

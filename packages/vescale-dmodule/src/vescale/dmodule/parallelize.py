@@ -24,10 +24,10 @@ from ._execution.modes import ATTRIBUTE, Execution, Mode
 from ._execution.patch import set_attributes
 from ._experts import install_experts
 from ._plan.parameters import distribute
-from ._plan.resolve import resolve
+from ._plan.resolve import ResolvedPlan, resolve
 from .errors import PlanError
 
-__all__ = ["parallelize_module"]
+__all__ = ["execute", "parallelize_module"]
 
 logger = logging.getLogger("vescale.dmodule")
 
@@ -97,6 +97,16 @@ def parallelize_module(
         return module
 
     distribute(module, mesh, resolved.tensors)
+    execute(module, mesh, resolved, mode=mode, allow_implicit=allow_implicit)
+    num_sharded = sum(any(p.is_shard() for p in placements) for placements in resolved.tensors.values())
+    logger.info("parallelized %s over %s: %d sharded tensors", type(module).__name__, mesh, num_sharded)
+    return module
+
+
+def execute(
+    module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, *, mode: str = "eager", allow_implicit: bool = False
+) -> None:
+    """Install the hooks that carry out a plan in a module whose tensors are placed."""
     modules = dict(module.named_modules(remove_duplicate=False))
     for name, changes in resolved.attributes.items():
         set_attributes(modules[name], changes)
@@ -117,9 +127,6 @@ def parallelize_module(
     for name, entry in resolved.outputs.items():
         install_outputs(modules[name], name, entry, mesh, execution.phase)
     execution.attach(module)
-    num_sharded = sum(any(p.is_shard() for p in placements) for placements in resolved.tensors.values())
-    logger.info("parallelized %s over %s: %d sharded tensors", type(module).__name__, mesh, num_sharded)
-    return module
 
 
 def _compare(module: nn.Module, mesh: DeviceMesh, text: str) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from . import debug, extension, random
 from ._deferred import deferred_init, is_deferred, materialize
+from ._exact import exact
 from ._install import disabled, register
 from ._operators.strict import ImplicitRedistributionError, strict
 from ._placements import InterleavedShard, RaggedShard
@@ -37,6 +38,7 @@ __all__ = [
     "deferred_init",
     "disabled",
     "distribute_tensor",
+    "exact",
     "extension",
     "init_device_mesh",
     "is_deferred",

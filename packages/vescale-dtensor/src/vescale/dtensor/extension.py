@@ -30,6 +30,9 @@ says when. `generator_fact`, `input_facts`, `module_facts` and `checksum` make f
 `Waits.run` runs a function of torch.distributed, `Waits.wait` waits for a work. `name_group` says what errors call a
 group.
 
+**Exposed communication.** `on_wait` lets a `WaitMeter` measure the waits for collectives of this process. A package
+that waits by other means than `Waits` does so inside `waiting`, if there are `METERS`.
+
 **Arguments.** `checked` checks arguments of a public function by their annotations; `Condition`, `one_of` and the types
 `Count`, `Size`, `NonNegative` and `FilePath` say which values an annotated type has.
 
@@ -47,6 +50,9 @@ They are called where activation checkpointing runs a function, and backward rep
 **Implicit redistributions.** `on_implicit_redistribution` tells an observer of each one that communicates.
 `sequence_number` returns the number that the next autograd node of this thread gets.
 
+**Exact mode.** `exact_num_blocks` returns the number of blocks of the :func:`vescale.dtensor.exact` around the running
+code, or None. What computes on local tensors refuses it, or runs on DTensors instead.
+
 **Texts.** `bytes_text` and `text_table` format numbers of bytes and tables for reports.
 
 **End of the process.** `wait_for_gloo_threads` prevents an abort by late threads of gloo. Importing ``vescale.dtensor``
@@ -57,6 +63,7 @@ from __future__ import annotations
 
 from ._checked import CheckedInside, Condition, Count, FilePath, NonNegative, Size, checked, one_of
 from ._containers import leaves, map_leaves, tensors_in
+from ._exact_context import exact_num_blocks
 from ._exit import wait_for_gloo_threads
 from ._gradients import (
     GradientReceiver,
@@ -96,9 +103,11 @@ from ._rank_checks import (
 from ._torch.debugging import sequence_number
 from ._torch.recompute import carriers
 from ._torch.waits import Waits, name_group, waits_of, waits_over
+from ._waiting import METERS, WaitMeter, on_wait, waiting
 from .debug._text import bytes_text, text_table
 
 __all__ = [
+    "METERS",
     "BlockShard",
     "Box",
     "CheckedInside",
@@ -114,6 +123,7 @@ __all__ = [
     "Position",
     "Size",
     "Turns",
+    "WaitMeter",
     "Waits",
     "aligned_gradient",
     "as_gradient",
@@ -127,6 +137,7 @@ __all__ = [
     "describe_difference",
     "detach_gradient_receiver",
     "differing_texts",
+    "exact_num_blocks",
     "first_line",
     "flat_range_boxes",
     "generator_fact",
@@ -147,6 +158,7 @@ __all__ = [
     "name_group",
     "on_draw",
     "on_implicit_redistribution",
+    "on_wait",
     "one_of",
     "pair_of",
     "pieces",
@@ -158,6 +170,7 @@ __all__ = [
     "text_table",
     "unwatched",
     "wait_for_gloo_threads",
+    "waiting",
     "waits_of",
     "waits_over",
     "watched",

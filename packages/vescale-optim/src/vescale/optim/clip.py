@@ -67,8 +67,8 @@ def clip_grad_norm_(
 
     Args:
         model_or_parameters: A ``DDP``, another module, or parameters. Parameters may be plain tensors or DTensors.
-        max_norm: Largest norm: a positive number; ``math.inf`` only measures. torch takes any number, and turns the
-            gradients around for a negative one.
+        max_norm: Largest norm: a positive number; ``math.inf`` only measures, and writes no gradient. torch takes any
+            number, and turns the gradients around for a negative one.
         norm_type: The p of the p-norm; positive, may be ``math.inf``.
         norm_axes: 1-D meshes whose ranks hold different parameters, for example ``(mesh["pp"],)``.
         error_if_nonfinite: Raise if the norm is nan or infinite; the host waits for the result then.
@@ -111,9 +111,10 @@ def clip_grad_norm_(
             f"the gradient norm of order {norm_type} is {norm.item()}; to go on nevertheless pass "
             "error_if_nonfinite=False"
         )
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for (device, dtype), group in _by_device_and_dtype(_gradients(parameters)).items():
-        _torch.foreach_mul_(group, factor.to(device, dtype))
+    if max_norm < math.inf:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for (device, dtype), group in _by_device_and_dtype(_gradients(parameters)).items():
+            _torch.foreach_mul_(group, factor.to(device, dtype))
     wide = any(p.dtype == torch.float64 for p in parameters)
     return norm if wide else norm.float()
 

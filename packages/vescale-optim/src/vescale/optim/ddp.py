@@ -42,7 +42,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor.extension import CheckedInside, Count, Fact, checked
+from vescale.dtensor import UnsupportedOperator
+from vescale.dtensor.extension import CheckedInside, Count, Fact, checked, exact_num_blocks
 
 from . import _torch
 from ._checks import refuse_local_statistics, rows_program
@@ -259,7 +260,17 @@ class DDP(_torch.UnmovableModule):
         self._rows.attach()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module on this rank's part of the batch."""
+        """Call the module on this rank's part of the batch.
+
+        Raises:
+            UnsupportedOperator: Inside of ``vescale.dtensor.exact``.
+        """
+        if exact_num_blocks() is not None:
+            raise UnsupportedOperator(
+                f"DDP of {type(self.module).__name__} inside of vescale.dtensor.exact: expected the rows of all ranks "
+                "in one DTensor, got those of this rank alone, whose sums are not those of one device; make the "
+                'data-parallel axis one of the mesh of parallelize_module, with "input": [{axis: Shard(0)}] in its plan'
+            )
         if torch.compiler.is_compiling():
             self._gathers.waits_in_step = True
         return self.module(*args, **kwargs)

@@ -48,11 +48,11 @@ from ._run.mode import RunState
 from ._run.outside import OutsideCode
 from ._run.program import Program, Transfer
 from ._run.programs import Programs
-from ._run.result import BatchLoss, BatchRows
+from ._run.result import BatchLoss, BatchRows, default_loss
 from ._run.rows import LossRule, RowChecks, matching_names
 from ._run.step import Pipeline, Step
 from ._run.ties import TiedWeights
-from ._run.timing import Stopwatch, Timing
+from ._run.timing import Stopwatch, Timing, WaitMeter
 from ._run.transport import Transport, is_dry
 from ._run.values import PipelineError
 from ._schedule.actions import Schedule
@@ -88,6 +88,8 @@ class PipelineEngine:
         example_inputs: keyword or positional arguments of one call, for models that register modules in another order
             than that in which they run, see ``split_units``; not needed for most.
         timeout: time limit of a transfer between stages; the backend's default if None.
+        forward_context: makes the context in which each forward of the model and ``loss_fn`` runs, such as
+            ``functools.partial(torch.autocast, "cuda", dtype=torch.bfloat16)``. Backward runs outside of it.
 
     Attributes:
         model: the model, with stubs.
@@ -134,6 +136,7 @@ class PipelineEngine:
         row_wise: Sequence[str | re.Pattern] = (),
         example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
         timeout: timedelta | None = None,
+        forward_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         if axis.ndim != 1:
             raise ValueError(f"expected a pipeline mesh of one axis, got {axis.ndim} axes {axis}; pass mesh['pp']")
@@ -147,6 +150,7 @@ class PipelineEngine:
         self.split: StageSplit | None = None
         self._loss_fn = loss_fn
         self._meshes = tuple(meshes)
+        self._context = forward_context
         self._state = RunState()
         self._gate = HookGate()
         self._current = Program()
@@ -345,12 +349,25 @@ class PipelineEngine:
             self._transport.watch = None
         timing.end(self.schedule, self._transport.gather_objects(watch.steps))
 
+    @checked
+    def on_wait(self, meter: WaitMeter) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which ``meter`` measures this rank's waits for other stages."""
+        return self._transport.on_wait(meter)
+
     # --- programs ---
 
     def _twin_of(self, stages: Sequence[Sequence[str]], model: nn.Module, axis: DeviceMesh) -> PipelineEngine:
         """Return an engine that runs all stages of a copy of the model on this rank."""
         plan = PipelinePlan("looped_bfs", split=stages, stages_per_rank=self.num_stages)
-        return PipelineEngine(model, axis, plan, loss_fn=self._loss_fn, meshes=self._meshes, per_microbatch=True)
+        return PipelineEngine(
+            model,
+            axis,
+            plan,
+            loss_fn=self._loss_fn,
+            meshes=self._meshes,
+            per_microbatch=True,
+            forward_context=self._context,
+        )
 
     def _recorded_by(self, twin: Twin[PipelineEngine], call: Callable[..., Any], inputs: Inputs) -> Program:
         """Return the program of a micro-batch that a twin has run; only this rank knows what owns its parameters."""
@@ -419,17 +436,19 @@ class PipelineEngine:
 
     def loss_of(self, args: tuple, kwargs: dict) -> torch.Tensor:
         """Run the model (and ``loss_fn``) on one micro-batch."""
-        if self._loss_fn is None:
-            return _default_loss(self.model(*args, **kwargs))
-        inputs = {name: value for name, value in kwargs.items() if name != "target"}
-        output = self.model(*args, **inputs)
-        loss = self._loss_fn(output, kwargs["target"]) if "target" in kwargs else self._loss_fn(output)
-        return _default_loss(loss)
+        with self._context():
+            if self._loss_fn is None:
+                return default_loss(self.model(*args, **kwargs))
+            inputs = {name: value for name, value in kwargs.items() if name != "target"}
+            output = self.model(*args, **inputs)
+            loss = self._loss_fn(output, kwargs["target"]) if "target" in kwargs else self._loss_fn(output)
+            return default_loss(loss)
 
     def _rows_of(self, select: Callable[[Any], torch.Tensor] | None, args: tuple, kwargs: dict) -> torch.Tensor:
         """Run the model on one micro-batch, and return the chosen tensor of its output."""
-        output = self.model(*args, **kwargs)
-        rows: Any = output if select is None else select(output)
+        with self._context():
+            output = self.model(*args, **kwargs)
+            rows: Any = output if select is None else select(output)
         if not isinstance(rows, torch.Tensor):
             raise TypeError(
                 f"expected a tensor in the model's output, got {type(rows).__name__}; pass "
@@ -476,21 +495,3 @@ def _place_of(function: Callable[..., Any] | None) -> str:
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return name if code is None else f"{function.__module__}.{name}:{code.co_firstlineno}"
-
-
-def _default_loss(output: Any) -> torch.Tensor:
-    """Return the loss in a model's output.
-
-    Raises:
-        TypeError: the output has no scalar loss.
-    """
-    loss = output
-    if not isinstance(output, torch.Tensor):
-        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
-        raise TypeError(
-            f"expected a scalar loss: output.loss, output['loss'] or a scalar tensor, got {what}; pass labels to the "
-            "model, or PipelineEngine(..., loss_fn=...)"
-        )
-    return loss

@@ -2,15 +2,18 @@
 
     from vescale.plan import Cluster, Constraints, Plan, generate_plan
 
-`generate_plan` reads a model's shapes (never its memory), enumerates data x tensor x pipeline x ZeRO layouts and
-returns the first one, in a documented order of preference, that fits the devices. The result is a `Plan`: it prints,
-saves, loads and explains itself. Read in this order: ``_profile.py`` (sizes of a model), ``_memory.py`` (bytes per
-rank), ``cluster.py``, ``plan.py``, ``_search.py``.
+`generate_plan` runs a model on tensors without data (never its memory), enumerates data x tensor x pipeline x expert x
+ZeRO layouts with and without recomputation, and returns the first one, in a documented order of preference, that fits
+the devices. The result is a `Plan`: it prints, saves, loads and explains itself. Read in this order: ``_profile.py``
+(sizes and activations of a model), ``_memory.py`` (bytes per rank), ``cluster.py``, ``plan.py``, ``_search.py``.
 """
 
-from ._memory import Layout, StageMemory, StateBytes, estimate_memory, model_state_bytes
-from ._profile import ModelProfile, ParameterInfo, profile
+from ._layout import Layout
+from ._memory import StageMemory, estimate_memory
+from ._parameters import ParameterInfo
+from ._profile import ModelProfile, build_model, profile
 from ._search import NoPlanFitsError, generate_plan
+from ._states import StateBytes, model_state_bytes
 from ._table import Candidate
 from ._torch_range import warn_if_untested
 from .cluster import Cluster, Constraints
@@ -27,6 +30,7 @@ __all__ = [
     "Plan",
     "StageMemory",
     "StateBytes",
+    "build_model",
     "estimate_memory",
     "generate_plan",
     "model_state_bytes",

@@ -1,42 +1,40 @@
-"""Choose a plan: enumerate the layouts, refuse invalid ones, and return the first that fits memory.
+"""Choose a plan: enumerate the layouts, refuse those that cannot run, and return the first that fits memory.
 
-The order of preference puts the least communication first; it is the sort key of `_preference`:
+The order of preference puts the least communication first, and recomputation after everything that does without it;
+it is the sort key of `_preference`:
 
 1. tensor parallelism inside one host before tensor parallelism across hosts (it communicates in every layer);
 2. a pipeline with a bubble of at most a quarter before one with a larger bubble;
-3. few model-parallel ranks (tp * pp): data parallelism overlaps its communication with backward;
-4. among equals a small tp, then a low ZeRO stage, then few micro-batches.
+3. no recomputation before recomputation of every second block, and that before all blocks;
+4. few model-parallel ranks (tp * pp): data parallelism overlaps its communication with backward;
+5. among equals a small tp, experts over few ranks, a low ZeRO stage, then few micro-batches.
 
-A layout is refused if
+A layout is refused if it cannot run (`_refusals.py`) or if the fullest rank exceeds the memory limit; the table has
+the reason. With pp > 1 only the largest allowed number of micro-batches is considered: it has the smallest bubble and
+the smallest activations. With pp = 1 the numbers are considered from 1 upwards (gradient accumulation). Recomputation
+is considered where nothing without it has fitted, and experts over data-parallel ranks where no fewer ranks have.
 
-* tp does not divide heads, key/value heads, experts or the feed-forward size;
-* there are fewer blocks than stages;
-* the batch does not divide;
-* the fullest rank exceeds the memory limit.
-
-The table has the reason. With pp > 1 only the largest allowed number of micro-batches is considered: it has the
-smallest bubble and the smallest activations. With pp = 1 the numbers are considered from 1 upwards (gradient
-accumulation).
-
-The search is deterministic and exhaustive; it takes milliseconds for 8 and about a second for 1,024 devices. It models
-memory, not time.
+The search is deterministic and exhaustive. It models memory, not time.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from torch import nn
-
-from ._checked import Count, checked
-from ._memory import Layout, StageMemory, estimate_memory, stage_blocks, stage_of
-from ._profile import ModelProfile, profile
+from ._checked import CheckedInside, Count, checked
+from ._layout import Layout
+from ._measure.build import build
+from ._memory import Estimator
+from ._profile import Model, ModelProfile, profile
+from ._refusals import refuse
 from ._table import CHOSEN, FITS, REFUSED, Candidate, render
 from ._units import format_bytes
 from .cluster import Cluster, Constraints
 from .plan import Plan
 
 _MAX_BUBBLE = 0.25
+_RECOMPUTE = (None, 2, 1)
 
 
 class NoPlanFitsError(ValueError):
@@ -57,11 +55,12 @@ class NoPlanFitsError(ValueError):
 
 
 @checked
-def generate_plan(model: nn.Module | ModelProfile, cluster: Cluster, constraints: Constraints) -> Plan:
-    """Choose degrees, ZeRO stage and micro-batches for a model on a cluster.
+def generate_plan(model: CheckedInside[Model], cluster: Cluster, constraints: Constraints) -> Plan:
+    """Choose degrees, ZeRO stage, recomputation and micro-batches for a model on a cluster.
 
     Args:
-        model: an ``nn.Module`` (real, meta or deferred) or its `ModelProfile`.
+        model: an ``nn.Module`` (real, meta or deferred), a config of Hugging Face, a class with arguments, as
+            ``functools.partial(GPT, config)``, or a `ModelProfile`.
         cluster: the devices; all of them are used.
         constraints: batch, sequence length, and fixed choices.
 
@@ -74,6 +73,7 @@ def generate_plan(model: nn.Module | ModelProfile, cluster: Cluster, constraints
 
     Example:
         >>> import torch
+        >>> from torch import nn
         >>> with torch.device("meta"):
         ...     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(1024, 16, batch_first=True), 12)
         >>> run = Constraints(global_batch_size=16, sequence_length=512)
@@ -81,59 +81,125 @@ def generate_plan(model: nn.Module | ModelProfile, cluster: Cluster, constraints
         >>> (plan.dp, plan.tp, plan.pp)
         (8, 1, 1)
     """
-    found = model if isinstance(model, ModelProfile) else profile(model)
+    found = model
+    if not isinstance(model, ModelProfile):
+        found = profile(build("generate_plan", model), sequence_length=constraints.sequence_length)
     limit = int(cluster.memory_bytes * constraints.memory_fraction)
-    table: list[Candidate] = []
-    chosen: tuple[Layout, tuple[StageMemory, ...]] | None = None
-    for layout, reason in _enumerate(found, cluster, constraints):
-        if reason:
-            table.append(Candidate(layout, REFUSED, reason))
-            continue
-        stages = _estimate(found, layout, constraints)
-        worst = max(stage.total for stage in stages)
-        if worst > limit:
-            table.append(Candidate(layout, REFUSED, f"{format_bytes(worst - limit)} over the limit", worst))
-        elif chosen is None:
-            chosen = layout, stages
-            table.append(Candidate(layout, CHOSEN, bytes_per_rank=worst))
-        else:
-            table.append(Candidate(layout, FITS, bytes_per_rank=worst))
-    if chosen is None:
+    search = _Search(found, cluster, constraints, limit)
+    search.run()
+    table = search.table()
+    if search.chosen is None:
         raise NoPlanFitsError(_nearest_miss(table, cluster, constraints, limit), table)
-    layout, stages = chosen
     return Plan(
-        **dataclasses.asdict(layout),
+        **dataclasses.asdict(search.chosen),
+        mode=constraints.mode,
         device=cluster.device,
-        memory=stages,
+        memory=search.estimator.stages(search.chosen),
         limit_bytes=limit,
-        table=tuple(table),
+        table=table,
     )
 
 
-def _estimate(found: ModelProfile, layout: Layout, constraints: Constraints) -> tuple[StageMemory, ...]:
-    return estimate_memory(
-        found,
-        layout,
-        global_batch_size=constraints.global_batch_size,
-        sequence_length=constraints.sequence_length,
-        state=constraints.state_bytes,
-    )
+class _Search:
+    """One search: the layouts that were considered, and the first that fits."""
 
+    def __init__(self, found: ModelProfile, cluster: Cluster, constraints: Constraints, limit: int) -> None:
+        self.found, self.cluster, self.constraints, self.limit = found, cluster, constraints, limit
+        self.estimator = Estimator(
+            found,
+            global_batch_size=constraints.global_batch_size,
+            sequence_length=constraints.sequence_length,
+            state=constraints.state_bytes,
+        )
+        self.rows: list[Candidate] = []
+        self.chosen: Layout | None = None
 
-def _enumerate(found: ModelProfile, cluster: Cluster, constraints: Constraints) -> list[tuple[Layout, str]]:
-    """Return every layout with the reason of its refusal ("" = none so far), in the order of preference."""
-    rows: list[tuple[Layout, str]] = []
-    for dp, tp, pp in degrees(cluster.num_devices):
-        base = Layout(dp=dp, tp=tp, pp=pp, schedule=constraints.schedule)
-        fixed = {"dp": constraints.dp, "tp": constraints.tp, "pp": constraints.pp}
-        if any(value not in (None, getattr(base, name)) for name, value in fixed.items()):
-            continue
-        reason = _refuse(found, base, constraints)
-        if reason:
-            rows.append((base, reason))
-        else:
-            rows.extend((layout, "") for layout in _choices(base, constraints))
-    return sorted(rows, key=lambda row: _preference(row[0], cluster))
+    def run(self) -> None:
+        """Consider all layouts, in classes of the first two preferences, with more and more recomputation."""
+        bases = list(self._bases())
+        wanted = self.constraints.recompute
+        levels = _RECOMPUTE if isinstance(wanted, str) else (wanted,)
+        layouts = [layout for base in bases for layout in self._choices(base)]
+        for kind in sorted({_preference(layout, self.cluster)[:2] for layout in layouts}):
+            of_kind = [layout for layout in layouts if _preference(layout, self.cluster)[:2] == kind]
+            for level in levels:
+                if self._consider([dataclasses.replace(layout, recompute=level) for layout in of_kind]):
+                    break
+
+    def _consider(self, layouts: Sequence[Layout]) -> bool:
+        """Add the layouts to the table, and return whether one of them fits."""
+        fits: set[Any] = set()
+        refused: set[Any] = set()
+        for layout in sorted(layouts, key=lambda layout: _preference(layout, self.cluster)):
+            degrees = layout.dp, layout.tp, layout.pp
+            if layout.ep > 1 and self.constraints.ep is None and degrees in fits:
+                continue  # fewer ranks for experts were enough
+            if reason := refuse(self.found, layout, self.constraints):
+                if (degrees, reason) not in refused:
+                    self.rows.append(Candidate(layout, REFUSED, reason))
+                refused.add((degrees, reason))
+                continue
+            worst = max(stage.total for stage in self.estimator.stages(layout))
+            if worst > self.limit:
+                over = f"{format_bytes(worst - self.limit)} over the limit"
+                self.rows.append(Candidate(layout, REFUSED, over, worst))
+                continue
+            fits.add(degrees)
+            self.rows.append(Candidate(layout, FITS, bytes_per_rank=worst))
+        return bool(fits)
+
+    def table(self) -> tuple[Candidate, ...]:
+        """Return the rows in the order of preference, with the first that fits marked as chosen."""
+        rows = sorted(self.rows, key=lambda row: _preference(row.layout, self.cluster))
+        for index, row in enumerate(rows):
+            if row.verdict == FITS:
+                self.chosen = row.layout
+                rows[index] = dataclasses.replace(row, verdict=CHOSEN)
+                break
+        return tuple(rows)
+
+    def _bases(self) -> Iterator[Layout]:
+        """Yield the degrees that use all devices, as far as they are not fixed otherwise."""
+        fixed = {name: getattr(self.constraints, name) for name in ("dp", "tp", "pp")}
+        for dp, tp, pp in degrees(self.cluster.num_devices):
+            if any(value not in (None, own) for value, own in zip(fixed.values(), (dp, tp, pp), strict=True)):
+                continue
+            yield from self._expert_degrees(dp, tp, pp)
+
+    def _expert_degrees(self, dp: int, tp: int, pp: int) -> Iterator[Layout]:
+        constraints = self.constraints
+        shards = dp // constraints.dp_replicate if dp % constraints.dp_replicate == 0 else 0
+        if not shards:
+            return
+        chosen = [constraints.ep] if constraints.ep else divisors(math.gcd(shards, max(self.found.experts, 1)))
+        for ep in chosen:
+            if shards % ep == 0:
+                yield Layout(
+                    dp=dp,
+                    tp=tp,
+                    pp=pp,
+                    ep=ep,
+                    dp_replicate=constraints.dp_replicate,
+                    schedule=constraints.schedule,
+                    stages_per_rank=constraints.stages_per_rank,
+                    param_dtype=constraints.param_dtype,
+                )
+
+    def _choices(self, base: Layout) -> Iterator[Layout]:
+        """Yield the layouts of given degrees: ZeRO stages with an effect, and useful numbers of micro-batches."""
+        constraints = self.constraints
+        stages = (0, 1, 2, 3) if base.dp // base.dp_replicate > 1 else (0,)
+        if constraints.zero is not None:
+            stages = (constraints.zero,)
+        divides = constraints.sequence_length % base.tp == 0
+        wanted = divides if constraints.sequence_parallel is None else constraints.sequence_parallel
+        for zero in stages:
+            if base.dp_replicate > 1 and zero == 0:
+                continue
+            for pieces in _microbatch_choices(base, constraints):
+                yield dataclasses.replace(
+                    base, zero=zero, num_microbatches=pieces, sequence_parallel=base.tp > 1 and wanted
+                )
 
 
 def degrees(num_devices: int) -> Iterator[tuple[int, int, int]]:
@@ -149,69 +215,24 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // candidate for candidate in small)})
 
 
-def _refuse(found: ModelProfile, layout: Layout, constraints: Constraints) -> str:
-    """Return the reason to refuse these degrees for every ZeRO stage and number of micro-batches, or ""."""
-    if layout.pp > max(found.num_blocks, 1):
-        return f"{found.num_blocks} blocks cannot fill {layout.pp} stages"
-    if constraints.zero == 3 and (tied := _tied_across_stages(found, layout.pp)):
-        return f"{tied} is tied to a parameter of another stage, which stages cannot share with zero = 3"
-    if layout.tp > 1 and found.tp_refusal:
-        return found.tp_refusal
-    if layout.tp > 1 and not found.heads:
-        return "no attention heads found: give them with dataclasses.replace(profile(model), heads=..., kv_heads=...)"
-    divided = {
-        "attention heads": found.heads,
-        "key/value heads": found.kv_heads,
-        "experts": found.experts,  # tp distributes full experts, so their size does not need to divide
-        "feed-forward size": 0 if found.experts else found.ffn,
-    }
-    for name, count in divided.items():
-        if count % layout.tp:
-            return f"{count} {name} are not divisible by tp = {layout.tp}"
-    pieces = constraints.num_microbatches or 1
-    if constraints.global_batch_size % (layout.dp * pieces):
-        times = f" * micro-batches = {layout.dp * pieces}" if pieces > 1 else f" = {layout.dp}"
-        return f"global batch {constraints.global_batch_size} is not divisible by dp{times}"
-    if constraints.sequence_parallel and layout.tp > 1 and constraints.sequence_length % layout.tp:
-        return f"sequence length {constraints.sequence_length} is not divisible by tp = {layout.tp}"
-    return ""
-
-
-def _tied_across_stages(found: ModelProfile, pp: int) -> str:
-    """Return the name of a parameter used by several stages, or ""."""
-    blocks = stage_blocks(found.num_blocks, pp)
-    used_by = ((info.fqn, {stage_of(position, blocks) for position in info.positions}) for info in found.parameters)
-    return next((fqn for fqn, stages in used_by if len(stages) > 1), "")
-
-
-def _choices(base: Layout, constraints: Constraints) -> Iterator[Layout]:
-    """Yield the layouts of given degrees: ZeRO stages with an effect, and useful numbers of micro-batches."""
-    stages = (0, 1, 2) if base.dp > 1 else (0,)
-    if constraints.zero is not None:
-        stages = (constraints.zero,)
-    divides = constraints.sequence_length % base.tp == 0
-    sequence_parallel = base.tp > 1 and (
-        divides if constraints.sequence_parallel is None else constraints.sequence_parallel
-    )
-    for zero in stages:
-        for pieces in _microbatch_choices(base, constraints):
-            yield dataclasses.replace(base, zero=zero, num_microbatches=pieces, sequence_parallel=sequence_parallel)
-
-
 def _microbatch_choices(base: Layout, constraints: Constraints) -> list[int]:
     if constraints.num_microbatches is not None:
         return [constraints.num_microbatches]
+    if constraints.global_batch_size % base.dp:
+        return [1]  # refused
     per_rank = constraints.global_batch_size // base.dp
     allowed = [pieces for pieces in divisors(per_rank) if pieces <= constraints.max_microbatches]
     return allowed if base.pp == 1 else allowed[-1:]
 
 
-def _preference(layout: Layout, cluster: Cluster) -> tuple:
+def _preference(layout: Layout, cluster: Cluster) -> tuple[Any, ...]:
     return (
         layout.tp > cluster.devices_per_host,
         layout.bubble > _MAX_BUBBLE,
+        _RECOMPUTE.index(layout.recompute) if layout.recompute in _RECOMPUTE else 1,
         layout.tp * layout.pp,
         layout.tp,
+        layout.ep,
         layout.zero,
         layout.num_microbatches,
     )

@@ -4,14 +4,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ._memory import Layout
+from ._layout import Layout
 from ._typed_json import Size
 from ._units import format_bytes, format_percent
 
 CHOSEN: Final = "chosen"
 FITS: Final = "fits"
 REFUSED: Final = "refused"
-_COLUMNS = ("dp", "tp", "pp", "zero", "micro-batches", "sp", "bubble", "bytes per rank", "verdict")
+_COLUMNS = (
+    "dp",
+    "tp",
+    "pp",
+    "ep",
+    "zero",
+    "micro-batches",
+    "sp",
+    "recompute",
+    "bubble",
+    "bytes per rank",
+    "verdict",
+)
 
 
 @dataclass(frozen=True)
@@ -39,13 +51,21 @@ class Candidate:
             str(layout.dp),
             str(layout.tp),
             str(layout.pp),
+            str(layout.ep) if layout.ep > 1 else "-",
             str(layout.zero) if counted else "any",
             str(layout.num_microbatches) if counted else "any",
             "yes" if layout.sequence_parallel else "-",
+            _blocks(layout.recompute),
             format_percent(layout.bubble) if counted and layout.pp > 1 else "-",
             "-" if num_bytes is None else format_bytes(num_bytes),
             f"{self.verdict}: {self.reason}" if self.reason else self.verdict,
         )
+
+
+def _blocks(recompute: int | tuple[str, ...] | None) -> str:
+    if recompute is None or isinstance(recompute, tuple):
+        return "-" if recompute is None else ", ".join(recompute)
+    return "all" if recompute == 1 else f"1 of {recompute}"
 
 
 def render(candidates: Sequence[Candidate], *, max_rows: int = 40) -> str:

@@ -1,13 +1,13 @@
 """Format byte counts, counts and ratios, in the same way in plans, tables and errors."""
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(num_bytes: float) -> str:
     """Return ``num_bytes`` with a binary unit: ``1536 -> '1.50 KiB'``, ``80 * 2**30 -> '80.00 GiB'``."""
     value = float(num_bytes)
-    for unit in _UNITS:
-        if abs(value) < 1024 or unit == _UNITS[-1]:
+    for unit in BYTE_UNITS:
+        if abs(value) < 1024 or unit == BYTE_UNITS[-1]:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1024
     raise AssertionError("unreachable: the loop returns at the last unit")

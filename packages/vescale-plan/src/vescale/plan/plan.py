@@ -1,44 +1,44 @@
 """A `Plan`: the configuration of a parallel training run, as data.
 
 A plan comes from `generate_plan` or is written by hand. It prints, and it is saved as JSON, so that a run can be
-repeated. It holds no process group and starts no process; `vescale.parallelize` executes it.
+repeated. It holds no process group and starts no process; `vescale.parallelize` executes it, each field or none.
 
 The ranks form a mesh of three axes. With the default order ``("pp", "dp", "tp")``, tp varies fastest, so that a
 tensor-parallel group has neighboring devices of one host:
 
     rank = (pp_coord * dp + dp_coord) * tp + tp_coord
+
+The data-parallel ranks may themselves be a grid: replicas of the shards, shards, and ranks that spread experts, the
+last of which varies fastest:
+
+    dp_coord = (replicate_coord * (dp / dp_replicate / ep) + shard_coord) * ep + ep_coord
 """
 
 import dataclasses
 import json
 import os
-import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ._checked import Count, FilePath, checked
-from ._checks import (
-    ALL_SCHEDULES,
-    DEFAULT_BUCKET_BYTES,
-    DEVICES,
-    LOOPED,
-    SCHEDULES,
-    TWO_STAGES,
-    ZERO_STAGES,
-    check_batch,
-    check_bool,
-    check_choice,
-    check_int,
-)
-from ._memory import ACTIVATIONS_COVER, Layout, StageMemory, describe_stages
-from ._table import Candidate, render
+from ._checks import DEFAULT_BUCKET_BYTES, TWO_STAGES, check_batch
+from ._explain.page import page
+from ._explain.text import explain_text
+from ._memory import Layout, StageMemory
+from ._plan_checks import AXES, check_plan, check_rows
+from ._plan_text import describe, differences
+from ._table import Candidate
 from ._typed_json import JsonReader
-from ._units import format_bytes, format_percent
 
-FORMAT = 1
-MODES = ("eager", "static", "compile")
-AXES = ("pp", "dp", "tp")
+#: Number of the format that `Plan.to_json` writes. Texts of the first one, which has fewer fields, are read, too.
+FORMAT = 2
+FIRST_FORMAT = 1
+ADDED_IN_SECOND = {
+    *("ep", "etp", "cp", "dp_replicate", "recompute", "reduction", "autocast", "clip_grad_norm", "units", "offload"),
+    *("param_dtype", "grad_dtype", "reduce_dtype", "master_dtype", "state_dtype"),
+    *("granularity", "reshard_after_forward", "random_stream"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,17 @@ class Plan:
         dp: data-parallel degree: ranks with the same parameters and different batches.
         tp: tensor-parallel degree: ranks that shard each layer.
         pp: pipeline-parallel degree: number of stages.
+        ep: expert-parallel degree: groups of so many data-parallel ranks spread the experts of a mixture over them, and
+            exchange tokens. It divides ``dp``.
+        etp: 1: each expert is whole on a rank, and experts are spread over tp, too; or ``tp``: the matrices of each
+            expert are sharded over tp.
+        cp: context-parallel degree; it must be 1, since context parallelism does not exist yet.
         zero: 0 = gradients all-reduced, 1 = optimizer state sharded over dp, 2 = gradients sharded too, 3 = parameters
             sharded too, and all-gathered block by block for their use.
+        dp_replicate: hybrid sharding: number of groups of data-parallel ranks, each of which holds all shards. It
+            divides ``dp``, and needs ``zero`` 1 to 3.
         sequence_parallel: shard activations between tensor-parallel regions along the sequence over tp.
-        schedule: pipeline schedule, a name of ``vescale.pipe.PipelinePlan``, such as ``"1f1b"`` or ``"zb_v"``.
+        schedule: pipeline schedule, such as ``"1f1b"`` or ``"zb_v"``.
         num_microbatches: micro-batches of each rank's batch; with ``pp=1`` their gradients are accumulated in sequence.
         stages_per_rank: pipeline stages of each rank, for the interleaved, looped and searched schedules; by default
             the schedule decides.
@@ -61,8 +68,28 @@ class Plan:
             it by the model.
         mode: execution mode of the parallel modules: ``"eager"``, ``"static"`` or ``"compile"``, see
             ``vescale.dmodule``. In a pipeline every module that a stage runs is a program of its own.
-        device: ``"cpu"`` or ``"cuda"``.
+        recompute: modules whose activations are not kept for backward, but computed again in it: ``None``, a number k
+            for every k-th block (1: every block), or names and regular expressions for full names of modules.
+        reduction: order in which gradients of ranks are added: ``"backend"``, or ``"ordered"``, with the same bits for
+            every bucket size and ZeRO stage.
+        param_dtype: dtype of parameters in forward and backward, such as ``"bfloat16"``; those with more bits are cast,
+            and keep masters of their own dtype. By default, as in the model; the same holds of the next four.
+        grad_dtype: dtype in which gradients are kept and accumulated.
+        reduce_dtype: dtype of gradients on the wire and of their sum over ranks.
+        master_dtype: dtype of masters for parameters with fewer bits.
+        state_dtype: dtype of optimizer state between steps, of fewer bits than parameters or masters.
+        autocast: run forward, and what is recomputed of it, under ``torch.autocast`` with this dtype.
+        clip_grad_norm: clip gradients by this global norm in each step.
         bucket_bytes: size of a gradient bucket of data parallelism.
+        units: with ``zero=3``: names of modules, or regular expressions for full names, whose parameters are gathered
+            and freed together; by default the blocks.
+        granularity: with ``zero`` 1 to 3: where parameters may be cut into shards, by name or regular expression:
+            ``"tensor"``, ``"rows"``, ``"expert"``, ``("dim0", rows)`` or a number of elements.
+        reshard_after_forward: with ``zero=3``: free gathered parameters after forward and gather them for backward.
+        offload: with ``zero=3``: keep shards of parameters, gradients and optimizer state in host memory.
+        random_stream: ``"torch"``: random numbers of one device's generator; ``"philox"``: counter-based ones, which
+            any process can reproduce, see ``vescale.dtensor.random``.
+        device: ``"cpu"`` or ``"cuda"``.
         axis_order: the mesh's axes, slowest first.
         memory: estimated bytes per rank of every stage, for a generated plan.
         limit_bytes: memory limit per rank of the search.
@@ -82,7 +109,11 @@ class Plan:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
     zero: int = 0
+    dp_replicate: int = 1
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     num_microbatches: int = 1
@@ -90,77 +121,41 @@ class Plan:
     split: str | Sequence[str] | Sequence[Sequence[str]] = "uniform"
     module_plan: str | None = None
     mode: str = "eager"
-    device: str = "cpu"
+    recompute: int | Sequence[str] | None = None
+    reduction: str = "backend"
+    param_dtype: str | None = None
+    grad_dtype: str | None = None
+    reduce_dtype: str | None = None
+    master_dtype: str | None = None
+    state_dtype: str | None = None
+    autocast: str | None = None
+    clip_grad_norm: float | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    units: Sequence[str] | None = None
+    granularity: Mapping[str, str | int | Sequence[str | int]] | None = field(default=None, hash=False)
+    reshard_after_forward: bool = True
+    offload: bool = False
+    random_stream: str = "torch"
+    device: str = "cpu"
     axis_order: tuple[str, ...] = AXES
     memory: tuple[StageMemory, ...] = field(default=(), repr=False)
     limit_bytes: int | None = field(default=None, repr=False)
     table: tuple[Candidate, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "num_microbatches", "bucket_bytes"):
-            check_int("Plan", name, getattr(self, name), at_least=1)
-        check_choice("Plan", "zero", self.zero, ZERO_STAGES)
-        check_choice("Plan", "schedule", self.schedule, ALL_SCHEDULES)
-        if self.stages_per_rank is not None:
-            check_int("Plan", "stages_per_rank", self.stages_per_rank, at_least=1)
-            if self.schedule not in LOOPED:
-                raise ValueError(
-                    f"Plan: expected stages_per_rank=None for schedule {self.schedule!r}, which says it itself, got "
-                    f"{self.stages_per_rank}; choose one of {', '.join(map(repr, LOOPED))} for other numbers"
-                )
-        check_choice("Plan", "device", self.device, DEVICES)
-        check_choice("Plan", "mode", self.mode, MODES)
-        check_bool("Plan", "sequence_parallel", self.sequence_parallel)
-        if self.limit_bytes is not None:
-            check_int("Plan", "limit_bytes", self.limit_bytes, at_least=1)
-        for name, kind in (("memory", StageMemory), ("table", Candidate)):
-            rows = getattr(self, name)
-            if not isinstance(rows, tuple) or not all(isinstance(row, kind) for row in rows):
-                raise ValueError(
-                    f"Plan: expected a tuple of {kind.__name__} for {name}, got {reprlib.repr(rows)}; leave it to "
-                    "generate_plan"
-                )
-        self._check_axis_order()
-        self._check_split()
-        if self.module_plan is not None and (not isinstance(self.module_plan, str) or not self.module_plan):
-            raise ValueError(
-                f"Plan: expected the name of a ready plan or None for module_plan, got {self.module_plan!r}; pass a "
-                "plan of your own to parallelize(module_plan=...)"
-            )
-        if self.sequence_parallel and self.tp == 1:
-            raise ValueError(
-                "Plan: expected tp > 1 for sequence_parallel, got tp = 1; set tp > 1 or sequence_parallel=False"
-            )
-
-    def _check_axis_order(self) -> None:
-        if not isinstance(self.axis_order, tuple | list) or sorted(map(str, self.axis_order)) != sorted(AXES):
-            raise ValueError(f"Plan: expected 'pp', 'dp' and 'tp' once each in axis_order, got {self.axis_order!r}")
-        object.__setattr__(self, "axis_order", tuple(self.axis_order))
-
-    def _check_split(self) -> None:
-        if self.split == "uniform":
-            return
-        each = self.num_stages // self.pp
-        stages = f"pp = {self.pp}" + (f" and {each} stages per rank" if each > 1 else "")
-        if _is_fqns(self.split):
-            if len(self.split) != self.num_stages - 1 or len(set(self.split)) != len(self.split):
-                raise ValueError(
-                    f"Plan: expected {self.num_stages - 1} different FQNs in split for {stages}, got "
-                    f"{list(self.split)}; name the first module of each stage after the first"
-                )
-            object.__setattr__(self, "split", tuple(self.split))
-        elif isinstance(self.split, list | tuple) and all(map(_is_fqns, self.split)):
-            if len(self.split) != self.num_stages:
-                raise ValueError(
-                    f"Plan: expected {self.num_stages} lists in split for {stages}, got {len(self.split)}; write one "
-                    "list of modules per stage"
-                )
-            object.__setattr__(self, "split", tuple(map(tuple, self.split)))
-        else:
-            raise ValueError(
-                f"Plan: expected 'uniform', a list of FQNs or one list of FQNs per stage for split, got {self.split!r}"
-            )
+        check_plan(self)
+        check_rows(self, "memory", StageMemory)
+        check_rows(self, "table", Candidate)
+        for name in ("axis_order", "split", "units", "recompute"):
+            value = getattr(self, name)
+            if isinstance(value, list | tuple):
+                parts = tuple(part if isinstance(part, str) else tuple(part) for part in value)
+                object.__setattr__(self, name, parts)
+        if self.clip_grad_norm is not None:
+            object.__setattr__(self, "clip_grad_norm", float(self.clip_grad_norm))
+        if self.granularity is not None:
+            found = {k: tuple(v) if isinstance(v, list) else v for k, v in self.granularity.items()}
+            object.__setattr__(self, "granularity", found)
 
     @property
     def world_size(self) -> int:
@@ -185,15 +180,7 @@ class Plan:
         Raises:
             ValueError: the schedule is another than ``"1f1b"`` and ``"gpipe"``, for which there is no memory model.
         """
-        return Layout(
-            dp=self.dp,
-            tp=self.tp,
-            pp=self.pp,
-            zero=self.zero,
-            num_microbatches=self.num_microbatches,
-            schedule=self.schedule,
-            sequence_parallel=self.sequence_parallel,
-        )
+        return Layout(**{each.name: getattr(self, each.name) for each in dataclasses.fields(Layout)})
 
     @checked
     def check_world(self, world_size: Count) -> None:
@@ -210,37 +197,46 @@ class Plan:
         check_batch(global_batch_size, dp=self.dp, num_microbatches=self.num_microbatches)
 
     def __str__(self) -> str:
-        parts = self.split if isinstance(self.split, tuple) else ()
-        split = " | ".join(part if isinstance(part, str) else " ".join(part) for part in parts) or self.split
-        sp = "sequence parallel" if self.sequence_parallel else "full activations"
-        degrees = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axis_order)
-        stages = f", {self.num_stages // self.pp} stages per rank" if self.num_stages > self.pp else ""
-        bubble = f", bubble {format_percent(self.layout.bubble)}" if self.schedule in SCHEDULES else ""
-        cut = f"{self.schedule}{stages}, {self.num_microbatches} micro-batches, split {split}{bubble}"
-        processes = "process" if self.world_size == 1 else "processes"
-        lines = [
-            f"Plan: {self.world_size} {processes} on {self.device} = {degrees}",
-            f"  dp {self.dp:<4} ZeRO-{self.zero}, buckets of {format_bytes(self.bucket_bytes)}",
-            f"  tp {self.tp:<4} module plan {self.module_plan or 'auto'}, {self.mode} mode, {sp}",
-            f"  pp {self.pp:<4} {cut}",
-        ]
-        if self.memory:
-            lines.append("  estimated bytes per rank")
-            lines += [f"    {line}" for line in describe_stages(self.memory, limit=self.limit_bytes)]
-        return "\n".join(lines)
+        return describe(self)
 
     @checked
-    def explain(self, *, max_rows: Count = 40) -> str:
-        """Return the plan, the table of its search and the scope of the estimates.
+    def diff(self, other: "Plan") -> str:
+        """Return one line for each field in which this plan and another one differ; an empty text if they are equal.
+
+        Example:
+            >>> print(Plan(dp=4, zero=1).diff(Plan(dp=4, zero=2, mode="static")))
+            zero: 1 -> 2
+            mode: 'eager' -> 'static'
+        """
+        return "\n".join(differences(self, other))
+
+    @checked
+    def explain(self, *, max_rows: Count = 40, devices_per_host: Count | None = None) -> str:
+        """Return the plan as text: memory per rank as bars, ranks on the mesh, and the table of its search.
 
         Args:
             max_rows: maximum rows of the table; the chosen one is always shown.
+            devices_per_host: shows on which host each group of ranks is.
         """
-        if not self.table:
-            return f"{self}\nThis plan was written by hand and has no table; plans of generate_plan() have one."
-        limit = f", limit {format_bytes(self.limit_bytes)} per rank" if self.limit_bytes is not None else ""
-        header = f"Layouts in the order of preference{limit}:"
-        return "\n".join([str(self), "", header, render(self.table, max_rows=max_rows), "", ACTIVATIONS_COVER])
+        return explain_text(self, max_rows=max_rows, devices_per_host=devices_per_host)
+
+    @checked
+    def to_html(self, *, devices_per_host: Count | None = None) -> str:
+        """Return one page of HTML that needs no other file: what `explain` shows, as figures and a sortable table.
+
+        Args:
+            devices_per_host: groups the ranks of the mesh by host.
+        """
+        return page(self, devices_per_host=devices_per_host)
+
+    @checked
+    def explain_html(self, path: FilePath, *, devices_per_host: Count | None = None) -> None:
+        """Write the page of `to_html` to ``path``.
+
+        Example:
+            >>> Plan(dp=4, tp=2).explain_html("plan.html", devices_per_host=8)                      # doctest: +SKIP
+        """
+        Path(path).write_text(page(self, devices_per_host=devices_per_host), encoding="utf-8")
 
     def to_json(self) -> str:
         """Return the plan as JSON text; `from_json` returns an equal plan."""
@@ -256,7 +252,14 @@ class Plan:
         """
         reader = JsonReader(where="Plan.from_json", fix="pass the text of to_json()")
         tree = reader.parse(text)
-        reader.expect(tree, "format", FORMAT)
+        if isinstance(tree, dict) and type(number := tree.get("format")) is int and number == FIRST_FORMAT:
+            if added := sorted(ADDED_IN_SECOND.intersection(tree)):
+                raise ValueError(
+                    f"Plan.from_json: expected the keys of format {FIRST_FORMAT}, got {added[0]!r}, which format "
+                    f"{FORMAT} has; pass the text of to_json()"
+                )
+            tree["format"] = FORMAT
+        reader.expect(tree, "format", FORMAT, fix="pass the text of to_json() of this version or an earlier one")
         del tree["format"]
         return reader.read(tree, cls)
 
@@ -278,7 +281,3 @@ class Plan:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from None
-
-
-def _is_fqns(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(fqn, str) and fqn for fqn in value)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .._state.flat import is_tensor
+from .._state.objects import held_state
 
 Ties = tuple[tuple[str, ...], ...]
 
@@ -31,7 +32,7 @@ class ModuleState:
     @classmethod
     def of(cls, module: Any) -> ModuleState:
         """Return the state of a module; what is no tensor, and extra state, is not exchanged."""
-        state = module.state_dict()
+        state = held_state(module)
         tensors = {
             name: value
             for name, value in state.items()

@@ -11,6 +11,15 @@ from .optimizer import NamedOptimizer, class_name, counts_parameters
 from .per_rank import PerRank
 
 
+def held_state(item: Any) -> dict[str, Any]:
+    """Return the state dict of an object, with what this rank holds of each value.
+
+    An object whose ``state_dict`` brings values together from ranks has them apart in ``sharded_state_dict``.
+    """
+    state: dict[str, Any] = getattr(item, "sharded_state_dict", item.state_dict)()
+    return state
+
+
 class Objects:
     """Open the objects of one state for ``flatten`` and close them for ``restore``."""
 
@@ -28,7 +37,7 @@ class Objects:
             if self._manifest is None:
                 return item.to_save(path, self._rank)
             return item.to_load(path, self._rank, self._size, self._manifest)
-        state_dict = item.state_dict()
+        state_dict = held_state(item)
         if isinstance(item, torch.optim.Optimizer):
             self.optimizers[path] = class_name(item)
         if not (counts_parameters(state_dict) and hasattr(item, "param_groups")):

@@ -76,7 +76,7 @@ class InputBoundary:
 
     def __call__(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         convert = self.phase.step(self.mesh, is_result=False)
-        if not self.phase.local or self.simple is None:
+        if self.simple is None:
             return self._convert_any(args, kwargs, convert)
         for position, name, entry, where in self.simple:
             if position < len(args):
@@ -87,7 +87,7 @@ class InputBoundary:
         return args, kwargs
 
     def _convert(self, value: object, entry: object, where: str, convert: Convert) -> object:
-        if type(value) is Tensor and type(entry) is tuple:
+        if self.phase.local and type(value) is Tensor and type(entry) is tuple:
             return convert(value, entry, where)
         return place(value, entry, self.mesh, where, convert)
 

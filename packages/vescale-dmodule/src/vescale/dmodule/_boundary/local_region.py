@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from vescale.dtensor import random
+from vescale.dtensor import UnsupportedOperator, random
+from vescale.dtensor.extension import exact_num_blocks
 
 from .. import _torch
 from .._execution.patch import ModulePatch, Row, attribute_rows
@@ -39,7 +40,7 @@ from .edges import depend_on, local_shards, unwrapped, wrapped
 from .hooks import Phase, install_inputs
 from .values import map_tensors
 
-__all__ = ["LocalRegion", "install_local"]
+__all__ = ["LocalRegion", "install_local", "refuse_exact"]
 
 Placements = tuple[Placement, ...]
 RANDOM = "it is a local region; move the random operator out of it"
@@ -88,7 +89,12 @@ class LocalRegion:
         return LocalRegion(self.name, self.output, self.mesh, copy.deepcopy(self.phase, memo), self.attributes)
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Turn arguments and parameters into local tensors."""
+        """Turn arguments and parameters into local tensors.
+
+        Raises:
+            UnsupportedOperator: inside of ``exact``.
+        """
+        refuse_exact(self.name)
         operands: list[Tensor] = []
         inputs: list[DTensor] = []
 
@@ -143,6 +149,20 @@ class LocalRegion:
         gradient = tuple(Replicate() if p.is_partial() else p for p in placements)
         shape = _global_shape(local, placements, self.mesh, inputs)
         return wrapped(local, self.mesh, placements, shape=shape, gradient=gradient)
+
+
+def refuse_exact(name: str) -> None:
+    """Refuse code on local tensors inside of ``exact``.
+
+    Raises:
+        UnsupportedOperator: it is active.
+    """
+    if exact_num_blocks() is not None:
+        raise UnsupportedOperator(
+            f"module {name!r} inside of vescale.dtensor.exact: expected a module that runs on DTensors, got one that "
+            "the plan runs on local tensors, whose operators see the shards of a rank alone; take it out of the plan "
+            "for the exact run, or leave the context"
+        )
 
 
 def _cut_axes(output: object, mesh: DeviceMesh, where: str) -> frozenset[int]:

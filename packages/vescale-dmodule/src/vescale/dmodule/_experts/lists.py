@@ -31,6 +31,7 @@ from vescale.dtensor.extension import waits_of
 
 from .. import _torch
 from .._boundary.edges import depend_on
+from .._boundary.local_region import refuse_exact
 from .._boundary.values import map_tensors
 from .._execution.patch import ModulePatch, Row
 from ..errors import PlanError
@@ -102,6 +103,7 @@ class _OneExpert:
 
     def enter(self, expert: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Forward pre-hook: bring the operands to the owner; the others keep one row of them."""
+        refuse_exact(self.key)
         hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if hidden is None or hidden.ndim == 0:
             raise PlanError(f"expert {self.key!r} of a list: expected a tensor of rows among the arguments, got none")

@@ -129,7 +129,7 @@ def plan_experts(name: str, module: nn.Module, entry: object, mesh: MeshAxes) ->
     where = f"expert {name!r}"
     entry = entry if isinstance(entry, Experts) else Experts(entry)
     placements = normalize(entry.placements, mesh, where)
-    expert_axes = _expert_axes(where, placements)
+    expert_axes = _expert_axes(where, placements, only_inner=bool(entry.parameters))
     kind = _kind(module)
     num_experts = _count(where, module, kind)
     num_ranks = math.prod(mesh.size(axis) for axis in expert_axes)
@@ -165,9 +165,9 @@ def plan_experts(name: str, module: nn.Module, entry: object, mesh: MeshAxes) ->
 # ------------------------------------------------------------------------------------------------- kinds
 
 
-def _expert_axes(where: str, placements: Placements) -> tuple[int, ...]:
+def _expert_axes(where: str, placements: Placements, *, only_inner: bool) -> tuple[int, ...]:
     axes = tuple(axis for axis, placement in enumerate(placements) if placement == Shard(0))
-    if not axes or placements.count(Replicate()) != len(placements) - len(axes):
+    if (not axes and not only_inner) or placements.count(Replicate()) != len(placements) - len(axes):
         raise PlanError(
             f"{where}: one or several axes must hold Shard(0), the expert dim, the others Replicate(); got {placements}"
         )

@@ -16,6 +16,10 @@ inside :meth:`ExpertRegion.on_local_tensors` they take and return plain local te
 declares.
 
 Random operators inside experts are refused: the tokens of an expert have no global position.
+
+Inside of ``vescale.dtensor.exact`` there is no local part: every rank runs the forward on DTensors, for all tokens and
+with all experts, whose parameters are gathered for the call. Sums over tokens and experts then have the bits of one
+device.
 """
 
 from __future__ import annotations
@@ -30,12 +34,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from vescale.dtensor import random
-from vescale.dtensor.extension import waits_of
+from vescale.dtensor.extension import exact_num_blocks, waits_of
 
 from .. import _torch
+from .._boundary.convert import bring
 from .._boundary.edges import depend_on
 from .._execution.patch import ModulePatch, Row
 from ..errors import PlanError
@@ -166,13 +171,15 @@ class ExpertRegion:
         bound = None if by_position else self.signature.bind(*args, **kwargs)
         operands = args if bound is None else tuple(bound.arguments[name] for name in names)
         wrap: Callable[[Tensor], Tensor] = _same
-        tokens = self._declared
-        if tokens is None or any(isinstance(operand, DTensor) for operand in operands):
+        tokens, is_local = self._declared, exact_num_blocks() is None
+        if not is_local:
+            tokens = layout_of_tokens(operands[0], self.mesh)
+        elif tokens is None or any(isinstance(operand, DTensor) for operand in operands):
             tokens = layout_of_tokens(operands[0], self.mesh)
             wrap = from_local(operands[0], self.output_placements(tokens), tokens, self.mesh)
             operands = tuple(to_local(operand, tokens, self.mesh) for operand in operands)
         self.last_tokens = tokens
-        call = self._start(module, operands, tokens, wrap)
+        call = self._start(module, operands, tokens, wrap) if is_local else self._start_whole(module, operands)
         self._running.append(call[0])
         if bound is None:
             return call[1], kwargs
@@ -209,6 +216,20 @@ class ExpertRegion:
 
         return _Call(undo, (operands[0], operands[2]), parameters, finish), tuple(operands)
 
+    def _start_whole(self, module: nn.Module, operands: tuple[Tensor, ...]) -> tuple[_Call, tuple[Tensor, ...]]:
+        """Begin a call on DTensors that all ranks have whole, with all experts."""
+        everywhere = (Replicate(),) * self.mesh.ndim
+        tokens = layout_of_tokens(operands[0], self.mesh)
+        tables = [table for part in module.modules() for table in _torch.tensor_tables(part)]
+        sharded = [(table, name, t) for table in tables for name, t in table.items() if isinstance(t, DTensor)]
+        undo = contextlib.ExitStack()
+        undo.enter_context(ModulePatch((table, name, bring(t, everywhere, self.mesh)) for table, name, t in sharded))
+
+        def finish(output: Tensor) -> Tensor:
+            return bring(output, tokens, self.mesh, is_result=True)
+
+        return _Call(undo, (), {}, finish), tuple(bring(operand, everywhere, self.mesh) for operand in operands)
+
     def leave(self, module: nn.Module, _args: tuple, output: Tensor | None) -> Tensor | None:
         """Forward hook, called always: put the module back as it was and bring the output to where the tokens are."""
         if not self._running:  # an earlier hook raised
@@ -230,7 +251,7 @@ class ExpertRegion:
 
         For submodules that takes an all-reduce of a bit per expert and a wait of the host.
         """
-        if self.layout.kind != "modules" or not torch.is_grad_enabled():
+        if self.layout.kind != "modules" or not torch.is_grad_enabled() or not parameters:
             return list(parameters.values())
         names = list(dict.fromkeys(map(expert_of, parameters)))
         called = torch.tensor([name in self._called for name in names], dtype=torch.int32, device=self.mesh.device_type)

@@ -14,11 +14,11 @@ from vescale.dtensor.extension import Count, checked, chunk
 
 from .resolve import resolve
 
-__all__ = ["TensorLayout", "describe"]
+__all__ = ["Axes", "TensorLayout", "describe", "largest_shard"]
 
 
 @dataclass(frozen=True)
-class _Axes:
+class Axes:
     """Mesh axes without ranks, see ``MeshAxes``."""
 
     mesh_dim_names: tuple[str, ...]
@@ -88,13 +88,13 @@ def describe(
         0.weight  [6, 8] S(0) -> [2, 8]
         0.bias  [6] R -> [6]
     """
-    tensors = resolve(module, _Axes(tuple(axes), tuple(axes.values())), plan, allow_empty=allow_empty).tensors
+    tensors = resolve(module, Axes(tuple(axes), tuple(axes.values())), plan, allow_empty=allow_empty).tensors
     return tuple(
         TensorLayout(
             name,
             tuple(parameter.shape),
             tensors[name],
-            _largest_shard(tuple(parameter.shape), tensors[name], list(axes.values())),
+            largest_shard(tuple(parameter.shape), tensors[name], list(axes.values())),
             parameter.element_size(),
         )
         for name, parameter in module.named_parameters()
@@ -109,7 +109,7 @@ def _short(placement: Placement) -> str:
     return f"S({placement.dim})" if isinstance(placement, Shard) else "R"
 
 
-def _largest_shard(shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: list[int]) -> tuple[int, ...]:
+def largest_shard(shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: list[int]) -> tuple[int, ...]:
     local = list(shape)
     for placement, size in zip(placements, sizes, strict=True):
         if isinstance(placement, RaggedShard):

@@ -6,7 +6,7 @@ the module call :meth:`StaticProgram.enter` before its forward and :meth:`Static
                              new signature              layouts adopted
             RECORDING <--------------------------- IDLE ---------------------> CHECKING
                                                    |  |                           |
-                 no gradient, first time           |  |  forward,                 |  forward,
+     no gradient, first time; exact mode           |  |  forward,                 |  forward,
             EAGER_ONCE <---------------------------'  |  recomputation            |  recomputation
                                                       '------------> OPEN <-------'
 
@@ -19,7 +19,8 @@ RECORDING
 CHECKING
     The second dry run: the same call on local tensors, compared with the first. OPEN while a forward runs.
 EAGER_ONCE
-    The first call of a signature without gradients. Generation may never repeat it, so eager mode runs the call.
+    The first call of a signature without gradients: generation may never repeat it, so eager mode runs it. And each
+    call inside of ``vescale.dtensor.exact``, whose forms are written on DTensors.
 OPEN
     The patch (see ``_execution.patch``) is in the module: local parameters, attributes, direct calls, compiled blocks.
     Boundaries run recorded conversions. The module's own code runs between them on plain tensors.
@@ -40,6 +41,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
+
+from vescale.dtensor.extension import exact_num_blocks
 
 from .. import _torch
 from .._boundary.values import describe_value, map_leaves
@@ -258,7 +261,7 @@ class StaticProgram:
 
     def _prepare(self, args: tuple, kwargs: dict) -> bool:
         """Choose the layouts of a call; record a new signature. Return False if this call must run in eager mode."""
-        if self.model.is_rehearsed:
+        if self.model.is_rehearsed or exact_num_blocks() is not None:
             return False
         self._refresh()
         recordings, signature = self.recordings, self._signature(args, kwargs)

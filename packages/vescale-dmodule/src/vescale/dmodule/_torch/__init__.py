@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as _c10d
-from torch.distributed import distributed_c10d
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,6 +29,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vescale.dtensor.extension import group_of_ranks, name_group, waits_of
 
+from .fakes import (
+    READS_VALUES,
+    FakeTensorMode,
+    TorchDispatchMode,
+    argument_names,
+    fake_only,
+    fake_tensors,
+    ghost_mesh,
+    ghost_world,
+    quiet_fakes,
+)
 from .hooks import (
     direct_apply,
     functions_applied_by,
@@ -50,18 +60,25 @@ R = TypeVar("R")
 __all__ = [
     "CHILDREN",
     "DIRECT_CALL",
+    "READS_VALUES",
     "Collectives",
+    "FakeTensorMode",
     "StorageWeakRef",
+    "TorchDispatchMode",
     "alias",
+    "argument_names",
     "awaited",
     "backward_number",
     "compiled_parts",
     "direct_apply",
+    "fake_only",
+    "fake_tensors",
     "flat_group",
     "for_each",
     "function_mode_on_top",
     "functions_applied_by",
     "ghost_mesh",
+    "ghost_world",
     "gradient_hooks",
     "has_dispatch_mode",
     "has_global_hooks",
@@ -84,9 +101,11 @@ __all__ = [
     "on_backward_end",
     "ordinary_call",
     "plain_operands_replicated",
+    "quiet_fakes",
     "repeated",
     "replicate_plain_operands",
     "run_backward",
+    "saving_unseen",
     "share_hooks",
     "sum_later",
     "tensor_tables",
@@ -236,23 +255,6 @@ def awaited(tensor: Tensor) -> Tensor:
 def for_each(function: Callable, *columns: Iterable) -> None:
     """Call a function once per row of some columns, without a Python loop."""
     collections.deque(map(function, *columns), maxlen=0)
-
-
-def ghost_mesh(device_type: str, axis: str) -> DeviceMesh:
-    """Return a mesh of two ranks, of which this process is the second, and the first does not exist.
-
-    Its group has the backend "fake": collectives carry no data. A process makes it alone.
-    """
-    ranks = [dist.get_rank() + dist.get_world_size(), dist.get_rank()]
-    name = f"vescale.dmodule:ghost:{next(_numbers)}"
-    group, _ = distributed_c10d._new_process_group_helper(
-        2, 1, ranks, "fake", dist.HashStore(), name, timeout=distributed_c10d.default_pg_timeout
-    )
-    distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
-    return DeviceMesh.from_group(group, device_type, mesh_dim_names=(axis,))
-
-
-_numbers = itertools.count()  # a name of a group is used once
 
 
 def in_backward() -> bool:
@@ -426,6 +428,20 @@ def function_mode_on_top() -> TorchFunctionMode | None:
 def has_dispatch_mode() -> bool:
     """Return whether a ``TorchDispatchMode`` is active; a compiler refuses to run then."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def saving_unseen() -> contextlib.AbstractContextManager:
+    """Return a context in which hooks for saved tensors that are active see nothing of what autograd saves.
+
+    Hooks that return what they get make cycles of references, which keep memory: without active ones there are none.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(_same, _same)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def is_traced() -> bool:

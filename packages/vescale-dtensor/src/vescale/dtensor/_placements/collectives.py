@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._exact_context import exact_num_blocks
 from .._layout.groups import group_of_ranks, ranks_of
 from .._torch.placements import all_gather_single
 from .._torch.waits import name_group, waits_of
+from ..errors import UnsupportedOperator
 from .plan import peers
 
 __all__ = [
@@ -148,6 +150,7 @@ def all_reduce(group: Group, local: Tensor, ops: Sequence[str], *, divisor: int)
         num_ranks, flat = len(group.order), local.flatten()
         factors = gather(group, flat, [len(flat)] * num_ranks, flat.new_empty(len(flat) * num_ranks))
         return functools.reduce(torch.mul, factors).view(local.shape)
+    _refuse_sum(local, ops)
     result = local.clone(memory_format=torch.contiguous_format)
     group.waits.run("all-reduce", dist.all_reduce, result, op=_OPS[ops[0]])
     return _averaged(result, divisor)
@@ -158,6 +161,7 @@ def reduce_scatter(group: Group, sends: Sequence[Tensor], ops: Sequence[str], *,
 
     Parts of unequal size are exchanged and combined in mesh order, without padding.
     """
+    _refuse_sum(sends[0], ops)
     sizes = [len(send) for send in sends]
     out = sends[0].new_empty(sizes[place])
     is_known = ops[0] != "product" or not sends[0].is_complex()  # to the backends
@@ -170,6 +174,21 @@ def reduce_scatter(group: Group, sends: Sequence[Tensor], ops: Sequence[str], *,
     for part in received[1:]:
         _COMBINE[ops[0]](out, part, out=out)
     return _averaged(out, divisor)
+
+
+def _refuse_sum(local: Tensor, ops: Sequence[str]) -> None:
+    """Refuse a sum whose order of additions depends on the ranks, inside of ``exact``.
+
+    Raises:
+        UnsupportedOperator: it would round.
+    """
+    is_rounded = local.is_floating_point() or local.is_complex()
+    if exact_num_blocks() is not None and is_rounded and ops[0] not in ("max", "min"):
+        raise UnsupportedOperator(
+            f"the {ops[0]} over ranks of a tensor of shape {tuple(local.shape)} inside of vescale.dtensor.exact: "
+            "expected values that no rank has a part of, got partial ones; reduce them before the context, or make "
+            "them inside"
+        )
 
 
 def _averaged(tensor: Tensor, divisor: int) -> Tensor:

@@ -51,6 +51,7 @@ __all__ = [
     "has_default_order",
     "in_backward",
     "is_composite",
+    "is_delayed",
     "is_guessed",
     "is_masked",
     "is_norm",
@@ -160,6 +161,11 @@ def operators() -> tuple[Op, ...]:
 def decomposition(op: Op) -> Callable | None:
     """Return torch's definition of ``op`` by simpler operators, or None where it has none."""
     return decomposition_table.get(op)
+
+
+def is_delayed(kind: type) -> bool:
+    """Return whether tensors of a class stand for the result of a collective, for which their operators wait."""
+    return issubclass(kind, AsyncCollectiveTensor)
 
 
 def is_guessed(op: Op) -> bool:

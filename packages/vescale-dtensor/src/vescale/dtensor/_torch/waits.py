@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _api, _collective_utils, placement_types
 
 from .._lost_ranks import Failures, first_line
+from .._waiting import METERS, waiting
 from .patches import AttributePatch, PatchGroup
 
 __all__ = [
@@ -128,6 +129,13 @@ class Waits:
         """
         if work is None:  # some backends complete before they return
             return
+        if not METERS:
+            self._wait(work, kind, out)
+            return
+        with waiting(out.device.type):
+            self._wait(work, kind, out)
+
+    def _wait(self, work: Any, kind: str, out: Tensor) -> None:
         try:
             if work.is_completed() or not out.is_cpu:
                 work.wait()

@@ -6,6 +6,7 @@ the purpose of a collective in errors ("bucket 3"). If a rank is gone, the error
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import time
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dtensor.extension import (
+    METERS,
     Fact,
     Failures,
     check_facts,
@@ -27,6 +29,7 @@ from vescale.dtensor.extension import (
     differing_texts,
     first_line,
     group_of_ranks,
+    waiting,
 )
 
 from .. import _torch
@@ -35,6 +38,8 @@ __all__ = ["Axis", "Pending"]
 
 #: Seconds between two checks of a collective during a wait with a limit.
 _NAP = 0.0002
+
+_NOTHING = contextlib.nullcontext()
 
 #: Bytes of a shard from which gloo gathers by broadcasts, one per rank: its all-gather copies through a buffer.
 IN_PLACE_BYTES = 2**16
@@ -313,16 +318,20 @@ class Pending:
         Raises:
             RuntimeError: If the collective failed, here or on another rank.
         """
-        if self._axis.device_type == "cpu":
-            self._axis.failures.wait(self._work, self._name)
-        else:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(self._axis.failures.describe(self._name, first_line(error))) from error
+        with waiting(self._axis.device_type) if METERS else _NOTHING:
+            self._wait()
         if self._copy_back is not None:
             self._copy_back()
             self._copy_back = None
         if self.at_end is not None:
             self.at_end()
             self.at_end = None
+
+    def _wait(self) -> None:
+        if self._axis.device_type == "cpu":
+            self._axis.failures.wait(self._work, self._name)
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(self._axis.failures.describe(self._name, first_line(error))) from error

@@ -6,6 +6,7 @@ The last stage has them, and sends one tensor to all stages at the end of the st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -103,3 +104,21 @@ def _plain(result: torch.Tensor) -> torch.Tensor:
     if not isinstance(result, DTensor):
         return result
     return result.redistribute(placements=[Replicate()] * result.device_mesh.ndim).to_local()
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """Return the loss in a model's output.
+
+    Raises:
+        TypeError: the output has no scalar loss.
+    """
+    loss: Any = output
+    if not isinstance(output, torch.Tensor):
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
+        raise TypeError(
+            f"expected a scalar loss: output.loss, output['loss'] or a scalar tensor, got {what}; pass labels to the "
+            "model, or loss_fn=... where the engine or the parallel model is made"
+        )
+    return loss

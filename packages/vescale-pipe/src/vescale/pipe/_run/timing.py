@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -24,6 +25,14 @@ class Timed:
     start: float
     end: float
     waited: bool
+
+
+@runtime_checkable
+class WaitMeter(Protocol):
+    """Measures waits for other ranks."""
+
+    def waiting(self, device_type: str) -> contextlib.AbstractContextManager[object]:
+        """Return a context for one wait of this rank on a device of a type."""
 
 
 class Stopwatch:

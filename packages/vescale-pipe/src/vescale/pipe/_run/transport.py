@@ -16,7 +16,7 @@ import functools
 import itertools
 import pickle
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,7 @@ from .._lost_ranks import Failures, first_line
 from .._torch import bound_device, default_store, new_group
 from .collectives import broadcast, gather
 from .listener import listener
-from .timing import Stopwatch
+from .timing import Stopwatch, WaitMeter
 from .tree import flatten
 
 UP, DOWN = "to higher ranks", "to lower ranks"
@@ -77,6 +77,7 @@ class Transport:
         ranks: global ranks.
         failures: what the ranks tell each other of failures.
         watch: takes the times of waits; None if no steps are measured.
+        meters: measure waits, see `PipelineEngine.on_wait`.
     """
 
     def __init__(self, axis: DeviceMesh, *, timeout: timedelta | None) -> None:
@@ -90,6 +91,7 @@ class Transport:
         self.step = 0
         self._of_inputs = self.device
         self.watch: Stopwatch | None = None
+        self.meters: list[WaitMeter] = []
         self.is_dry = is_dry(axis)
         self.is_alone = self.num_ranks == 1 or self.is_dry
         if self.is_alone:
@@ -229,9 +231,25 @@ class Transport:
         self._has_answered = True
         return RuntimeError(self.failures.describe(f"{what} over axis {self._axis_name!r} in step {self.step}", cause))
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+    def waiting(self) -> contextlib.AbstractContextManager[object]:
         """Return a context for a wait for another rank."""
-        return _NOTHING if self.watch is None else self.watch.waiting()
+        if not self.meters:
+            return _NOTHING if self.watch is None else self.watch.waiting()
+        contexts = contextlib.ExitStack()
+        if self.watch is not None:
+            contexts.enter_context(self.watch.waiting())
+        for meter in self.meters:
+            contexts.enter_context(meter.waiting(self._wire.type))
+        return contexts
+
+    @contextlib.contextmanager
+    def on_wait(self, meter: WaitMeter) -> Iterator[None]:
+        """Let ``meter`` measure waits inside the context."""
+        self.meters.append(meter)
+        try:
+            yield
+        finally:
+            self.meters.remove(meter)
 
 
 class _Channel:

@@ -308,7 +308,8 @@ def without_side_effects(module: nn.Module) -> Iterator[None]:
     """Restore random streams, buffers, attributes of modules and gradients at the end; remove user hooks meanwhile.
 
     Of lists, sets and dicts that are attributes, or that hooks of modules can change, items that were added or removed
-    are restored, as are the variables of these hooks.
+    are restored, as are the variables of these hooks. Hooks for saved tensors see nothing: a checkpoint around the call
+    counts what it saves, and the call that is repeated in backward has no dry runs.
     """
     state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in random.get_state().items()}
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
@@ -323,7 +324,7 @@ def without_side_effects(module: nn.Module) -> Iterator[None]:
     for parameter in parameters:
         parameter.grad = None
     try:
-        with _torch.without_hooks(parameters), _Restored(parameters):
+        with _torch.without_hooks(parameters), _Restored(parameters), _torch.saving_unseen():
             yield
     finally:
         for parameter, grad in zip(parameters, grads, strict=True):

@@ -307,9 +307,9 @@ class Recordings:
         operand = _first(args, kwargs)
         if operand is None:
             return
-        key = name, operand.data_ptr()
-        self._runs.pop(key, None)
-        self._runs[key] = layouts, _torch.memory_of(operand)
+        address, memory = _memory_of(operand)
+        self._runs.pop((name, address), None)
+        self._runs[name, address] = layouts, memory
         if len(self._runs) > MANY:
             del self._runs[next(iter(self._runs))]
 
@@ -322,8 +322,9 @@ class Recordings:
         if len(self.layouts) == 1:
             return self.layouts[0]
         operand = _first(args, kwargs)
-        known = None if operand is None else self._runs.get((name, operand.data_ptr()))
-        if operand is None or known is None or known[1] != _torch.memory_of(operand):
+        address, memory = (0, None) if operand is None else _memory_of(operand)
+        known = self._runs.get((name, address))
+        if operand is None or known is None or known[1] != memory:
             raise NotLocalFriendlyError(
                 f"{describe(name)} is recomputed in backward: expected the operands of its first run in their memory, "
                 "to find which of several recorded layouts they have, but got operands elsewhere, as with "
@@ -331,6 +332,12 @@ class Recordings:
                 f"of the checkpointed module, pad batches so that shards are even, or {keep_on_dtensors(name)}"
             )
         return known[0]
+
+
+def _memory_of(operand: Tensor) -> tuple[int, object]:
+    """Return the address and the memory of an operand; no call of the user's program, which a pipeline would trace."""
+    with _torch.no_function_modes():
+        return operand.data_ptr(), _torch.memory_of(operand)
 
 
 def _first(args: tuple, kwargs: Mapping) -> Tensor | None:

@@ -1,0 +1,161 @@
+"""From chosen groups to a plan: entries of parameters and boundaries, by names that are alike.
+
+Names that differ in numbers only, and have one entry, become one regular expression, if it matches no other name::
+
+    layers.0.mlp.up.weight, layers.1.mlp.up.weight, ...      layers\\.\\d+\\.mlp\\.up\\.weight
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from ..._plan.attributes import Divided, attribute_names
+from .._build import Plan
+from . import cuts
+from .graph import Boundary, Graph, Op, Path
+from .spread import Group
+
+__all__ = ["Draft", "draft_of", "keyed", "kind_of"]
+
+
+@dataclass
+class Draft:
+    """A plan by full names.
+
+    Attributes:
+        parameters: placement of each sharded parameter or buffer.
+        boundaries: placement of each value that a plan moves, by module, side and path.
+        experts: modules whose experts are spread.
+        attributes: names of attributes that hold a part of their value on local tensors.
+        eager: modules that run in eager mode inside a static model.
+    """
+
+    parameters: dict[str, Placement] = field(default_factory=dict)
+    boundaries: dict[tuple[str, str, Path], Placement] = field(default_factory=dict)
+    experts: list[str] = field(default_factory=list)
+    attributes: list[str] = field(default_factory=list)
+    eager: list[str] = field(default_factory=list)
+
+    def plan(self, module: nn.Module, axis: str, expert_axis: str | None = None) -> Plan:
+        """Return the plan that :func:`parallelize_module` takes."""
+        modules = dict(module.named_modules(remove_duplicate=False))
+        tensors = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        tensors += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+        sides = [f"{name}.{side}".lstrip(".") for name in modules for side in ("input", "output")]
+        plan: Plan = {
+            "parameter": keyed({name: {axis: p} for name, p in self.parameters.items()}, tensors),
+            "forward": keyed(self._forward(axis), sides),
+        }
+        if self.experts:
+            plan["expert"] = keyed({name: {expert_axis or axis: Shard(0)} for name in self.experts}, modules)
+        if self.attributes:
+            plan["local_attribute"] = keyed(dict.fromkeys(self.attributes, Divided(axis)), attribute_names(modules))
+        if self.eager:
+            plan["eager"] = list(keyed(dict.fromkeys(self.eager, True), modules))
+        return plan
+
+    def _forward(self, axis: str) -> dict[str, object]:
+        by_side: dict[str, dict[Path, dict[str, Placement]]] = {}
+        for (name, side, path), placement in self.boundaries.items():
+            by_side.setdefault(f"{name}.{side}".lstrip("."), {})[path] = {axis: placement}
+        return {name: _entry(paths) for name, paths in by_side.items()}
+
+
+def _entry(paths: Mapping[Path, object]) -> object:
+    """Return the entry of a boundary, nested as its values are."""
+    if set(paths) == {()}:
+        return [paths[()]]
+    return _nested(paths)
+
+
+def _nested(paths: Mapping[Path, object]) -> object:
+    if () in paths:
+        return paths[()]
+    inner: dict[object, dict[Path, object]] = {}
+    for path, entry in paths.items():
+        inner.setdefault(path[0], {})[path[1:]] = entry
+    if all(isinstance(key, int) for key in inner):
+        return [_nested(inner[i]) if i in inner else None for i in range(max(inner) + 1)]
+    return {key: _nested(of_key) for key, of_key in inner.items()}
+
+
+def draft_of(graph: Graph, groups: Sequence[Group], pins: Iterable[Op], degree: int) -> Draft:
+    """Return the plan of some groups.
+
+    Raises:
+        Refused: a boundary would need two placements.
+    """
+    draft = Draft()
+    for group in groups:
+        for tensor, placement in group.parameters.items():
+            draft.parameters |= dict.fromkeys(graph.tensors[tensor].names, placement)
+        for op in (*group.reduced, *group.gathered):
+            draft.boundaries[_key(op)] = Replicate()
+        for op in group.sliced:
+            dim, cut = group.cut[op.outputs[0]]
+            if type(placement := cuts.placement_of(cut, dim, degree)) is Shard:  # others may depend on the batch
+                draft.boundaries[_key(op)] = placement
+    for op in pins:
+        draft.boundaries[_key(op)] = Replicate()
+    return draft
+
+
+def _key(op: Op) -> tuple[str, str, Path]:
+    boundary: Boundary = op.boundary
+    return boundary.module, boundary.side, boundary.path
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+def kind_of(name: str) -> str:
+    """Return a name as a regular expression in which numbers are any numbers.
+
+    Example:
+        >>> kind_of("layers.0.mlp")
+        'layers\\\\.\\\\d+\\\\.mlp'
+    """
+    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
+
+
+def keyed(entries: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:
+    """Return entries by regular expressions, each of which matches only names with that entry."""
+    by_kind: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        by_kind.setdefault(kind_of(name), []).append(name)
+    found: dict[str, object] = {}
+    for name, entry in entries.items():
+        kind = kind_of(name)
+        is_shared = all(other in entries and entries[other] == entry for other in by_kind.get(kind, [name]))
+        found[kind if is_shared else re.escape(name)] = entry
+    return _alternatives(found)
+
+
+def _alternatives(entries: Mapping[str, object]) -> dict[str, object]:
+    """Return entries in which regular expressions that differ in one part, and have equal entries, are one."""
+    rows = [(key.split(r"\."), entry) for key, entry in entries.items()]
+    depth = max((len(parts) for parts, _ in rows), default=0)
+    for place in reversed(range(depth)):
+        merged: list[tuple[list[str], object, list[str]]] = []
+        for parts, entry in rows:
+            if place >= len(parts):
+                merged.append((parts, entry, []))
+                continue
+            rest = parts[:place], parts[place + 1 :]
+            like = next(
+                (m for m in merged if m[2] and (m[0][:place], m[0][place + 1 :]) == rest and m[1] == entry), None
+            )
+            if like is None:
+                merged.append((parts, entry, [parts[place]]))
+            elif parts[place] not in like[2]:
+                like[2].append(parts[place])
+        rows = [
+            ([*parts[:place], f"({'|'.join(options)})", *parts[place + 1 :]] if len(options) > 1 else parts, entry)
+            for parts, entry, options in merged
+        ]
+    return {r"\.".join(parts): entry for parts, entry in rows}

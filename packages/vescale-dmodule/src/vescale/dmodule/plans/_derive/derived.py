@@ -1,0 +1,262 @@
+"""``derive``: a tensor-parallel plan for any module, from its structure and its dataflow.
+
+1  run        the module once on fake tensors: operators, and the boundaries of modules that values cross
+2  choose     experts, vocabularies, and pairs of matrices that are cut together
+3  pin        where gradients that are sums over ranks become whole, with the fewest bytes
+4  rehearse   the module's code with the parameters of one rank: sizes in attributes, modules for eager mode
+5  try        one step of the parallelized copy on DTensors, without data and without other ranks
+
+What does not pass 3, 4 or 5 stays replicated, all groups of one kind together, and the others are tried without it.
+Column and row are those of Megatron-LM (Shoeybi et al. 2019, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from vescale.dtensor.debug import CommLog
+from vescale.dtensor.extension import Count, bytes_text, checked
+
+from ... import _torch
+from ...errors import PlanError
+from .._build import Plan
+from .assemble import Draft, draft_of, kind_of
+from .choose import Choice, choose
+from .experts import Found, find_experts, find_lists
+from .graph import Graph
+from .inputs import guesses
+from .pins import pins_of
+from .rehearse import Rehearsed, settle_local_code
+from .spread import Group, Refused
+from .trace import shadow, trace
+from .trial import AXIS, try_plan, without_values
+
+__all__ = ["DerivedPlan", "derive"]
+
+
+@dataclass(frozen=True)
+class DerivedPlan:
+    """A plan that was derived from a module; prints as a list of its entries, and of what stays replicated.
+
+    Attributes:
+        plan: what :func:`parallelize_module` takes.
+        replicated: name of each matrix that every rank has in full -> the reason.
+        inputs: the arguments of the run from which it was derived; tensors are on the meta device if they were guessed.
+        num_bytes: of all collectives of a rank in one step with these inputs, forward and backward, without those of
+            experts.
+    """
+
+    plan: Plan
+    replicated: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, object] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    def __str__(self) -> str:
+        lines = []
+        for section, entries in self.plan.items():
+            if entries:
+                lines.append(f"{section}:")
+                pairs = entries.items() if isinstance(entries, Mapping) else ((key, "") for key in entries)
+                lines += [f"    {key}  {entry}".rstrip() for key, entry in pairs]
+        if self.replicated:
+            lines.append("replicated:")
+            lines += [f"    {kind}  {reason}" for kind, reason in _by_kind(self.replicated).items()]
+        lines.append(f"communication of a step: {bytes_text(self.num_bytes)} of each rank")
+        return "\n".join(lines)
+
+
+def _by_kind(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return reasons by names in which numbers are any numbers, where several names are alike; the first of each."""
+    found: dict[str, list[str]] = {}
+    for name in reasons:
+        found.setdefault(kind_of(name), []).append(name)
+    return {kind if len(names) > 1 else names[0]: reasons[names[0]] for kind, names in found.items()}
+
+
+@checked
+def derive(
+    model: nn.Module,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    degree: Count,
+    axis: str = "tp",
+    expert_axis: str | None = None,
+) -> DerivedPlan:
+    """Return a tensor-parallel plan for any module, from its structure and dataflow alone.
+
+    The plan runs in every mode. It was tried: one step of the parallelized module ran on DTensors, without data and
+    without other ranks. Values are compared by static mode at its first call, as with any plan. What has no place is
+    replicated and listed with the reason. The module may be real, on the meta device, or deferred. It stays as it is,
+    and nothing of its size is allocated.
+
+    Args:
+        model: the module to parallelize.
+        inputs: an example batch, the arguments by name; tensors of any device, also meta. By default it is guessed from
+            the config, the signature of forward and the first layers.
+        degree: number of ranks of the axis.
+        axis: mesh axis of the plan.
+        expert_axis: mesh axis over which experts are spread; by default ``axis``.
+
+    Raises:
+        PlanError: the module does not run with the inputs, or with none that were guessed.
+
+    Example:
+        >>> from torch import nn
+        >>> block = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        >>> derived = derive(block, degree=2)
+        >>> print(derived)
+        parameter:
+            2\\.weight  {'tp': Shard(dim=1)}
+            0\\.(bias|weight)  {'tp': Shard(dim=0)}
+        forward:
+            2\\.output  [{'tp': Replicate()}]
+            input  {'input': {'tp': Replicate()}}
+        communication of a step: 1 KiB of each rank
+    """
+    found = find_experts(model, AXIS, 1 if expert_axis else degree)
+    graph, used = _run(model, inputs, found)
+    search = _Search(model, graph, used, found, degree, spreads_experts=expert_axis is None)
+    search.choose()
+    draft = search.settle()
+    return DerivedPlan(draft.plan(model, axis, expert_axis), search.replicated(draft), used, search.num_bytes)
+
+
+def _run(model: nn.Module, inputs: Mapping[str, Any] | None, found: Found) -> tuple[Graph, dict[str, object]]:
+    """Return the run of a module, and its inputs.
+
+    Raises:
+        PlanError: no inputs with which it runs.
+    """
+    error: Exception | None = None
+    for candidate in guesses(model) if inputs is None else [dict(inputs)]:
+        mode = _torch.fake_tensors()
+        copied = shadow(model, mode)
+        try:
+            return trace(copied, without_values(candidate, mode), mode, found.whole), dict(candidate)
+        except Exception as failed:  # a guess that does not fit may raise anything
+            error = failed
+    what = "none among those that were guessed" if inputs is None else str(list(inputs))
+    raise PlanError(
+        f"derive: expected inputs with which the model, a {type(model).__name__}, runs on shapes, got {what} "
+        f"({type(error).__name__}: {error}); pass an example batch as inputs={{'name': tensor, ...}} (in "
+        "vescale.parallelize as example_inputs=), or write a plan"
+    ) from error
+
+
+class _Search:
+    """The choice of groups, and what their checks say.
+
+    Args:
+        model: the module.
+        graph: of its run.
+        inputs: of the run.
+        found: its experts.
+        degree: number of ranks.
+        spreads_experts: whether experts are spread over the same axis.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: Graph,
+        inputs: Mapping[str, object],
+        found: Found,
+        degree: int,
+        *,
+        spreads_experts: bool,
+    ):
+        self.model, self.graph, self.inputs, self.found, self.degree = model, graph, inputs, found, degree
+        self.spreads_experts = spreads_experts
+        self.choice = Choice()
+        self.refused: dict[str, str] = {}
+        self.num_bytes = 0
+
+    def choose(self) -> None:
+        """Choose groups by the dataflow."""
+        find_lists(self.model, self.graph, self.found, AXIS, self.degree if self.spreads_experts else 1)
+        ops = (op for op in self.graph.ops if op.boundary is not None)
+        of_root = {op.inputs[0] for op in ops if op.boundary.module == "" and op.boundary.side == "input"}
+        self.choice = choose(self.graph, of_root, self.degree, dict(self.model.named_modules()))
+
+    def settle(self) -> Draft:
+        """Return the plan of the groups that pass all checks."""
+        kinds: dict[frozenset[str], list[Group]] = {}
+        for group in self.choice.groups:
+            kinds.setdefault(self._kind(group), []).append(group)
+        groups = self.choice.groups
+        try:
+            return self._checked(groups)
+        except Refused:
+            draft = self._with_experts()
+        groups = []
+        for of_kind in kinds.values():
+            try:
+                draft = self._checked([*groups, *of_kind])
+                groups = [*groups, *of_kind]
+            except Refused as refusal:
+                self._note(of_kind, str(refusal))
+        return draft
+
+    def _with_experts(self) -> Draft:
+        """Return the plan without groups; also without experts, if these do not run."""
+        try:
+            return self._checked([])
+        except Refused as refusal:
+            self.found.reasons |= dict.fromkeys(self.found.spread, str(refusal))
+            self.found.spread = []
+            return Draft()
+
+    def _kind(self, group: Group) -> frozenset[str]:
+        return frozenset(kind_of(name) for tensor in group.parameters for name in self.graph.tensors[tensor].names)
+
+    def _note(self, groups: Sequence[Group], reason: str) -> None:
+        for group in groups:
+            for tensor in group.parameters:
+                self.refused |= dict.fromkeys(self.graph.tensors[tensor].names, reason)
+
+    def _checked(self, groups: Sequence[Group]) -> Draft:
+        """Return the plan of some groups.
+
+        Raises:
+            Refused: it does not run, with the reason.
+        """
+        pins = pins_of(self.graph, groups)
+        if pins is None:
+            raise Refused("the gradient of an operand is a sum over ranks that meets a whole one before any boundary")
+        draft = draft_of(self.graph, groups, pins, self.degree)
+        draft.experts = list(self.found.spread)
+        settle_local_code(Rehearsed(self.model, self.inputs, self.graph, groups, draft, self.degree, self.found.whole))
+        self.num_bytes = self._tried(draft).total_bytes if groups else 0
+        return draft
+
+    def _tried(self, draft: Draft) -> CommLog:
+        try:
+            plan = Draft(draft.parameters, draft.boundaries).plan(self.model, AXIS)  # stand-ins need no experts
+            return try_plan(self.model, plan, self.inputs, self.degree, whole=self.found.whole)
+        except Exception as error:  # of DTensor's rules, or of the module's code
+            raise Refused(f"on DTensors it fails: {type(error).__name__}: {error}".partition("\n")[0]) from error
+
+    def replicated(self, draft: Draft) -> dict[str, str]:
+        """Return the matrices that every rank has, and why."""
+        found: dict[str, str] = {}
+        spread = tuple(f"{name}." for name in draft.experts)
+        used = {name for _, info in self.graph.parameters() for name in info.names}
+        for name, parameter in self.model.named_parameters():
+            is_matrix = sum(size > 1 for size in parameter.shape) > 1
+            if not is_matrix or name in draft.parameters or (spread and name.startswith(spread)):
+                continue
+            found[name] = self._reason(name, used)
+        return found
+
+    def _reason(self, name: str, used: set[str]) -> str:
+        of_experts = next((r for owner, r in self.found.reasons.items() if name.startswith(f"{owner}.")), None)
+        if of_experts or name in self.refused:
+            return of_experts or self.refused[name]
+        if name not in used:
+            return "the run with the example inputs does not use it"
+        known = self.choice.reasons.get(name)
+        return known or "it is neither half of a pair of matrices nor a table of as many rows as columns of ids"
