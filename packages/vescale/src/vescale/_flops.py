@@ -16,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vescale.dtensor.extension import checked, map_leaves
 
+from ._output import loss_in
+
 
 @checked
 def count_flops(model: nn.Module, batch: Mapping[str, Any], *, loss_fn: Callable[..., Tensor] | None = None) -> int:
@@ -48,7 +50,7 @@ def count_flops(model: nn.Module, batch: Mapping[str, Any], *, loss_fn: Callable
         try:
             output = torch.func.functional_call(model, state, (), inputs)
             loss = output if loss_fn is None else loss_fn(output, *target)
-            loss = _loss_in(loss)
+            loss = loss_in(loss)
             if loss is not None:
                 loss.backward()
         except Exception as error:  # of the user's code
@@ -85,10 +87,3 @@ def _grouped_matmul(left: Sequence[int], right: Sequence[int], *_: object, **__:
     """
     groups = left[0] if len(left) == len(right) == 3 else 1
     return 2 * groups * left[-2] * left[-1] * right[-1]
-
-
-def _loss_in(output: Any) -> Tensor | None:
-    loss = output
-    if not isinstance(output, Tensor):
-        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None

@@ -46,8 +46,7 @@ class Metrics:
 
     Args:
         model: the model of `vescale.parallelize`.
-        optimizer: its optimizer; a row has the norm of gradients before clipping if it was made with
-            ``clip_grad_norm``.
+        optimizer: its optimizer; with it a row has the norm of gradients before clipping.
         flops_per_token: floating-point operations of forward and backward for one token, without recomputation: about
             six times the parameters, see `vescale.count_flops`. Without it a row has no MFU.
         peak_flops_per_device: of one device in the dtype of the matrix products; by default the dense bfloat16 rate of

@@ -124,20 +124,11 @@ def parallelize(
         )
     if not is_dry:
         _parallelize_tensors(plan, model, meshes.tensor, resolved)
-    granularity: Any = plan.granularity  # the plan has checked it
-    ddp = DDP(
+    ddp = _data_parallel(
+        plan,
         model,
-        meshes.data,
-        zero=plan.zero,
-        bucket_bytes=plan.bucket_bytes,
-        reduction=plan.reduction,
-        param_dtype=dtype_of(plan.param_dtype),
-        grad_dtype=dtype_of(plan.grad_dtype),
-        reduce_dtype=dtype_of(plan.reduce_dtype),
+        meshes,
         units=None if names.units is None else of_this_rank(names.units, model, whole),
-        granularity=granularity,
-        reshard_after_forward=plan.reshard_after_forward,
-        offload=plan.offload,
         per_rank=per_rank,
         row_wise=row_wise if engine is None else _rows_of_this_rank(row_wise, model, whole),
     )
@@ -208,6 +199,34 @@ def _engine(
         row_wise=row_wise,
         example_inputs=example_inputs,
         forward_context=functools.partial(autocast, plan),
+    )
+
+
+def _data_parallel(
+    plan: Plan,
+    model: nn.Module,
+    meshes: PlanMesh,
+    *,
+    units: Sequence[str] | None,
+    per_rank: bool,
+    row_wise: Sequence[str],
+) -> DDP:
+    granularity: Any = plan.granularity  # the plan has checked it
+    return DDP(
+        model,
+        meshes.data,
+        zero=plan.zero,
+        bucket_bytes=plan.bucket_bytes,
+        reduction=plan.reduction,
+        param_dtype=dtype_of(plan.param_dtype),
+        grad_dtype=dtype_of(plan.grad_dtype),
+        reduce_dtype=dtype_of(plan.reduce_dtype),
+        units=units,
+        granularity=granularity,
+        reshard_after_forward=plan.reshard_after_forward,
+        offload=plan.offload,
+        per_rank=per_rank,
+        row_wise=row_wise,
     )
 
 

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale.dmodule.rows import JointCalls, PlannedRows, RowsProgram
+from vescale.dtensor import UnsupportedOperator
+from vescale.dtensor.extension import exact_num_blocks
 
 from . import _torch
 from ._gradients.rules import ReduceRules
@@ -23,6 +25,7 @@ __all__ = [
     "check_shared_memory",
     "executions_of",
     "mark_wrapped",
+    "refuse_exact",
     "refuse_local_statistics",
     "rows_program",
     "set_grad_dtype",
@@ -148,6 +151,16 @@ def rows_program(module: nn.Module) -> type[RowsProgram] | type[PlannedRows] | N
 
 def _named_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+def refuse_exact(module: nn.Module) -> None:
+    """Raise `UnsupportedOperator` inside of ``vescale.dtensor.exact``."""
+    if exact_num_blocks() is not None:
+        raise UnsupportedOperator(
+            f"DDP of {type(module).__name__} inside of vescale.dtensor.exact: expected the rows of all ranks in one "
+            "DTensor, got those of this rank alone, whose sums are not those of one device; make the data-parallel "
+            'axis one of the mesh of parallelize_module, with "input": [{axis: Shard(0)}] in its plan'
+        )
 
 
 def refuse_local_statistics(module: nn.Module, rows: JointCalls) -> None:

@@ -42,11 +42,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor import UnsupportedOperator
-from vescale.dtensor.extension import CheckedInside, Count, Fact, checked, exact_num_blocks
+from vescale.dtensor.extension import CheckedInside, Count, Fact, checked
 
 from . import _torch
-from ._checks import refuse_local_statistics, rows_program
+from ._checks import refuse_exact, refuse_local_statistics, rows_program
 from ._forward.global_mean import global_mean_scale
 from ._forward.ignored_outputs import IgnoredOutputs
 from ._forward.local_batch import attach_local_batch
@@ -75,9 +74,8 @@ class DDP(_torch.UnmovableModule):
     rank's rows. In modules with parts compiled by ``torch.compile``, and in pipelines, what mixes rows is refused; so
     are calls of a module of which only a part has a plan, or with DTensors without a plan.
 
-    Attributes the wrapper does not have are looked up in the module; ``state_dict``, ``load_state_dict`` and
-    ``named_parameters`` use the module's names. Copies of the module (``copy.deepcopy(model.module)``) are plain
-    modules; the wrapper itself cannot be copied.
+    Attributes it does not have are those of the module; state dicts and parameters have the names of the module.
+    Copies of the module (``copy.deepcopy(model.module)``) are plain modules; the wrapper itself cannot be copied.
 
     Args:
         module: Module with at least one trainable parameter, on its final device and with its final dtype.
@@ -260,17 +258,8 @@ class DDP(_torch.UnmovableModule):
         self._rows.attach()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module on this rank's part of the batch.
-
-        Raises:
-            UnsupportedOperator: Inside of ``vescale.dtensor.exact``.
-        """
-        if exact_num_blocks() is not None:
-            raise UnsupportedOperator(
-                f"DDP of {type(self.module).__name__} inside of vescale.dtensor.exact: expected the rows of all ranks "
-                "in one DTensor, got those of this rank alone, whose sums are not those of one device; make the "
-                'data-parallel axis one of the mesh of parallelize_module, with "input": [{axis: Shard(0)}] in its plan'
-            )
+        """Call the module on this rank's part of the batch; refused inside of ``vescale.dtensor.exact``."""
+        refuse_exact(self.module)
         if torch.compiler.is_compiling():
             self._gathers.waits_in_step = True
         return self.module(*args, **kwargs)

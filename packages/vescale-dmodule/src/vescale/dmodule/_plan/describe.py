@@ -110,6 +110,7 @@ def _short(placement: Placement) -> str:
 
 
 def largest_shard(shape: tuple[int, ...], placements: tuple[Placement, ...], sizes: list[int]) -> tuple[int, ...]:
+    """Return the local shape of the rank that holds most of a tensor, on a mesh with axes of these sizes."""
     local = list(shape)
     for placement, size in zip(placements, sizes, strict=True):
         if isinstance(placement, RaggedShard):

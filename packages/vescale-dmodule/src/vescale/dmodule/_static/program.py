@@ -19,15 +19,13 @@ RECORDING
 CHECKING
     The second dry run: the same call on local tensors, compared with the first. OPEN while a forward runs.
 EAGER_ONCE
-    The first call of a signature without gradients: generation may never repeat it, so eager mode runs it. And each
-    call inside of ``vescale.dtensor.exact``, whose forms are written on DTensors.
+    The first call of a signature without gradients, which generation may never repeat, and calls inside of ``exact``.
 OPEN
     The patch (see ``_execution.patch``) is in the module: local parameters, attributes, direct calls, compiled blocks.
     Boundaries run recorded conversions. The module's own code runs between them on plain tensors.
 
-Guarantee: every transition to IDLE restores the module, also after an exception. The signature of a call consists of
-the shapes, dtypes and layouts of its tensors, the values of its Python arguments, the switches for activation
-checkpointing, train or eval mode, autocast and grad mode.
+Every transition to IDLE restores the module, also after an exception. The signature of a call is the shapes, dtypes and
+layouts of its tensors, its Python arguments, and the switches of checkpointing, training, autocast and gradients.
 """
 
 from __future__ import annotations
