@@ -2,10 +2,11 @@
 
 Four gloo ranks save and load the same tensors, in turns: replicated on all ranks, sharded over them by rows, and half
 of each. The other layout is sharded by columns; what was replicated is sharded by rows there. Both flush their files to
-disk. `vescale.ckpt` also compares replicas between ranks in a save, and checksums in a load; "unchecked" is without the
-first. Of asynchronous saves, what counts is the time for which training stops; DCP has a process group of its own for
-them. Times are wall-clock times of rank 0: run this where nothing else runs. It takes 14 GiB of memory and 20 GiB of
-disk. CRC-32 is that of zlib-ng if it is installed (`pip install vescale-ckpt[fast]`).
+disk. Who goes first changes from round to round. `vescale.ckpt` also compares replicas between ranks in a save, and
+checksums in a load; "unchecked" is without the first. Of asynchronous saves, what counts is the time for which training
+stops; DCP has a process group of its own for them. Times are wall-clock times of rank 0: run this where nothing else
+runs. It takes 14 GiB of memory and 20 GiB of disk. CRC-32 is that of zlib-ng if it is installed (`pip install vescale-
+ckpt[fast]`).
 """
 
 from __future__ import annotations
@@ -113,31 +114,52 @@ def _on_a_rank(folder: Path, layout: str, count: int, num_rounds: int) -> dict[t
             os.sync()
             time.sleep(PAUSE)
 
-    cases: dict[object, Callable[[], object]] = {
-        "flush": flush,
-        ("save", "DCP"): saves("DCP", lambda state, path: dcp.save(state, checkpoint_id=path)),
-        "flush 2": flush,
-        ("save", UNCHECKED): saves(UNCHECKED, lambda state, path: save(path, state, check_replicas=False)),
-        "flush 3": flush,
-        ("save", "ours"): saves("ours", lambda state, path: save(path, state)),
-        ("load", "DCP"): lambda: dcp.load(same, checkpoint_id=latest["DCP"]),
-        ("load", "ours"): lambda: load(latest["ours"], same),
-        ("load, other layout", "DCP"): lambda: dcp.load(other, checkpoint_id=latest["DCP"]),
-        ("load, other layout", "ours"): lambda: load(latest["ours"], other),
-        "remove": remove_earlier,
-    }
+    steps: list[list[dict[object, Callable[[], object]]]] = [
+        [
+            {"flush": flush, ("save", "DCP"): saves("DCP", lambda state, path: dcp.save(state, checkpoint_id=path))},
+            {
+                "flush 2": flush,
+                ("save", UNCHECKED): saves(UNCHECKED, lambda state, path: save(path, state, check_replicas=False)),
+            },
+            {"flush 3": flush, ("save", "ours"): saves("ours", lambda state, path: save(path, state))},
+        ],
+        [
+            {("load", "DCP"): lambda: dcp.load(same, checkpoint_id=latest["DCP"])},
+            {("load", "ours"): lambda: load(latest["ours"], same)},
+        ],
+        [
+            {("load, other layout", "DCP"): lambda: dcp.load(other, checkpoint_id=latest["DCP"])},
+            {("load, other layout", "ours"): lambda: load(latest["ours"], other)},
+        ],
+        [{"remove": remove_earlier}],
+    ]
     if count == min(NUM_TENSORS.values()) or layout == "sharded":  # DCP copies all that ranks hold
-        cases |= {
-            (stop, "DCP"): saves("DCP", begin_dcp),
-            "DCP ends": wait_dcp,
-            (stop, UNCHECKED): saves(UNCHECKED, lambda s, path: save(path, s, check_replicas=False, async_=True)),
-            "unchecked ends": wait_ours,
-            (stop, "ours"): saves("ours", lambda s, path: save(path, s, async_=True)),
-            "ours ends": wait_ours,
-            "remove again": remove_earlier,
-        }
-    _check(cases, same, other)
-    return time_in_turns(cases, num_rounds=num_rounds, num_warmup=1)
+        unchecked = saves(UNCHECKED, lambda s, path: save(path, s, check_replicas=False, async_=True))
+        steps += [
+            [
+                {(stop, "DCP"): saves("DCP", begin_dcp), "DCP ends": wait_dcp},
+                {(stop, UNCHECKED): unchecked, "unchecked ends": wait_ours},
+                {(stop, "ours"): saves("ours", lambda s, path: save(path, s, async_=True)), "ours ends": wait_ours},
+            ],
+            [{"remove again": remove_earlier}],
+        ]
+    _check(_in_order(steps, 0), same, other)
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for round_ in range(1 + num_rounds):
+        for key, times in time_in_turns(_in_order(steps, round_), num_rounds=1, num_warmup=0).items():
+            if round_ and isinstance(key, tuple):
+                seconds.setdefault(key, []).extend(times)
+    return seconds
+
+
+def _in_order(steps: list[list[dict]], round_: int) -> dict[object, Callable[[], object]]:
+    """Return the cases of a round; in each step another begins every time, as disks slow down in long writes."""
+    cases: dict[object, Callable[[], object]] = {}
+    for step in steps:
+        first = round_ % len(step)
+        for case in step[first:] + step[:first]:
+            cases |= case
+    return cases
 
 
 def _check(cases: dict, same: dict, other: dict) -> None:
