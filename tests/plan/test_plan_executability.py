@@ -19,12 +19,12 @@ def test_random_plans_run_or_are_refused(model):
 
 def test_a_plan_that_trains_otherwise_is_found(monkeypatch):
     """Numbers of one process that are a billionth larger differ."""
-    reference = executability._reference
+    reference = executability.ranks._reference
 
     def changed(*arguments):
         return {name: value * (1 + 1e-9) for name, value in reference(*arguments).items()}
 
-    monkeypatch.setattr(executability, "_reference", changed)
+    monkeypatch.setattr(executability.ranks, "_reference", changed)
     case = executability.Case("llama", (("dp", 2), ("mode", "static")))
     assert executability.attempt(case)[0] == "wrong"
 

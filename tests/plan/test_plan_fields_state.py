@@ -52,6 +52,58 @@ def test_there_and_back(fields):
     on_every_rank()
 
 
+@pytest.mark.parametrize("fields", [{"dp": 2, "zero": 3}, {"pp": 2, "num_microbatches": 2}], ids=words)
+def test_one_value_at_a_time_and_no_pickle(fields, monkeypatch):
+    """The device never has the full model, and no rank runs what another one sends."""
+
+    def refused(*_args, **_options):
+        raise AssertionError("all parameters at once, or a pickle")
+
+    @ranks(2)
+    def on_every_rank():
+        model, _ = parallelize(Plan(**fields), build())
+        monkeypatch.setattr(vescale.optim.DDP, "unsharded", refused)
+        for name in ("all_gather_object", "broadcast_object_list"):
+            monkeypatch.setattr(torch.distributed, name, refused)
+        expected = build().state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+    on_every_rank()
+
+
+class WithState(torch.nn.Module):
+    """A module with a value of its own in the state dict."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, state):
+        self.value = state
+
+
+def test_values_of_stages_are_json():
+    @ranks(2)
+    def on_every_rank():
+        plan = Plan(pp=2, num_microbatches=2)
+        model, _ = vescale.parallelize(plan, WithState({"steps": [1, 2.5, None]}), torch.optim.SGD)
+        assert model.state_dict()["_extra_state"] == {"steps": [1, 2.5, None]}
+        model, _ = vescale.parallelize(plan, WithState({"steps": (1, 2)}), torch.optim.SGD)
+        with pytest.raises(TypeError, match=r"expected a tensor or a JSON value for '_extra_state', .*, got dict;"):
+            model.state_dict()
+
+    on_every_rank()
+
+
 @pytest.mark.parametrize("fields", [{"dp": 2}, {"pp": 2, "num_microbatches": 2}, {"dp": 2, "zero": 3}], ids=words)
 def test_other_names_are_refused(fields):
     @ranks(2)

@@ -5,6 +5,7 @@ from projects import ROOT
 
 # Name of the file -> packages with a copy. Change one, then copy it to the others.
 COPIES = {
+    "_blocks.py": ("vescale-pipe", "vescale-plan"),
     "_checked.py": ("vescale-dtensor", "vescale-ckpt", "vescale-pipe", "vescale-plan"),
     "_lost_ranks.py": ("vescale-dtensor", "vescale-ckpt", "vescale-pipe"),
     "_torch_range.py": ("vescale-dtensor", "vescale-ckpt", "vescale-pipe", "vescale-plan"),

@@ -177,6 +177,7 @@ def calls():
                 "degree": 2,
                 "axis": "tp",
                 "expert_axis": None,
+                "sequence_parallel": False,
             },
             axis | {"inputs": {"None"}, "expert_axis": TEXTS},
         ),

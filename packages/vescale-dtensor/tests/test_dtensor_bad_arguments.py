@@ -47,6 +47,7 @@ def calls():
         ),
         "disabled": Call(public.disabled, lambda: {"names": ("random",)}, {"names": {"()", "longer", "shorter"}}),
         "exact": Call(public.exact, lambda: {"num_blocks": 8}),
+        "set_exact": Call(public.set_exact, lambda: {"num_blocks": None}, {"num_blocks": {"1", "2"}}),
         "distribute_tensor": Call(
             public.distribute_tensor,
             lambda: {"tensor": torch.ones(4), "device_mesh": mesh, "placements": [Shard(0)], "src_data_rank": 0},

@@ -16,8 +16,9 @@ from vescale.dtensor import (
     exact,
     init_device_mesh,
     random,
+    set_exact,
 )
-from vescale.dtensor.extension import exact_num_blocks
+from vescale.dtensor.extension import exact_num_blocks, one_addend
 from vescale_testing import ranks
 
 
@@ -41,8 +42,6 @@ def test_collectives_of_the_program():
         for call in (lambda: dist.all_reduce(x.clone()), lambda: dist.reduce(x.clone(), 0)):
             with pytest.raises(UnsupportedOperator, match="a sum over ranks"):
                 call()
-        with pytest.raises(UnsupportedOperator, match="a pipeline"):
-            dist.send(x, 1 - dist.get_rank())
         gathered = [torch.empty(4) for _ in range(2)]
         dist.all_gather(gathered, x)  # moves values
         assert torch.equal(gathered[1], x)
@@ -110,3 +109,28 @@ def test_a_number_of_blocks_that_is_none():
     for wrong in (0, -1, 2.5, "8", None):
         with pytest.raises((ValueError, TypeError), match="num_blocks"):
             exact(num_blocks=wrong)
+
+
+@ranks(2)
+def test_sums_of_one_addend_keep_their_bits():
+    x = torch.tensor([1.5, -0.0, float("inf"), 1e-45])
+    for others, is_same in ((-0.0, True), (0.0, False)):
+        mine = x.clone() if dist.get_rank() == 1 else torch.full_like(x, others)
+        with exact(), one_addend():
+            dist.all_reduce(mine)
+        assert torch.equal(mine.view(torch.int32), x.view(torch.int32)) == is_same
+
+
+def test_the_mode_of_the_process():
+    set_exact(4)
+    try:
+        assert exact_num_blocks() == 4
+        set_exact(4)
+        with exact(num_blocks=4):
+            assert exact_num_blocks() == 4
+        with pytest.raises(ValueError, match=r"expected exact\(num_blocks=4\).*got num_blocks=8"):
+            set_exact(8)
+    finally:
+        set_exact(None)
+    assert exact_num_blocks() is None
+    set_exact(None)  # nothing to leave

@@ -274,6 +274,8 @@ def test_what_no_placement_says_is_refused():
     expected = gather_state(state)
     for fqn in ("columns", "merged", "whole"):  # cut alike by all ranks, although shards of "rows" differ in size
         assert torch.equal(state[fqn]["exp_avg"].to_dtensor().full_tensor(), expected[fqn]["exp_avg"])
+    for fqn, entries in expected.items():  # no placement is needed for the whole
+        assert torch.equal(state[fqn]["exp_avg"].full_tensor(), entries["exp_avg"]), fqn
     uneven = r"'rows' is a DTensor over \('tp',\) with shards of unequal size .* use the rectangles of its StatePiece"
     with pytest.raises(NotImplementedError, match=uneven):
         state["rows"]["exp_avg"].to_dtensor()
@@ -292,6 +294,8 @@ def test_what_no_placement_says_is_refused():
     optimizer = DistributedOptimizer(torch.optim.AdamW, model=plain, lr=0.1)
     with pytest.raises(ValueError, match=r"state of 'weight' belongs to a model without DDP"):
         optimizer.state_dict()["state"]["weight"]["exp_avg"].to_dtensor()
+    with pytest.raises(ValueError, match=r"state of 'weight' belongs to a model without DDP"):
+        optimizer.state_dict()["state"]["weight"]["exp_avg"].full_tensor()
 
     model, optimizer = build(1, mesh=mesh["dp"])
     elsewhere = distribute_tensor(torch.zeros(7, 5).double(), mesh["tp"], [Shard(0)])

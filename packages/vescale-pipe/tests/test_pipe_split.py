@@ -144,7 +144,7 @@ def test_a_module_that_two_stages_list():
 
 
 def test_wrong_number_of_lists():
-    check_refused(Flat(), 3, [["down1"], ["up1"]], "expected 3 lists in PipelinePlan.split, .*, got 2")
+    check_refused(Flat(), 3, [["down1"], ["up1"]], "expected 3 lists in split=.* of the plan, .*, got 2")
 
 
 def test_a_stage_without_modules():

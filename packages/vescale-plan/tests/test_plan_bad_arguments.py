@@ -95,6 +95,7 @@ PLAN = LAYOUT | {
     "units": ("layers",),
     "granularity": {"weight": ("dim0", 2)},
     "random_stream": "philox",
+    "exact": None,
     "split": ("a",),
     "module_plan": "llama",
     "mode": "eager",
@@ -184,6 +185,16 @@ def calls():
             lambda: {"path": "plan.html", "devices_per_host": 8},
             {"path": PATHS, "devices_per_host": {"None"}},
         ),
+        "repeated_blocks": Call(public.repeated_blocks, lambda: {"model": MODEL}, {"model": {"module"}}),
+        "blocks_of": Call(public.blocks_of, lambda: {"model": MODEL, "every": 2}, {"model": {"module"}}),
+        "count_flops": Call(
+            public.count_flops,
+            lambda: {
+                "model": MODEL,
+                "batch": {"input": torch.ones(2, 2), "target": torch.ones(2, 2)},
+                "loss_fn": nn.functional.mse_loss,
+            },
+        ),
         "build_model": Call(public.build_model, lambda: {"model": MODEL}, {"model": {"module"}}),
         "estimate_memory": Call(
             public.estimate_memory,
@@ -194,7 +205,13 @@ def calls():
         ),
         "generate_plan": Call(
             generate_plan,
-            lambda: {"model": MODEL, "cluster": CLUSTER, "constraints": Constraints(**RUN)},
+            lambda: {
+                "model": MODEL,
+                "cluster": CLUSTER,
+                "constraints": Constraints(**RUN),
+                "tensor_parallel": {2: found},
+            },
+            {"tensor_parallel": {"None", "{}", "class", "function", "module"}},
         ),
         "model_state_bytes": Call(
             public.model_state_bytes,

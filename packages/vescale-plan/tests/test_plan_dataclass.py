@@ -97,6 +97,15 @@ from vescale.plan import Plan
         ({"autocast": "float32"}, "expected one of None, 'bfloat16', 'float16' for autocast, got 'float32'"),
         ({"reduction": "tree"}, "expected one of 'backend', 'ordered' for reduction, got 'tree'"),
         ({"random_stream": "mt"}, "expected one of 'torch', 'philox' for random_stream, got 'mt'"),
+        ({"exact": 0}, "Plan: expected an integer >= 1 for exact, got 0"),
+        (
+            {"exact": 8, "dp": 3},
+            "expected exact to be a multiple of dp = 3, whose ranks hold whole blocks, got exact=8; use exact=9",
+        ),
+        ({"exact": 8, "tp": 16}, "expected exact to be a multiple of tp = 16"),
+        ({"exact": 8, "pp": 2, "dp": 2}, "expected dp=1 for exact=8 and pp=2, got dp=2: stages of data-parallel ranks"),
+        ({"exact": 8, "reduce_dtype": "float32"}, "expected reduce_dtype=None for exact=8, got 'float32'"),
+        ({"exact": 8, "zero": 3, "offload": True}, "expected offload=False for exact=8, got True"),
         (
             {"clip_grad_norm": 0},
             "expected a positive number or None for clip_grad_norm, got 0; leave it out",
@@ -204,6 +213,7 @@ def test_plan_prints_only_what_it_says():
     ]
     assert "  recompute a, b" in str(Plan(recompute=["a", "b"]))
     assert "  recompute every block" in str(Plan(recompute=1))
+    assert "  exact mode of 8 blocks" in str(Plan(exact=8))
 
 
 def test_diff_has_a_line_for_each_field_that_differs():
@@ -249,6 +259,7 @@ EXAMPLES = {
     "reshard_after_forward": {"zero": 3, "reshard_after_forward": False},
     "offload": {"zero": 3, "offload": True},
     "random_stream": {"random_stream": "philox"},
+    "exact": {"exact": 8},
     "device": {"device": "cuda"},
     "axis_order": {"axis_order": ("dp", "pp", "tp")},
     "limit_bytes": {"limit_bytes": 2**30},

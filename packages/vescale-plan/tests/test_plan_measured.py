@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale.plan import Layout, build_model, estimate_memory, profile
+from vescale.plan import Layout, blocks_of, build_model, estimate_memory, profile
 
 SEQ = 24
 
@@ -128,6 +128,19 @@ def test_recomputed_blocks_keep_their_outputs(build_net):
     assert block.output.per_row.total == SEQ * 64 * 4
     assert none - half == 4 * saved
     assert half - every == 4 * saved
+
+
+def test_every_other_of_three_blocks_is_one(build_net):
+    """As `Plan.recompute` names them: the second of three; by another count two would keep nothing."""
+    model = build_net(3)
+    found = profile(model, sequence_length=SEQ)
+    size = {"global_batch_size": 4, "sequence_length": SEQ}
+    none, half = (
+        estimate_memory(found, Layout(dp=1, tp=1, pp=1, recompute=every), **size)[0].activations for every in (None, 2)
+    )
+    block = found.activations.parts[found.activations.order[2]]
+    assert blocks_of(model, every=2) == ("gpt.blocks.1",)
+    assert none - half == 4 * (block.kept.per_row.total - block.output.per_row.total)
 
 
 def test_dropout_keeps_a_byte_per_element(build_net):

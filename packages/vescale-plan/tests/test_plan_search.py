@@ -151,7 +151,9 @@ def test_sequence_parallelism_follows_the_sequence(small):
         ({"heads": 8, "kv_heads": 8}, {"tp": 8}, "4 experts are not divisible by tp = 8"),
         ({"heads": 8, "kv_heads": 8, "experts": 0, "ffn": 100}, {"tp": 8}, "100 feed-forward size are not divisible"),
         ({"heads": 0, "kv_heads": 0}, {"tp": 2}, "no attention heads found: give them with dataclasses.replace"),
-        ({"tp_refusal": "there is no module plan for it"}, {"tp": 2}, "there is no module plan for it"),
+        ({"refusals": {"tp": "there is no module plan for it"}}, {"tp": 2}, "there is no module plan for it"),
+        ({"refusals": {"pp": "it has no stages"}}, {"pp": 2}, "it has no stages"),
+        ({"refusals": {"zero": "it has tied weights"}}, {"dp": 8, "zero": 1}, "it has tied weights"),
         ({}, {"pp": 8}, "6 blocks cannot fill 8 stages"),
         ({}, {"dp": 8, "global_batch_size": 12}, "global batch 12 is not divisible by dp = 8"),
         ({}, {"dp": 4, "num_microbatches": 4}, "global batch 24 is not divisible by dp * micro-batches = 16"),
@@ -162,6 +164,40 @@ def test_refusals_say_why(small, change, fixed, reason):
         generate_plan(dataclasses.replace(small, **change), Cluster(8, memory_bytes=GIB), run(**fixed))
     assert reason in str(error.value)
     assert reason in error.value.explain()
+
+
+def test_tensor_parallelism_is_asked_for_degrees_that_are_needed(small):
+    """A function says which parameters a degree shards, and what it lacks; heads of the profile do not matter then."""
+    asked = []
+
+    def under(tp):
+        asked.append(tp)
+        if tp == 2:
+            return dataclasses.replace(small, refusals={"tp": "odd"})
+        whole = tuple(dataclasses.replace(info, sharded=False) for info in small.parameters)
+        return dataclasses.replace(small, parameters=whole, refusals={"sequence_parallel": "no ready plan"})
+
+    cluster = Cluster(8, memory_bytes=GIB)
+    roomy = generate_plan(small, cluster, run(), tensor_parallel=under)
+    assert (roomy.tp, asked) == (1, [])
+    assert {row.verdict for row in roomy.table if row.layout.tp > 1} == {"open"}
+    assert Plan.from_json(roomy.to_json()) == roomy
+    with pytest.raises(NoPlanFitsError, match="odd"):
+        generate_plan(small, cluster, run(tp=2), tensor_parallel=under)
+    replicated = generate_plan(small, cluster, run(tp=8), tensor_parallel=under)
+    assert (replicated.sequence_parallel, asked) == (False, [2, 8])
+    assert replicated.memory[0].parameters == generate_plan(small, cluster, run(dp=8, zero=0)).memory[0].parameters
+    with pytest.raises(NoPlanFitsError, match="no ready plan"):
+        generate_plan(small, cluster, run(tp=8, sequence_parallel=True), tensor_parallel=under)
+
+
+def test_tensor_parallelism_may_be_known_for_all_degrees(small):
+    cluster = Cluster(8, memory_bytes=GIB)
+    plan = generate_plan(small, cluster, run(), tensor_parallel={2: small, 8: small})
+    reasons = {row.layout.tp: row.reason for row in plan.table}
+    assert reasons[4] == "no profile was given for tp = 4"
+    assert {row.verdict for row in plan.table if row.layout.tp == 2} >= {"fits"}
+    assert "open" not in {row.verdict for row in plan.table}
 
 
 def test_tied_parameters_of_two_stages(build_mixtral):

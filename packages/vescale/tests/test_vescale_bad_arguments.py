@@ -16,7 +16,13 @@ from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 # checked in the tests of their own packages
 PARTS = ("Cluster", "Constraints", "Plan", "deferred_init", "load", "save")
-RESULTS = ("ParallelModel", "StepOutput", "init_device_mesh")  # which users do not construct, and a function of torch
+RECORDS = ("compare", "emulate", "record")  # checked in test_vescale_compare.py, test_vescale_emulate.py
+RESULTS = (
+    "Comparison",
+    "ParallelModel",
+    "StepOutput",
+    "init_device_mesh",
+)  # which users do not construct, and a function of torch
 RUN = {"global_batch_size": 2, "sequence_length": 4}
 CALLABLES = {"class", "function", "module"}  # what they raise is the user's
 PLAN = {"parameter": {r"0\.weight": {"tp": vescale.dtensor.Shard(0)}}, "eager": ["0"]}
@@ -164,8 +170,12 @@ def calls():
                 "cluster": vescale.Cluster(1, memory_bytes=2**30, device="cpu"),
                 "constraints": vescale.Constraints(**RUN),
                 "module_plan": PLAN,
+                "example_inputs": {"input": torch.ones(2, 4)},
             },
-            {"module_plan": {"None", "{}", "{text: 0}", "another key"}},  # `parallelize` knows the sections
+            {
+                "module_plan": {"None", "{}", "{text: 0}", "another key"},  # `parallelize` knows the sections
+                "example_inputs": {"None"},
+            },
         ),
         "ParallelModel.local_batch": Call(
             model.local_batch, lambda: {"batch": {"input": torch.ones(2, 4)}}, {"batch": {"another key"}}
@@ -176,7 +186,7 @@ def calls():
 def test_the_table_has_every_public_name():
     (names,) = run_ranks(lambda: list(calls()), 1)
     functions = [name for name in names if name not in ("ParallelModel.local_batch", "Metrics.step")]
-    check_table({"": vescale}, [*functions, *PARTS], RESULTS)
+    check_table({"": vescale}, [*functions, *PARTS, *RECORDS], RESULTS)
 
 
 @ranks(1)

@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-MODULES = ("_device_peaks", "_flops", "_launch", "_progress")
+MODULES = ("_device_peaks", "_emulate.emulate", "_launch", "_progress")
 
 
 @pytest.mark.parametrize("name", MODULES)

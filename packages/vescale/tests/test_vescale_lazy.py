@@ -37,12 +37,21 @@ def test_names_are_those_of_the_parts():
     assert vescale.checkpoint.load is vescale.load
 
 
+@pytest.mark.parametrize("part", ["ckpt", "dmodule", "dtensor", "optim", "pipe", "plan"])
+def test_every_error_of_a_part_is_there(part):
+    module = importlib.import_module(f"vescale.{part}")
+    for name in module.__all__:
+        kind = getattr(module, name)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            assert getattr(vescale, name) is kind
+
+
 def test_star_import_and_unknown_name():
     assert (
         run_python("from vescale import *; print(Plan(dp=2).world_size, checkpoint.__name__)") == "2 vescale.checkpoint"
     )
     with pytest.raises(
-        AttributeError, match="module 'vescale' has no attribute 'paralelize'; it has Cluster, Constraints"
+        AttributeError, match="module 'vescale' has no attribute 'paralelize'; it has CheckpointError, Cluster"
     ):
         vescale.paralelize  # noqa: B018
 

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import vescale
 from vescale.dtensor import InterleavedShard, Replicate, Shard
+from vescale.dtensor.extension import exact_num_blocks
 from vescale.plan import Plan
 from vescale_testing import ranks
 
@@ -283,6 +284,12 @@ ROWS = {
         {"random_stream": "philox"},
         lambda _run: vescale.dtensor.random.current_stream() == "philox",
     ),
+    "exact": Row(
+        "`vescale.dtensor.set_exact`, for the process, from the return of `parallelize` on; refused with `offload`, "
+        "`reduce_dtype`, Muon, and with `dp` for `pp`, a `loss_fn` or `per_rank`",
+        {"exact": 8},
+        lambda _run: exact_num_blocks() == 8,
+    ),
     "device": Row(
         "model, mesh and process group; `cuda` is refused without a GPU",
         {"device": "cuda"},
@@ -333,6 +340,7 @@ def test_carried_out(name):
             assert row.shows(make(row, row.plan)), f"Plan({row.plan}) shows no effect"
         finally:
             vescale.dtensor.random.set_stream("torch")
+            vescale.dtensor.set_exact(None)
         others = {key: value for key, value in row.plan.items() if key != name}
         with contextlib.suppress(ValueError):  # it needs this field
             without = Plan(**others)

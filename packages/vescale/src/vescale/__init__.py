@@ -21,7 +21,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from vescale import checkpoint, ckpt, dmodule, dtensor, optim, pipe, plan
-    from vescale._flops import count_flops
+    from vescale._compare.api import compare
+    from vescale._compare.record import record
+    from vescale._compare.result import Comparison
+    from vescale._emulate import emulate
     from vescale._generate import generate_plan
     from vescale._launch import launch_file
     from vescale._metrics import Metrics
@@ -29,43 +32,82 @@ if TYPE_CHECKING:
     from vescale._output import StepOutput
     from vescale._parallel_model import ParallelModel
     from vescale._parallelize import parallelize
-    from vescale.ckpt import load, save
-    from vescale.dtensor import deferred_init, init_device_mesh
-    from vescale.plan import Cluster, Constraints, Plan
+    from vescale.ckpt import CheckpointError, load, save
+    from vescale.dmodule import ImplicitRedistributionError, NotLocalFriendlyError, PlanError
+    from vescale.dtensor import (
+        UnsupportedOperator,
+        UnsupportedPlacement,
+        UnsupportedRandomOperator,
+        deferred_init,
+        init_device_mesh,
+    )
+    from vescale.pipe import PipelineError, RandomOperatorError, ScheduleError, SplitError
+    from vescale.plan import Cluster, Constraints, NoPlanFitsError, Plan, count_flops
 
 _HOMES = {
+    "CheckpointError": "vescale.ckpt",
     "Cluster": "vescale.plan",
+    "Comparison": "vescale._compare",
     "Constraints": "vescale.plan",
+    "ImplicitRedistributionError": "vescale.dmodule",
     "Metrics": "vescale._metrics",
     "MuonWithAdamW": "vescale._optimizer",
+    "NoPlanFitsError": "vescale.plan",
+    "NotLocalFriendlyError": "vescale.dmodule",
     "ParallelModel": "vescale._parallel_model",
+    "PipelineError": "vescale.pipe",
     "Plan": "vescale.plan",
+    "PlanError": "vescale.dmodule",
+    "RandomOperatorError": "vescale.pipe",
+    "ScheduleError": "vescale.pipe",
+    "SplitError": "vescale.pipe",
     "StepOutput": "vescale._output",
-    "count_flops": "vescale._flops",
+    "UnsupportedOperator": "vescale.dtensor",
+    "UnsupportedPlacement": "vescale.dtensor",
+    "UnsupportedRandomOperator": "vescale.dtensor",
+    "compare": "vescale._compare",
+    "count_flops": "vescale.plan",
     "deferred_init": "vescale.dtensor",
+    "emulate": "vescale._emulate",
     "generate_plan": "vescale._generate",
     "init_device_mesh": "vescale.dtensor",
     "launch_file": "vescale._launch",
     "load": "vescale.ckpt",
     "parallelize": "vescale._parallelize",
+    "record": "vescale._compare",
     "save": "vescale.ckpt",
 }
 _MODULES = ("checkpoint", "ckpt", "dmodule", "dtensor", "optim", "pipe", "plan")
 
 __all__ = [
+    "CheckpointError",
     "Cluster",
+    "Comparison",
     "Constraints",
+    "ImplicitRedistributionError",
     "Metrics",
     "MuonWithAdamW",
+    "NoPlanFitsError",
+    "NotLocalFriendlyError",
     "ParallelModel",
+    "PipelineError",
     "Plan",
+    "PlanError",
+    "RandomOperatorError",
+    "ScheduleError",
+    "SplitError",
     "StepOutput",
+    "UnsupportedOperator",
+    "UnsupportedPlacement",
+    "UnsupportedRandomOperator",
     "checkpoint",
     "ckpt",
+    "compare",
     "count_flops",
     "deferred_init",
     "dmodule",
     "dtensor",
+    "emulate",
     "generate_plan",
     "init_device_mesh",
     "launch_file",
@@ -74,6 +116,7 @@ __all__ = [
     "parallelize",
     "pipe",
     "plan",
+    "record",
     "save",
 ]
 

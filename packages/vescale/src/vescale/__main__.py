@@ -2,10 +2,12 @@
 
     vescale explain plan.json
     vescale explain plan.json --html plan.html --devices-per-host 8
+    vescale compare runs/one runs/other
     vescale launch plan.json train.py --hosts 4 --to slurm > train.sbatch
     vescale launch plan.json train.py --hosts 4 --to kubernetes --image registry/train:1 -- --lr 3e-4 > train.yaml
 
-Also as ``python -m vescale``. Exit status: 0; 2 if the plan or the arguments cannot be used.
+Also as ``python -m vescale``. Exit status: 0; 1 if compared runs differ; 2 if the plan, a record or the arguments
+cannot be used.
 """
 
 import argparse
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 
 from vescale.plan import Plan
 
+from ._compare import compare
 from ._launch import TARGETS, launch_file
 
 
@@ -34,6 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vescale", description="Look at a plan, and start a run under it.")
     commands = parser.add_subparsers(title="commands", required=True)
+    compared = commands.add_parser("compare", help="the first tensor that differs between two recorded runs")
+    compared.add_argument("a", help="folder of vescale.record")
+    compared.add_argument("b", help="folder of vescale.record")
+    compared.add_argument("--bits", action="store_true", help="compare bits, whatever mode the runs were in")
+    compared.set_defaults(run=_compare)
     explain = commands.add_parser("explain", help="memory per rank, ranks on the mesh, layouts of the search")
     explain.add_argument("plan", help="file of Plan.save")
     explain.add_argument("--html", metavar="FILE", help="write one page of HTML")
@@ -52,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_argument("--image", help="container image, for Kubernetes")
     launch.set_defaults(run=_launch)
     return parser
+
+
+def _compare(options: argparse.Namespace) -> int:
+    found = compare(options.a, options.b, bits=True if options.bits else None)
+    print(found)
+    return 0 if found.is_same else 1
 
 
 def _explain(options: argparse.Namespace) -> int:

@@ -48,7 +48,8 @@ class Metrics:
         model: the model of `vescale.parallelize`.
         optimizer: its optimizer; with it a row has the norm of gradients before clipping.
         flops_per_token: floating-point operations of forward and backward for one token, without recomputation: about
-            six times the parameters, see `vescale.count_flops`. Without it a row has no MFU.
+            six times the parameters, see `vescale.count_flops`; ``vescale.plan.profile(...).flops_per_token`` is the
+            same number. Without it a row has no MFU.
         peak_flops_per_device: of one device in the dtype of the matrix products; by default the dense bfloat16 rate of
             this GPU, if it is in the table of ``vescale/_device_peaks.py``.
         every: steps per row.

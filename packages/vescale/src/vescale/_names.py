@@ -51,24 +51,3 @@ def of_this_rank(names: Iterable[str], model: nn.Module, whole: Mapping[str, nn.
     """
     here = {name for name, module in model.named_modules(remove_duplicate=False) if whole.get(name) is module}
     return [name for name in names if name in here]
-
-
-def blocks_of(model: nn.Module) -> list[str]:
-    """Return the names of a model's blocks: modules in its outermost lists, which repeat.
-
-    Example:
-        >>> blocks_of(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])}))
-        ['layers.0', 'layers.1']
-    """
-    found: list[str] = []
-
-    def visit(module: nn.Module, name: str, *, is_block: bool) -> None:
-        is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-        if is_block and not is_list and not isinstance(module, nn.ModuleDict):
-            found.append(name)
-            return
-        for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}".removeprefix("."), is_block=is_list)
-
-    visit(model, "", is_block=False)
-    return [name for name in found if any(True for _ in model.get_submodule(name).parameters())]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor.extension import waits_of
+from vescale.dtensor.extension import exact_num_blocks, waits_of
 from vescale.optim import DDP
 from vescale.pipe import PipelineEngine
 from vescale.plan import Plan
@@ -152,11 +152,11 @@ class ParallelModel(nn.Module):
     def global_loss(self, loss: Tensor) -> Tensor:
         """Return the mean of ``loss`` over the data-parallel ranks, detached: the loss of one process.
 
-        A collective over the dp axis: every rank calls it.
+        A collective over the dp axis: every rank calls it. With ``Plan(exact=...)`` every rank has that loss already.
         """
         total = loss.detach().clone()
         axis = self.ddp.data_axes.all
-        if axis.size > 1 and axis.group is not None:
+        if axis.size > 1 and axis.group is not None and exact_num_blocks() is None:
             waits_of(axis.group).run("all-reduce", dist.all_reduce, total)
             total /= axis.size
         return total

@@ -8,7 +8,7 @@
                          other stages exist only as a copy of the model there, which has to have its layouts
 6  DDP                   data parallelism and ZeRO
 7  DistributedOptimizer  state of this rank's shards, gradient norm over all axes
-8  random stream         the last step, so that initialization is that of one process
+8  random stream, exact  the last step, so that initialization is that of one process
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale.dmodule import parallelize_module
-from vescale.dtensor import is_deferred, random
-from vescale.dtensor.extension import CheckedInside, checked
-from vescale.optim import DDP, DistributedOptimizer
+from vescale.dtensor import is_deferred, random, set_exact
+from vescale.dtensor.extension import CheckedInside, checked, exact_num_blocks
+from vescale.optim import DDP, DistributedOptimizer, Muon
 from vescale.optim.clip import check_max_norm
 from vescale.pipe import PipelineEngine, PipelinePlan, split_units
 from vescale.plan import Plan
@@ -38,6 +38,7 @@ from ._optimizer import OptimizerChoice, OptimizerFn, dtype_of
 from ._parallel_model import ParallelModel, autocast
 from ._process_group import check_same_plan, ensure_process_group
 from ._recompute import recompute, recomputed_modules
+from ._rows import check_rows
 from ._state import state_names
 
 
@@ -104,10 +105,13 @@ def parallelize(
     """
     plan = _read_arguments(plan, model, clip_grad_norm, module_plan)
     choice = OptimizerChoice.of(optimizer_fn, model)
+    _check_exact(plan, choice, loss_fn=loss_fn, per_rank=per_rank)
     names = _Names.of(plan, model)
     inputs = _without_target(example_inputs, loss_fn)
     resolved = _resolve_module_plan(plan, model, module_plan, inputs)
     _check_stream(plan)
+    if not per_rank or plan.ep > 1:
+        check_rows(plan, model, example_inputs, loss_fn=loss_fn, row_wise=row_wise)
     if plan.pp > 1:
         split_units(model, _pipeline_of(plan), plan.num_stages, example_inputs=inputs)  # raises before there is a group
     ensure_process_group(plan)
@@ -118,7 +122,7 @@ def parallelize(
     if is_dry:
         _parallelize_tensors(plan, model, meshes.tensor, resolved)
     engine, whole = None, dict(model.named_modules(remove_duplicate=False))
-    if plan.pp > 1 or plan.num_microbatches > 1:
+    if plan.pp > 1 or (plan.num_microbatches > 1 and plan.exact is None):
         engine = _engine(
             plan, model, meshes, loss_fn=loss_fn, per_rank=per_rank, row_wise=row_wise, example_inputs=inputs
         )
@@ -132,10 +136,13 @@ def parallelize(
         per_rank=per_rank,
         row_wise=row_wise if engine is None else _rows_of_this_rank(row_wise, model, whole),
     )
+    ddp.parameter_order = names.state
     groups = param_groups(model) if param_groups else None
     optimizer = choice.build(plan, ddp, param_groups=groups, norm_axes=(meshes.pipeline,))
     if random.current_stream() != plan.random_stream:
         random.set_stream(plan.random_stream)
+    if plan.exact is not None:
+        set_exact(plan.exact)
     parallel = ParallelModel(
         ddp,
         plan=plan,
@@ -173,7 +180,7 @@ class _Names:
 def _pipeline_of(plan: Plan) -> PipelinePlan:
     return PipelinePlan(
         schedule=plan.schedule,
-        num_microbatches=plan.num_microbatches,
+        num_microbatches=1 if plan.exact is not None else plan.num_microbatches,  # exact mode has no parts of a batch
         split=plan.split,
         stages_per_rank=plan.stages_per_rank,
     )
@@ -294,3 +301,25 @@ def _check_stream(plan: Plan) -> None:
             f"parallelize: expected the plan's random stream {plan.random_stream!r}, got {current!r}, which is in "
             f"force; use Plan(random_stream={current!r}), or call vescale.dtensor.random.set_stream('torch')"
         )
+
+
+def _check_exact(plan: Plan, choice: OptimizerChoice, *, loss_fn: object, per_rank: bool) -> None:
+    """Raise `ValueError` for what ``Plan(exact=...)`` cannot combine with."""
+    if plan.exact is None:
+        return
+    if exact_num_blocks() not in (None, plan.exact):
+        raise ValueError(
+            f"parallelize: expected the exact mode of this process, of {exact_num_blocks()} blocks, got Plan(exact="
+            f"{plan.exact}); call vescale.dtensor.set_exact(None) before, or leave the context"
+        )
+    if choice.optimizer_class is Muon:
+        raise ValueError(
+            f"parallelize: expected an element-wise optimizer for Plan(exact={plan.exact}), got Muon, whose products "
+            "run on whole matrices of some ranks; use torch.optim.AdamW"
+        )
+    for given, what in ((loss_fn is not None, "loss_fn"), (per_rank, "per_rank=True")):
+        if given and plan.dp > 1:
+            raise ValueError(
+                f"parallelize: expected no {what} for Plan(exact={plan.exact}, dp={plan.dp}), got one: it would see "
+                "this rank's rows alone; compute the loss on all rows in the module's forward"
+            )

@@ -21,7 +21,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ._names import blocks_of, matching_modules
+from vescale.plan import blocks_of
+
+from ._names import matching_modules
 
 _SWITCHED = "GradientCheckpointingLayer"  # the class of layers with a switch, in transformers
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -40,14 +42,14 @@ def recomputed_modules(model: nn.Module, which: int | Sequence[str] | None) -> l
     if which is None:
         return []
     if isinstance(which, int):
-        blocks = blocks_of(model)
-        if len(blocks) < which:
+        blocks = blocks_of(model, every=which)
+        if not blocks:
             raise ValueError(
                 f"parallelize: expected a model with {which} blocks or more, in an nn.ModuleList or nn.Sequential, for "
-                f"Plan(recompute={which}), got {len(blocks)} in {type(model).__name__}; name the modules to recompute: "
-                "Plan(recompute=[...])"
+                f"Plan(recompute={which}), got {len(blocks_of(model))} in {type(model).__name__}; name the modules to "
+                "recompute: Plan(recompute=[...])"
             )
-        return blocks[which - 1 :: which]
+        return list(blocks)
     found = matching_modules(model, which, field="recompute")
     for name in found:
         outer = next((other for other in found if name.startswith(f"{other}.")), None)

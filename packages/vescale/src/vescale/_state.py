@@ -3,15 +3,15 @@
     state_dict        names in the order of one process; full, plain tensors in host memory, equal on every rank
     load_state_dict   such a dict, or parts as `sharded_state_dict` returns them; of either each rank takes its part
 
-A value is brought together where the stage that has it runs, over data-parallel ranks (ZeRO 3) and tensor-parallel
-ones, and goes to the other stages by a broadcast, one value at a time.
+Stages first tell each other what they have: names, shapes and dtypes, and values that are no tensors, as JSON. Then one
+value at a time is brought together where the stage that has it runs, over data-parallel ranks (ZeRO 3) and
+tensor-parallel ones, goes to the other stages by a broadcast, and to host memory. So a device holds one full value.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vescale.dtensor import distribute_tensor
-from vescale.dtensor.extension import waits_of
+from vescale.dtensor.extension import gather_texts, waits_of
 from vescale.optim import DDP
 
 
@@ -34,13 +34,18 @@ def full_state(model: DDP, stages: DeviceMesh, names: Sequence[str]) -> dict[str
         stages: the pipeline's axis.
         names: the names of the full model's state dict, in order.
     """
-    with model.unsharded() if model.zero == 3 else contextlib.nullcontext():
-        own = model.state_dict()
-        found: dict[str, Any] = copy.copy(own)  # keeps the versions of modules that torch attaches to it
-        found.clear()
-        for name, home in _homes(own, stages, names).items():
-            value = _whole(own[name]) if stages.get_local_rank() == home else None
-            found[name] = _from_stage(value, stages, home)
+    own = model.state_dict()
+    found: dict[str, Any] = copy.copy(own)  # keeps the versions of modules that torch attaches to it
+    found.clear()
+    if stages.size() == 1:
+        for name in _in_order(own, names):
+            found[name] = _whole(own[name])
+        return found
+    every = _descriptions(own, stages)
+    homes = {name: coord for coord in reversed(every) for name in every[coord]}  # the first stage that has it
+    for name, home in _in_order(homes, names).items():
+        value = _whole(own[name]) if stages.get_local_rank() == home else None
+        found[name] = _from_stage(value, every[home][name], stages, home)
     return found
 
 
@@ -49,42 +54,58 @@ def _in_order(found: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    full = value.full_tensor() if isinstance(value, DTensor) else value
-    return full.detach().to("cpu", copy=True)
+    """Return a value in host memory, brought together over the ranks of its stage."""
+    full = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full.detach().to("cpu", copy=True) if isinstance(full, Tensor) else full
 
 
-def _homes(own: Mapping[str, Any], stages: DeviceMesh, names: Sequence[str]) -> dict[str, int]:
-    """Return the coord of the first stage that has each name, in the order of one process."""
-    every: list[Any] = [list(own)] * stages.size()
-    if stages.size() > 1:
-        group = stages.get_group()
-        gather = functools.partial(dist.all_gather_object, every, list(own), group)
-        waits_of(group).call("all-gather of names", gather)
-    homes: dict[str, int] = {}
-    for coord, theirs in enumerate(every):
-        for name in theirs:
-            homes.setdefault(name, coord)
-    return _in_order(homes, names)
+def _descriptions(own: Mapping[str, Any], stages: DeviceMesh) -> dict[int, dict[str, Any]]:
+    """Return what each stage has, by its coord and by name: shape and dtype of a tensor, or another value itself.
+
+    Raises:
+        TypeError: on every stage, if one has a value that is neither a tensor nor JSON.
+    """
+    text = json.dumps({name: _described(value) for name, value in own.items()})
+    texts = gather_texts(text, stages, what="all-gather of names")
+    ranks = enumerate(dist.get_process_group_ranks(stages.get_group()))
+    every = {coord: json.loads(texts[rank]) for coord, rank in ranks if rank in texts}  # a dry run has its own alone
+    for found in every.values():
+        for name, described in found.items():
+            if "refused" in described:
+                raise TypeError(
+                    f"state_dict: expected a tensor or a JSON value for {name!r}, which stages exchange, got "
+                    f"{described['refused']}; return one from get_extra_state(), or call sharded_state_dict()"
+                )
+    return every
 
 
-def _from_stage(value: Any, stages: DeviceMesh, home: int) -> Any:
+def _described(value: Any) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        return {"shape": list(value.shape), "dtype": _name_of(value.dtype)}
+    if hasattr(value, "__global_shape__"):  # this rank's part of a parameter
+        return {"shape": list(value.__global_shape__), "dtype": _name_of(value.tensor.dtype)}
+    try:
+        is_same = json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        is_same = False
+    return {"value": value} if is_same else {"refused": type(value).__name__}
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _from_stage(value: Any, described: Mapping[str, Any], stages: DeviceMesh, home: int) -> Any:
     """Return the value that one stage has, on all of them."""
-    if stages.size() == 1:
-        return value
-    group, is_here = stages.get_group(), stages.get_local_rank() == home
-    source = dist.get_global_rank(group, home)
-    is_tensor = isinstance(value, Tensor)
-    message: list[Any] = [(value.shape, value.dtype) if is_tensor else value, is_tensor]
-    waits_of(group).call("broadcast", functools.partial(dist.broadcast_object_list, message, source, group))
-    described, is_tensor = message
-    if not is_tensor:
-        return described
-    shape, dtype = described
-    on_device = value.to(stages.device_type) if is_here else torch.empty(shape, dtype=dtype, device=stages.device_type)
-    waits_of(group).run("broadcast", dist.broadcast, on_device, source)
-    return on_device.cpu()
+    if "value" in described:
+        return described["value"]
+    group, device = stages.get_group(), stages.device_type
+    dtype = getattr(torch, described["dtype"])
+    here = (
+        torch.empty(described["shape"], dtype=dtype, device=device) if value is None else value.contiguous().to(device)
+    )
+    waits_of(group).run("broadcast", dist.broadcast, here, dist.get_global_rank(group, home))
+    return here.cpu()
 
 
 def load_state(model: DDP, state: Mapping[str, Any], names: Sequence[str], *, strict: bool) -> Any:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from . import debug, extension, random
 from ._deferred import deferred_init, is_deferred, materialize
-from ._exact import exact
+from ._exact import exact, set_exact
 from ._install import disabled, register
 from ._operators.strict import ImplicitRedistributionError, strict
 from ._placements import InterleavedShard, RaggedShard
@@ -44,6 +44,7 @@ __all__ = [
     "is_deferred",
     "materialize",
     "random",
+    "set_exact",
     "strict",
 ]
 

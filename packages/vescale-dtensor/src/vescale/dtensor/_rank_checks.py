@@ -13,6 +13,7 @@ nothing is reduced, `check_facts` reduces the pair in the first call and then in
 from __future__ import annotations
 
 import ctypes
+import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from ._checked import Size, checked
 from ._containers import leaves
-from ._layout.agreement import gather_objects
+from ._layout.agreement import gather_texts
 from ._random.philox import state as philox_state
 from ._random.state import PHILOX, current
 from ._torch.debugging import without_modes
@@ -167,8 +168,8 @@ def raise_difference(facts: Iterable[Fact], over: dist.ProcessGroup | DeviceMesh
     Raises:
         ValueError: The same on every rank: the first fact that differs, the names of the others.
     """
-    every = gather_objects([(fact.name, fact.value, fact.fix) for fact in facts], over)
-    raise ValueError(_difference(every))
+    texts = gather_texts(json.dumps([(fact.name, fact.value, fact.fix) for fact in facts]), over)
+    raise ValueError(_difference({rank: json.loads(text) for rank, text in texts.items()}))
 
 
 def _difference(every: Mapping[int, Sequence[tuple[str, str, str]]]) -> str:

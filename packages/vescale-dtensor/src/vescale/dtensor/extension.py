@@ -20,8 +20,9 @@ guarantees; ``vescale_testing.gradient_receivers`` checks that a receiver keeps 
 **Groups of ranks.** `group_of_ranks` returns one process group per set of ranks. Only its members create it.
 
 **Agreement between ranks.** `differing_texts` compares a text over a process group or mesh and returns the text of
-every rank if any two differ. `describe_difference` returns one sentence about it, the same on every rank. A `Fact` is
-something that must be equal; `check_facts` compares facts by one all-reduce and raises the same error on every rank.
+every rank if any two differ. `gather_texts` returns the texts in any case. `describe_difference` returns one sentence
+about it, the same on every rank. A `Fact` is something that must be equal; `check_facts` compares facts by one
+all-reduce and raises the same error on every rank.
 `pair_of` and `is_equal` do it within a maximum that is reduced anyway, `raise_difference` raises the error. `Turns`
 says when. `generator_fact`, `input_facts`, `module_facts` and `checksum` make facts.
 
@@ -51,7 +52,10 @@ They are called where activation checkpointing runs a function, and backward rep
 `sequence_number` returns the number that the next autograd node of this thread gets.
 
 **Exact mode.** `exact_num_blocks` returns the number of blocks of the :func:`vescale.dtensor.exact` around the running
-code, or None. What computes on local tensors refuses it, or runs on DTensors instead.
+code, or None. What computes on local tensors refuses it, or runs on DTensors instead. Inside of `one_addend`
+collectives may add, as all ranks but one have ``-0.0``: data parallelism brings gradients to their places like that. A
+dispatch mode that calls every operator with the operands it has got says so by ``_vescale_passes_on = True``, and may
+be opened inside.
 
 **Texts.** `bytes_text` and `text_table` format numbers of bytes and tables for reports.
 
@@ -63,7 +67,7 @@ from __future__ import annotations
 
 from ._checked import CheckedInside, Condition, Count, FilePath, NonNegative, Size, checked, one_of
 from ._containers import leaves, map_leaves, tensors_in
-from ._exact_context import exact_num_blocks
+from ._exact_context import exact_num_blocks, one_addend
 from ._exit import wait_for_gloo_threads
 from ._gradients import (
     GradientReceiver,
@@ -76,7 +80,7 @@ from ._gradients import (
     has_gradient_hooks,
     stand_in_for,
 )
-from ._layout.agreement import describe_difference, differing_texts
+from ._layout.agreement import describe_difference, differing_texts, gather_texts
 from ._layout.boxes import Box, chunk, flat_range_boxes
 from ._layout.groups import group_of_ranks
 from ._layout.shards import Piece, local_shape, local_views, pieces
@@ -140,6 +144,7 @@ __all__ = [
     "exact_num_blocks",
     "first_line",
     "flat_range_boxes",
+    "gather_texts",
     "generator_fact",
     "gets_several_gradients",
     "gradient_receiver",
@@ -159,6 +164,7 @@ __all__ = [
     "on_draw",
     "on_implicit_redistribution",
     "on_wait",
+    "one_addend",
     "one_of",
     "pair_of",
     "pieces",

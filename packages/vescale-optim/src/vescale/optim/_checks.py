@@ -20,12 +20,12 @@ from ._ranks.axis import Axis
 from ._ranks.data_axes import DataAxes
 
 __all__ = [
+    "blocks_of",
     "check_grad_dtype",
     "check_module",
     "check_shared_memory",
     "executions_of",
     "mark_wrapped",
-    "refuse_exact",
     "refuse_local_statistics",
     "rows_program",
     "set_grad_dtype",
@@ -153,14 +153,37 @@ def _named_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
-def refuse_exact(module: nn.Module) -> None:
-    """Raise `UnsupportedOperator` inside of ``vescale.dtensor.exact``."""
-    if exact_num_blocks() is not None:
+def blocks_of(module: nn.Module, rows: object, reducer: Any) -> int | None:
+    """Return the number of blocks of the ``vescale.dtensor.exact`` around a forward, in which it can run; None outside.
+
+    Args:
+        module: The module given to DDP.
+        rows: What runs it on the rows of all ranks; None if nothing does.
+        reducer: That of its gradients.
+
+    Raises:
+        UnsupportedOperator: Its bits cannot be those of one device; with the setting and the way out.
+    """
+    if (num_blocks := exact_num_blocks()) is None or reducer.axis.size == 1:
+        return num_blocks
+    name = f"DDP of {type(module).__name__} inside of vescale.dtensor.exact"
+    if rows is None:
         raise UnsupportedOperator(
-            f"DDP of {type(module).__name__} inside of vescale.dtensor.exact: expected the rows of all ranks in one "
-            "DTensor, got those of this rank alone, whose sums are not those of one device; make the data-parallel "
-            'axis one of the mesh of parallelize_module, with "input": [{axis: Shard(0)}] in its plan'
+            f"{name}: expected a module that runs on the rows of all ranks, got one whose ranks see their own rows "
+            "alone (per_rank=True), with sums that are not those of one device; leave per_rank out"
         )
+    for bucket in reducer.buckets:
+        if bucket.wire_dtype != bucket.grads.dtype:
+            raise UnsupportedOperator(
+                f"{name}: expected gradients that travel in their own dtype {bucket.grads.dtype}, got reduce_dtype="
+                f"{bucket.wire_dtype}, to which one rank alone would not round; leave reduce_dtype out"
+            )
+        if bucket.sharded and bucket.grad_shard is None:
+            raise UnsupportedOperator(
+                f"{name}: expected gradients on the device, got offload=True, which keeps them in host memory; leave "
+                "offload out"
+            )
+    return num_blocks
 
 
 def refuse_local_statistics(module: nn.Module, rows: JointCalls) -> None:

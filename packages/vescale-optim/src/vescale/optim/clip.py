@@ -13,6 +13,8 @@ So there is one all-reduce of one number, for any number of parameters, classes 
 bits (`_norm/counting.py`, `_ranks/span.py`). For the infinity norm, the maximum replaces the sum. Exact norms take one
 more all-reduce (`_norm/exact.py`). The host does not wait, except with ``error_if_nonfinite``. Replicas (of a gain over
 tp, of shards in hybrid sharding) count once.
+
+Inside of ``vescale.dtensor.exact`` the norm is torch's in one process, bit for bit (`_norm/by_tree.py`).
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale.dtensor.extension import Fact, Turns
+from vescale.dtensor import UnsupportedOperator
+from vescale.dtensor.extension import Fact, Turns, exact_num_blocks
 
 from . import _torch
 from ._gradients.placeholder import ShardedGradient, align_gradients, local_gradient
+from ._norm.by_tree import norm_by_tree, norms_by_tree, of_all_stages
 from ._norm.counting import Counting
 from ._norm.exact import EXACT_NORMS, exact_norm
 from ._ranks.axis import Axis
@@ -104,8 +108,11 @@ def clip_grad_norm_(
     parts = [_gradients(each.parameters) for each in classes]  # raises, if at all, before the first collective
     counting = _counting(classes, known, extra_axes)
     _compare({"max_norm": max_norm, "norm_type": norm_type}, parameters, model, extra_axes)
-    exactly = model is not None and model.reduction == "ordered" and norm_type in EXACT_NORMS
-    norm = _global_norm(parts, norm_type, counting, _device(classes, counting.axes), exactly=exactly)
+    if exact_num_blocks() is not None:
+        norm = _norm_by_tree(parameters, norm_type, model, [each.axis for each in extra_axes])
+    else:
+        exactly = model is not None and model.reduction == "ordered" and norm_type in EXACT_NORMS
+        norm = _global_norm(parts, norm_type, counting, _device(classes, counting.axes), exactly=exactly)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {norm.item()}; to go on nevertheless pass "
@@ -117,6 +124,25 @@ def clip_grad_norm_(
             _torch.foreach_mul_(group, factor.to(device, dtype))
     wide = any(p.dtype == torch.float64 for p in parameters)
     return norm if wide else norm.float()
+
+
+def _norm_by_tree(parameters: Sequence[Tensor], norm_type: float, model: DDP | None, stages: Sequence[Axis]) -> Tensor:
+    """Return the norm inside of ``vescale.dtensor.exact``.
+
+    Raises:
+        UnsupportedOperator: Other ranks have other parameters, whose place in the order of additions is unknown.
+    """
+    norms = norms_by_tree(parameters, norm_type)
+    if not stages:
+        return norm_by_tree(list(norms.values()), norm_type)
+    if model is None or not model.parameter_order:
+        raise UnsupportedOperator(
+            f"clip_grad_norm_ over the axis {stages[0].name!r} inside of vescale.dtensor.exact: expected all "
+            "parameters on every rank, got ranks with others, whose place in the order of additions is unknown; use "
+            "vescale.Plan(exact=8)"
+        )
+    named = {name: norms[param] for name, param in model.named_parameters() if param in norms}
+    return norm_by_tree(of_all_stages(named, stages, model.parameter_order), norm_type)
 
 
 def check_max_norm(what: str, value: Any) -> float:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 from vescale.dtensor.extension import CheckedInside, Count, Fact, checked
 
 from . import _torch
-from ._checks import refuse_exact, refuse_local_statistics, rows_program
+from ._checks import blocks_of, refuse_local_statistics, rows_program
 from ._forward.global_mean import global_mean_scale
 from ._forward.ignored_outputs import IgnoredOutputs
 from ._forward.local_batch import attach_local_batch
@@ -152,6 +152,7 @@ class DDP(_torch.UnmovableModule):
         reduction: The order of sums.
         originals: Values before the cast to ``param_dtype``, until the optimizer takes them.
         spreads: How each parameter is distributed over the ranks.
+        parameter_order: Names of the parameters of all stages of a pipeline, in order, for norms in exact mode.
 
     Raises:
         ValueError: If ``mesh_axis`` is neither 1-D nor 2-D with ranks that ascend along its axes, ``zero`` or
@@ -228,6 +229,7 @@ class DDP(_torch.UnmovableModule):
         self.data_axes = axes = wrapped.data_axes
         self.originals = wrapped.originals
         self.spreads = wrapped.spreads
+        self.parameter_order: Sequence[str] = ()
         self._order = {fqn: position for position, fqn in enumerate(wrapped.names)}
         self._sharded = sharded = wrapped.sharded
         settings = {"overlap": overlap, "find_unused": find_unused_parameters}
@@ -258,10 +260,9 @@ class DDP(_torch.UnmovableModule):
         self._rows.attach()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module on this rank's part of the batch; refused inside of ``vescale.dtensor.exact``."""
-        refuse_exact(self.module)
-        if torch.compiler.is_compiling():
-            self._gathers.waits_in_step = True
+        """Call the module on this rank's part of the batch; inside of ``vescale.dtensor.exact`` on the rows of all."""
+        self._reducer.num_blocks = blocks_of(self.module, self._rows, self._reducer)
+        self._gathers.waits_in_step |= torch.compiler.is_compiling()
         return self.module(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -324,10 +325,9 @@ class DDP(_torch.UnmovableModule):
     def global_mean_scale(self, count: int | float | torch.Tensor) -> float:
         """Return the factor by which to multiply a local *sum* of losses, for the loss to be the mean over the batch.
 
-        Ranks may hold different numbers of terms, for example of tokens that are not masked in a loss outside of the
-        module. The mean over ranks of local means would then weigh terms differently. The mean over ranks of ``local
-        sum * scale`` is the sum of all losses over the sum of all counts. Every rank, even one without terms, calls it
-        once per optimizer step, before the first forward, and the host waits.
+        Ranks may hold different numbers of terms, which a mean over ranks of local means would weigh differently. The
+        mean of ``local sum * scale`` is the sum of all losses over the sum of all counts. Every rank, even one without
+        terms, calls it once per optimizer step, before the first forward, and the host waits.
 
         Ranks may have different numbers of rows from then on, and compare them in every call of the module. A call with
         different numbers runs on this rank's rows alone; if the module mixes rows, it is an error.

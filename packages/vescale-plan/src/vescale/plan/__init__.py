@@ -8,10 +8,11 @@ the devices. The result is a `Plan`: it prints, saves, loads and explains itself
 (sizes and activations of a model), ``_memory.py`` (bytes per rank), ``cluster.py``, ``plan.py``, ``_search.py``.
 """
 
+from ._flops import count_flops
 from ._layout import Layout
 from ._memory import StageMemory, estimate_memory
 from ._parameters import ParameterInfo
-from ._profile import ModelProfile, build_model, profile
+from ._profile import ModelProfile, blocks_of, build_model, profile, repeated_blocks
 from ._search import NoPlanFitsError, generate_plan
 from ._states import StateBytes, model_state_bytes
 from ._table import Candidate
@@ -30,11 +31,14 @@ __all__ = [
     "Plan",
     "StageMemory",
     "StateBytes",
+    "blocks_of",
     "build_model",
+    "count_flops",
     "estimate_memory",
     "generate_plan",
     "model_state_bytes",
     "profile",
+    "repeated_blocks",
 ]
 
 warn_if_untested()

@@ -20,7 +20,7 @@ first row over tp. The second row is not split, because the gathered inputs are 
 (Megatron gathers them again in backward.) With experts, f counts once per chosen expert, and each choice keeps the
 token before and after.
 
-With recomputation every k-th block keeps its output alone, and its backward has all of it again.
+With recomputation every k-th block (`recomputed`) keeps its output alone, and its backward has all of it again.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from ._layout import Layout
 from ._measure.result import KINDS, Activations, Linear
 from ._profile import ModelProfile, dtype_bytes
+from ._schedules import recomputed
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -78,7 +79,14 @@ def part_bytes(
             f"estimate_memory: expected sequences of {found.sequence_length} tokens, as the profile was measured for, "
             f"got {sequence_length}; measure it again: profile(model, sequence_length={sequence_length})"
         )
-    parts = _on_rank(found, layout, rows, _width_ratio(profile, layout), loss_parallel=loss_parallel)
+    parts = _on_rank(
+        found,
+        layout,
+        rows,
+        _width_ratio(profile, layout),
+        loss_parallel=loss_parallel,
+        expert_ranks=layout.tp if profile.spreads_experts else 1,
+    )
     return [parts[index] for index in found.order]
 
 
@@ -87,15 +95,17 @@ def _width_ratio(profile: ModelProfile, layout: Layout) -> float:
     return dtype_bytes(layout.param_dtype or profile.dtype) / dtype_bytes(profile.dtype)
 
 
-def _on_rank(found: Activations, layout: Layout, rows: int, ratio: float, *, loss_parallel: bool) -> list[PartBytes]:
+def _on_rank(
+    found: Activations, layout: Layout, rows: int, ratio: float, *, loss_parallel: bool, expert_ranks: int
+) -> list[PartBytes]:
     tp = layout.tp
     ranks = {
         "whole": 1,
         "sequence": tp if layout.sequence_parallel else 1,
         "sharded": tp,
         "vocabulary": tp if loss_parallel else 1,
-        "tokens": tp if layout.etp == 1 else 1,
-        "expert": tp,
+        "tokens": expert_ranks if layout.etp == 1 else 1,
+        "expert": expert_ranks,
     }
 
     def count(line: Linear) -> int:
@@ -127,8 +137,7 @@ def rank_activations(
     for position in positions:
         part = parts[position + 1]
         peak = max(peak, kept + part.peak)
-        is_recomputed = recompute is not None and 0 <= position < num_blocks and position % recompute == 0
-        kept += part.output if is_recomputed else part.kept
+        kept += part.output if position in recomputed(num_blocks, recompute) else part.kept
     return StageActivations(kept, max(peak - kept, 0))
 
 

@@ -10,8 +10,7 @@ for that (`Constraints.memory_fraction`)."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ from ._checks import DEFAULT_BUCKET_BYTES, check_batch
 from ._layout import Layout
 from ._profile import ModelProfile
 from ._schedules import microbatches_in_flight
-from ._states import RankParams, StateBytes, blocks_of_rank, buffer_bytes, rank_params, state_of_rank
+from ._states import RankParams, StateBytes, buffer_bytes, positions_of_ranks, rank_params, state_of_rank
 from ._typed_json import Size
 from ._units import format_bytes, format_percent
 
@@ -131,6 +130,14 @@ class Estimator:
 
     def stages(self, layout: Layout) -> tuple[StageMemory, ...]:
         """Return the bytes of each pipeline coordinate."""
+        return tuple(StageMemory(*counts) for counts in self._counts(layout))
+
+    def fullest(self, layout: Layout) -> int:
+        """Return the bytes of the rank that has most."""
+        return max(map(sum, self._counts(layout)))
+
+    def _counts(self, layout: Layout) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """Yield the fields of `StageMemory` of each pipeline coordinate."""
         if isinstance(layout.recompute, tuple):
             raise ValueError(
                 f"estimate_memory: expected None or k for every k-th block as recompute, got names {layout.recompute}; "
@@ -138,25 +145,22 @@ class Estimator:
             )
         check_batch(self.global_batch_size, dp=layout.dp, num_microbatches=layout.num_microbatches)
         state = self.state or StateBytes.for_layout(self.profile.dtype, layout)
-        return tuple(self._rank(layout, rank, params, state) for rank, params in enumerate(self._params(layout)))
-
-    def _rank(self, layout: Layout, rank: int, params: RankParams, state: StateBytes) -> StageMemory:
-        parameters, gradients, optimizer, buffers = self._once(
-            ("states", params, dataclasses.replace(layout, num_microbatches=min(layout.num_microbatches, 2))),
-            lambda: (
-                *((0, 0, 0) if layout.offload else state_of_rank(params, layout, state)),
-                buffer_bytes(params, layout, state=state, bucket_bytes=self.bucket_bytes),
-            ),
-        )
-        own = self._activations(layout, rank)
-        in_flight = microbatches_in_flight(layout.schedule, layout.pp, layout.num_microbatches, rank, layout.stages)
-        return StageMemory(parameters, gradients, optimizer, int(own.kept * in_flight), buffers, own.temporary)
+        states: dict[RankParams, tuple[int, int, int, int]] = {}  # few ranks have other parameters than their neighbors
+        activations = self._activations(layout)
+        for rank, params in enumerate(self._params(layout)):
+            if params not in states:
+                model = (0, 0, 0) if layout.offload else state_of_rank(params, layout, state)
+                states[params] = *model, buffer_bytes(params, layout, state=state, bucket_bytes=self.bucket_bytes)
+            own = activations[rank]
+            in_flight = microbatches_in_flight(layout.schedule, layout.pp, layout.num_microbatches, rank, layout.stages)
+            parameters, gradients, optimizer, buffers = states[params]
+            yield parameters, gradients, optimizer, int(own.kept * in_flight), buffers, own.temporary
 
     def _params(self, layout: Layout) -> tuple[RankParams, ...]:
         key = layout.tp, layout.pp, layout.ep, layout.schedule, layout.stages
         return self._once(("params", *key), lambda: rank_params(self.profile, layout))
 
-    def _activations(self, layout: Layout, rank: int) -> StageActivations:
+    def _activations(self, layout: Layout) -> tuple[StageActivations, ...]:
         recompute = layout.recompute if isinstance(layout.recompute, int) else None
         rows = self.global_batch_size // (layout.dp * layout.num_microbatches)
         split = rows, layout.tp, layout.sequence_parallel, layout.etp, layout.param_dtype
@@ -171,12 +175,10 @@ class Estimator:
             ),
         )
         return self._once(
-            ("activations", *split, layout.pp, layout.schedule, layout.stages, layout.recompute, rank),
-            lambda: rank_activations(
-                parts,
-                blocks_of_rank(self.profile, layout, rank),
-                recompute=recompute,
-                num_blocks=self.profile.num_blocks,
+            ("activations", *split, layout.pp, layout.schedule, layout.stages, layout.recompute),
+            lambda: tuple(
+                rank_activations(parts, positions, recompute=recompute, num_blocks=self.profile.num_blocks)
+                for positions in positions_of_ranks(self.profile, layout)
             ),
         )
 

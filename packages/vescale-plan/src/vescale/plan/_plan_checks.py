@@ -47,6 +47,7 @@ def check_plan(plan: Any) -> None:
     _check_sharding(plan)
     _check_names(plan)
     _check_split(plan)
+    _check_exact(plan)
 
 
 def _check_values(plan: Any) -> None:
@@ -231,3 +232,27 @@ def _check_split(plan: Any) -> None:
 def is_names(value: object) -> TypeGuard[Sequence[str]]:
     """Return whether a value is a list of texts that are not empty."""
     return isinstance(value, list | tuple) and all(isinstance(name, str) and name for name in value)
+
+
+def _check_exact(plan: Any) -> None:
+    """Check what exact mode cannot combine with."""
+    if plan.exact is None:
+        return
+    check_int("Plan", "exact", plan.exact, at_least=1)
+    for axis in ("dp", "tp"):
+        if plan.exact % (degree := getattr(plan, axis)):
+            raise ValueError(
+                f"Plan: expected exact to be a multiple of {axis} = {degree}, whose ranks hold whole blocks, got "
+                f"exact={plan.exact}; use exact={-(-plan.exact // degree) * degree}, the same in all plans to compare"
+            )
+    if plan.pp > 1 and plan.dp > 1:
+        raise ValueError(
+            f"Plan: expected dp=1 for exact={plan.exact} and pp={plan.pp}, got dp={plan.dp}: stages of data-parallel "
+            "ranks see their own rows alone; use pp=1 or dp=1"
+        )
+    for name, usual, why in (
+        ("reduce_dtype", None, "one rank alone does not round to it"),
+        ("offload", False, "gradients in host memory have no exact form"),
+    ):
+        if (value := getattr(plan, name)) != usual:
+            raise ValueError(f"Plan: expected {name}={usual!r} for exact={plan.exact}, got {value!r}: {why}")

@@ -43,6 +43,8 @@ def _parts(plan: Any) -> Iterator[str]:
         yield f"  recompute {blocks if isinstance(what, int) else ', '.join(what)}"
     if plan.random_stream != "torch":
         yield f"  random stream {plan.random_stream}"
+    if plan.exact is not None:
+        yield f"  exact mode of {plan.exact} blocks"
 
 
 def _sharding(plan: Any) -> str:

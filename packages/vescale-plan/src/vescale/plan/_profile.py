@@ -12,24 +12,27 @@ with arguments or a config. It collects
   of a measurement. Sources: `_sizes.py`. ``ModelProfile.notes`` lists assumptions; correct one with
   ``dataclasses.replace(profile(model), heads=16)``.
 
-The blocks are those that ``vescale.pipe`` distributes over stages (`_measure/blocks.py`).
+The blocks are those that ``vescale.pipe`` distributes over stages (`_blocks.py`).
 """
 
 import dataclasses
+import functools
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ._blocks import find_blocks
 from ._checked import CheckedInside, Count, checked
-from ._measure.blocks import find_blocks
 from ._measure.build import build
+from ._measure.repeats import measured_as
 from ._measure.result import Activations
 from ._measure.run import measure
 from ._parameters import ParameterInfo, find_parameters
+from ._schedules import recomputed
 from ._sizes import config_of, find_sizes, has_dropout, is_gated, mixes_rows
 from ._units import format_bytes, format_count
 
@@ -53,8 +56,8 @@ class ModelProfile:
         fused_attention: attention scores are recomputed in backward and not saved.
         dtype: dtype of most parameter elements, assumed for activations too.
         notes: assumptions about sizes that were not found.
-        tp_refusal: reason to refuse tensor parallelism for this model; empty if it is supported.
-        microbatch_refusal: reason to refuse micro-batches; empty if they are supported.
+        refusals: reasons to refuse layouts, by the field of `Layout`: a layout in which it has another value than 1
+            (``sequence_parallel``: False; ``zero``: 0) is refused.
         activations: measured ones; ``None``: they are estimated by a formula.
     """
 
@@ -74,14 +77,33 @@ class ModelProfile:
     fused_attention: bool
     dtype: str
     notes: tuple[str, ...] = ()
-    tp_refusal: str = ""
-    microbatch_refusal: str = ""
+    refusals: Mapping[str, str] = field(default_factory=dict, hash=False)
     activations: Activations | None = None
 
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, tied ones counted once."""
         return sum(info.numel for info in self.parameters)
+
+    @property
+    def flops_per_token(self) -> float | None:
+        """Floating-point operations of forward and backward for a token, as `count_flops` counts them; None: no run."""
+        found = self.activations
+        return None if found is None else found.flops_per_row / found.sequence_length
+
+    @functools.cached_property
+    def kinds(self) -> tuple[tuple[ParameterInfo, int], ...]:
+        """The first parameter of each kind, and how many are alike: in size, in positions, in how ranks share them."""
+        alike: dict[Any, list[ParameterInfo]] = {}
+        for info in self.parameters:
+            kind = info.numel, info.positions, info.sharded, info.trainable, info.expert
+            alike.setdefault(kind, []).append(info)
+        return tuple((infos[0], len(infos)) for infos in alike.values())
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether tensor parallelism spreads experts over its ranks, or shards them."""
+        return any(info.expert and info.sharded for info, _ in self.kinds)
 
     def __str__(self) -> str:
         moe = f", {self.experts} experts of which {self.experts_per_token} per token" if self.experts else ""
@@ -128,6 +150,39 @@ def build_model(model: CheckedInside[Model]) -> nn.Module:
 
 
 @checked
+def repeated_blocks(model: nn.Module) -> dict[str, str]:
+    """Return the first block of the same kind, by the name of each block: of the same modules, sizes and settings.
+
+    Example:
+        >>> repeated_blocks(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)))
+        {'0': '0', '1': '1', '2': '1'}
+    """
+    names = find_blocks(model).names
+    first = measured_as({name: model.get_submodule(name) for name in names}, each=1)
+    return {name: names[number] for name, number in zip(names, first, strict=True)}
+
+
+@checked
+def blocks_of(model: nn.Module, *, every: Count = 1) -> tuple[str, ...]:
+    """Return the names of the blocks of a model, which a pipeline distributes over stages.
+
+    They are the entries with parameters of the longest ``nn.ModuleList``, and of others with entries of a similar size;
+    without a list, those of the longest ``nn.Sequential``.
+
+    Args:
+        model: any module; no tensor is read.
+        every: k for every k-th block alone, as ``Plan(recompute=k)`` counts them.
+
+    Example:
+        >>> layers = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])})
+        >>> blocks_of(layers), blocks_of(layers, every=2)
+        (('layers.0', 'layers.1'), ('layers.1',))
+    """
+    names = find_blocks(model).names
+    return tuple(names[position] for position in recomputed(len(names), every))
+
+
+@checked
 def profile(
     model: CheckedInside[Model],
     *,
@@ -148,8 +203,8 @@ def profile(
         inputs: keyword arguments of the model: a batch, or a function of the number of rows and the sequence length;
             tensors have the rows in dim 0 and may be on the meta device. ``None``: those of Hugging Face's models, or
             tokens or numbers.
-        loss_fn: computes the loss from the model's output, as for ``vescale.parallelize``. ``None``: ``output.loss``, a
-            scalar, or the sum of the output.
+        loss_fn: computes the loss from the model's output, and from ``target`` if the inputs have one, as for
+            ``vescale.parallelize``. ``None``: ``output.loss``, a scalar, or the sum of the output.
         tp_sharded: regular expressions (full match) of the parameter FQNs sharded by tensor parallelism. ``None``: the
             matrices that the run finds; without a run matrices inside blocks except routers, and matrices over the
             vocabulary.
@@ -175,9 +230,9 @@ def profile(
         True
     """
     model = build("profile", model)
-    blocks, entries = find_blocks(model)
-    sizes, notes = find_sizes(model, next(iter(entries.values()), model))
-    parameters = tuple(find_parameters(model, list(entries), sizes, tp_sharded))
+    blocks = find_blocks(model)
+    sizes, notes = find_sizes(model, next(map(model.get_submodule, blocks.names), model))
+    parameters = tuple(find_parameters(model, blocks.names, sizes, tp_sharded))
     if not parameters:
         raise ValueError(
             f"profile: expected a model with parameters, got {type(model).__name__} without any; pass the full model"
@@ -192,14 +247,14 @@ def profile(
         notes.append(f"every parameter has the most frequent dtype of {', '.join(sorted(elements))}")
     found = ModelProfile(
         parameters=parameters,
-        blocks=blocks,
-        num_blocks=len(entries),
+        blocks=" and ".join(blocks.lists),
+        num_blocks=len(blocks.names),
         gated=is_gated(parameters, sizes),
         dropout=has_dropout(model, config),
         fused_attention=fused_attention,
         dtype=max(elements, key=elements.__getitem__),
         notes=tuple(notes),
-        microbatch_refusal=mixes_rows(model),
+        refusals={"num_microbatches": reason} if (reason := mixes_rows(model)) else {},
         **cast(dict[str, Any], sizes),
     )
     if sequence_length is None:

@@ -16,8 +16,8 @@ all stages of the rank; `vescale.pipe` has the orders, and a test of the umbrell
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
+from ._blocks import uniform_counts
 from ._checks import TWO_STAGES
 
 #: Schedules whose stages lie there and back over the ranks.
@@ -29,20 +29,8 @@ def stages_per_rank(schedule: str, given: int | None = None) -> int:
     return given or (2 if schedule in TWO_STAGES else 1)
 
 
-def uniform_counts(num_blocks: int, num_stages: int) -> list[int]:
-    """Return how many blocks each stage gets; the remainder goes to stages 1, 2, ..., then 0, then the last."""
-    size, rest = divmod(num_blocks, num_stages)
-    counts = [size] * num_stages
-    for stage in [*range(1, num_stages - 1), 0][:rest]:
-        counts[stage] += 1
-    return counts
-
-
 def stage_blocks(num_blocks: int, num_stages: int) -> tuple[range, ...]:
-    """Return the blocks of each stage under the uniform split.
-
-    The remainder goes one each to stages 1, 2, ..., then 0, because the ends also run embedding and head. This is the
-    rule of ``vescale.pipe``.
+    """Return the blocks of each stage under the uniform split of ``vescale.pipe``.
 
     >>> stage_blocks(7, 4)
     (range(0, 2), range(2, 4), range(4, 6), range(6, 7))
@@ -52,12 +40,13 @@ def stage_blocks(num_blocks: int, num_stages: int) -> tuple[range, ...]:
     return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
 
 
-def stage_of(position: int, blocks: Sequence[range]) -> int:
-    """Return the stage of a position in the chain of blocks; -1 is on the first, ``num_blocks`` on the last."""
-    for stage, covered in enumerate(blocks):
-        if position < covered.stop:
-            return stage
-    return len(blocks) - 1
+def recomputed(num_blocks: int, every: int | None) -> range:
+    """Return the positions of the blocks that are recomputed: every k-th, so none of fewer than k.
+
+    >>> list(recomputed(5, 2))
+    [1, 3]
+    """
+    return range(0) if every is None else range(every - 1, num_blocks, every)
 
 
 def rank_of_stage(stage: int, pp: int, schedule: str) -> int:

@@ -14,12 +14,17 @@ the reason. With pp > 1 only the largest allowed number of micro-batches is cons
 the smallest activations. With pp = 1 the numbers are considered from 1 upwards (gradient accumulation). Recomputation
 is considered where nothing without it has fitted, and experts over data-parallel ranks where no fewer ranks have.
 
+What tensor parallelism makes of a model may have to be found out for each degree (`generate_plan`, argument
+``tensor_parallel``). That is asked for a degree when the first of its layouts is considered that would fit if ranks
+shared all that they may, unless a layout before it fits: such layouts stay open in the table.
+
 The search is deterministic and exhaustive. It models memory, not time.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ._checked import CheckedInside, Count, checked
@@ -28,13 +33,17 @@ from ._measure.build import build
 from ._memory import Estimator
 from ._profile import Model, ModelProfile, profile
 from ._refusals import refuse
-from ._table import CHOSEN, FITS, REFUSED, Candidate, render
+from ._table import CHOSEN, FITS, OPEN, REFUSED, Candidate, render
 from ._units import format_bytes
 from .cluster import Cluster, Constraints
 from .plan import Plan
 
 _MAX_BUBBLE = 0.25
 _RECOMPUTE = (None, 2, 1)
+_OPEN = "a layout before it fits, so its tensor parallelism was not examined"
+
+#: The profile of a model under each degree of tensor parallelism but 1.
+TensorParallel = Mapping[int, ModelProfile] | Callable[[int], ModelProfile]
 
 
 class NoPlanFitsError(ValueError):
@@ -55,7 +64,13 @@ class NoPlanFitsError(ValueError):
 
 
 @checked
-def generate_plan(model: CheckedInside[Model], cluster: Cluster, constraints: Constraints) -> Plan:
+def generate_plan(
+    model: CheckedInside[Model],
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    tensor_parallel: TensorParallel | None = None,
+) -> Plan:
     """Choose degrees, ZeRO stage, recomputation and micro-batches for a model on a cluster.
 
     Args:
@@ -63,6 +78,10 @@ def generate_plan(model: CheckedInside[Model], cluster: Cluster, constraints: Co
             ``functools.partial(GPT, config)``, or a `ModelProfile`.
         cluster: the devices; all of them are used.
         constraints: batch, sequence length, and fixed choices.
+        tensor_parallel: profiles of the model under degrees of tensor parallelism, with the parameters that each
+            shards, and ``refusals``; a mapping, or a function that takes a degree above 1, which is called where no
+            layout before it fits. ``None``: the profile of the model holds for all degrees that divide its heads and
+            feed-forward.
 
     Returns:
         The first plan in the order of preference with a fullest rank within ``cluster.memory_bytes *
@@ -85,7 +104,7 @@ def generate_plan(model: CheckedInside[Model], cluster: Cluster, constraints: Co
     if not isinstance(model, ModelProfile):
         found = profile(build("generate_plan", model), sequence_length=constraints.sequence_length)
     limit = int(cluster.memory_bytes * constraints.memory_fraction)
-    search = _Search(found, cluster, constraints, limit)
+    search = _Search(_Degrees(found, tensor_parallel, constraints), cluster, constraints, limit)
     search.run()
     table = search.table()
     if search.chosen is None:
@@ -94,24 +113,71 @@ def generate_plan(model: CheckedInside[Model], cluster: Cluster, constraints: Co
         **dataclasses.asdict(search.chosen),
         mode=constraints.mode,
         device=cluster.device,
-        memory=search.estimator.stages(search.chosen),
+        memory=search.degrees.estimator(search.chosen.tp).stages(search.chosen),
         limit_bytes=limit,
         table=table,
     )
 
 
+class _Degrees:
+    """What is known of a model under each degree of tensor parallelism, see `generate_plan`."""
+
+    def __init__(self, whole: ModelProfile, given: TensorParallel | None, constraints: Constraints) -> None:
+        self.whole, self.by_sizes, self._constraints = whole, given is None, constraints
+        self._ask = given if callable(given) else None
+        self._profiles = {1: whole, **(given if isinstance(given, Mapping) else {})}
+        self._estimators: dict[int, Estimator] = {}
+
+    def is_known(self, tp: int) -> bool:
+        """Return whether the profile of a degree costs no time."""
+        return self._ask is None or tp in self._profiles
+
+    def profile(self, tp: int) -> ModelProfile:
+        """Return the profile of a degree."""
+        if tp not in self._profiles:
+            if self._ask is not None:
+                found = self._ask(tp)
+            elif self.by_sizes:
+                found = self.whole
+            else:
+                found = dataclasses.replace(self.whole, refusals={"tp": f"no profile was given for tp = {tp}"})
+            self._profiles[tp] = found
+        return self._profiles[tp]
+
+    def estimator(self, tp: int) -> Estimator:
+        """Return the estimator of a degree."""
+        if tp not in self._estimators:
+            self._estimators[tp] = self._estimator(self.profile(tp))
+        return self._estimators[tp]
+
+    def least(self, tp: int) -> Estimator:
+        """Return an estimator of no more bytes than a degree needs: it shares what its divisors share, or less."""
+        known = [each for each in self._profiles if each > 1 and tp % each == 0]
+        known = [each for each in known if "tp" not in self._profiles[each].refusals]
+        return self.estimator(max(known)) if known else self._all_shared
+
+    @functools.cached_property
+    def _all_shared(self) -> Estimator:
+        sharded = tuple(dataclasses.replace(info, sharded=True) for info in self.whole.parameters)
+        return self._estimator(dataclasses.replace(self.whole, parameters=sharded))
+
+    def _estimator(self, found: ModelProfile) -> Estimator:
+        return Estimator(
+            found,
+            global_batch_size=self._constraints.global_batch_size,
+            sequence_length=self._constraints.sequence_length,
+            state=self._constraints.state_bytes,
+        )
+
+
 class _Search:
     """One search: the layouts that were considered, and the first that fits."""
 
-    def __init__(self, found: ModelProfile, cluster: Cluster, constraints: Constraints, limit: int) -> None:
-        self.found, self.cluster, self.constraints, self.limit = found, cluster, constraints, limit
-        self.estimator = Estimator(
-            found,
-            global_batch_size=constraints.global_batch_size,
-            sequence_length=constraints.sequence_length,
-            state=constraints.state_bytes,
-        )
+    def __init__(self, degrees: _Degrees, cluster: Cluster, constraints: Constraints, limit: int) -> None:
+        self.degrees, self.cluster, self.constraints, self.limit = degrees, cluster, constraints, limit
         self.rows: list[Candidate] = []
+        self.open: dict[Any, Candidate] = {}
+        self.has_fit = False
         self.chosen: Layout | None = None
 
     def run(self) -> None:
@@ -134,23 +200,48 @@ class _Search:
             degrees = layout.dp, layout.tp, layout.pp
             if layout.ep > 1 and self.constraints.ep is None and degrees in fits:
                 continue  # fewer ranks for experts were enough
-            if reason := refuse(self.found, layout, self.constraints):
+            if self.has_fit and not self.degrees.is_known(layout.tp):
+                self.open.setdefault(degrees, Candidate(layout, OPEN, _OPEN))
+                continue
+            layout, reason = self._refuse(layout)
+            if reason:
                 if (degrees, reason) not in refused:
                     self.rows.append(Candidate(layout, REFUSED, reason))
                 refused.add((degrees, reason))
                 continue
-            worst = max(stage.total for stage in self.estimator.stages(layout))
+            worst = self.degrees.estimator(layout.tp).fullest(layout)
             if worst > self.limit:
                 over = f"{format_bytes(worst - self.limit)} over the limit"
                 self.rows.append(Candidate(layout, REFUSED, over, worst))
                 continue
             fits.add(degrees)
+            self.has_fit = True
             self.rows.append(Candidate(layout, FITS, bytes_per_rank=worst))
         return bool(fits)
 
+    def _refuse(self, layout: Layout) -> tuple[Layout, str]:
+        """Return a layout as it is possible, and the reason to refuse it before its memory is counted, or ""."""
+        by_sizes = self.degrees.by_sizes
+        if not self.degrees.is_known(layout.tp):
+            layout = self._as_possible(layout, self.degrees.whole)
+            if reason := refuse(self.degrees.whole, layout, self.constraints, by_sizes=by_sizes):
+                return layout, reason
+            if self.degrees.least(layout.tp).fullest(layout) > self.limit:
+                return layout, f"over the limit even if tp = {layout.tp} shared all that it may"
+        found = self.degrees.profile(layout.tp)
+        layout = self._as_possible(layout, found)
+        return layout, refuse(found, layout, self.constraints, by_sizes=by_sizes)
+
+    def _as_possible(self, layout: Layout, found: ModelProfile) -> Layout:
+        """Return a layout without sequence parallelism where it is neither possible nor asked for."""
+        is_free = layout.sequence_parallel and self.constraints.sequence_parallel is None
+        if is_free and "sequence_parallel" in found.refusals:
+            return dataclasses.replace(layout, sequence_parallel=False)
+        return layout
+
     def table(self) -> tuple[Candidate, ...]:
         """Return the rows in the order of preference, with the first that fits marked as chosen."""
-        rows = sorted(self.rows, key=lambda row: _preference(row.layout, self.cluster))
+        rows = sorted([*self.rows, *self.open.values()], key=lambda row: _preference(row.layout, self.cluster))
         for index, row in enumerate(rows):
             if row.verdict == FITS:
                 self.chosen = row.layout
@@ -171,7 +262,9 @@ class _Search:
         shards = dp // constraints.dp_replicate if dp % constraints.dp_replicate == 0 else 0
         if not shards:
             return
-        chosen = [constraints.ep] if constraints.ep else divisors(math.gcd(shards, max(self.found.experts, 1)))
+        whole = self.degrees.whole
+        experts = 1 if "ep" in whole.refusals else max(whole.experts, 1)
+        chosen = [constraints.ep] if constraints.ep else divisors(math.gcd(shards, experts))
         for ep in chosen:
             if shards % ep == 0:
                 yield Layout(

@@ -15,7 +15,6 @@ experts over the ranks that spread them. N is dp / dp_replicate, for experts div
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -26,7 +25,7 @@ from ._checks import ZERO_STAGES, check_int
 from ._layout import Layout
 from ._parameters import ParameterInfo
 from ._profile import ModelProfile, dtype_bytes
-from ._schedules import rank_of_stage, stage_blocks, stage_of
+from ._schedules import rank_of_stage, stage_blocks
 
 Stage = Annotated[int, Condition("0, 1, 2 or 3", lambda zero: zero in ZERO_STAGES)]
 
@@ -121,23 +120,36 @@ class RankParams:
     edges: int = 0
 
 
+def ranks_of_positions(num_blocks: int, layout: Layout) -> dict[int, int]:
+    """Return the rank of the pipeline that has each position in the chain of blocks, from -1 to ``num_blocks``."""
+    found: dict[int, int] = {}
+    for stage, blocks in enumerate(stage_blocks(num_blocks, layout.pp * layout.stages)):
+        rank = rank_of_stage(stage, layout.pp, layout.schedule)
+        found |= dict.fromkeys(blocks, rank)
+        if stage == 0:
+            found[-1] = rank
+        found[num_blocks] = rank  # the last stage has the end
+    return found
+
+
 def rank_params(profile: ModelProfile, layout: Layout) -> tuple[RankParams, ...]:
     """Count parameter elements on a rank of every pipeline coordinate; a tied one counts on each that uses it."""
-    pp, stages = layout.pp, stage_blocks(profile.num_blocks, layout.pp * layout.stages)
+    rank_of = ranks_of_positions(profile.num_blocks, layout)
     counts: list[dict[str, int]] = [
-        dict.fromkeys(("trainable", "frozen", "experts", "frozen_experts", "largest"), 0) for _ in range(pp)
+        dict.fromkeys(("trainable", "frozen", "experts", "frozen_experts", "largest"), 0) for _ in range(layout.pp)
     ]
-    owners: list[dict[int, int]] = [{} for _ in range(pp)]  # elements by block; -1 for the edges
-    for info in profile.parameters:
-        numel = local_numel(info, layout)
+    owners: list[dict[int, int]] = [{} for _ in counts]  # elements by block; -1 for the edges
+    for info, count in profile.kinds:
+        each = local_numel(info, layout)
+        numel = count * each
         used_by = {position if 0 <= position < profile.num_blocks else -1 for position in info.positions}
-        for rank in {rank_of_stage(stage_of(each, stages), pp, layout.schedule) for each in info.positions}:
-            owner = next(iter(used_by)) if len(used_by) == 1 else -1
+        owner = next(iter(used_by)) if len(used_by) == 1 else -1
+        for rank in {rank_of[min(position, profile.num_blocks)] for position in info.positions}:
             owners[rank][owner] = owners[rank].get(owner, 0) + numel
             own = counts[rank]
             if info.trainable:
                 own["experts" if info.expert else "trainable"] += numel
-                own["largest"] = max(own["largest"], numel)
+                own["largest"] = max(own["largest"], each)
             else:
                 own["frozen_experts" if info.expert else "frozen"] += numel
     return tuple(
@@ -196,11 +208,9 @@ def buffer_bytes(params: RankParams, layout: Layout, *, state: StateBytes, bucke
     return total
 
 
-def blocks_of_rank(profile: ModelProfile, layout: Layout, rank: int) -> Sequence[int]:
-    """Return the positions of a rank of the pipeline, from -1 (before the blocks) to ``num_blocks`` (after them)."""
-    stages = stage_blocks(profile.num_blocks, layout.pp * layout.stages)
-    found: list[int] = []
-    for stage, blocks in enumerate(stages):
-        if rank_of_stage(stage, layout.pp, layout.schedule) == rank:
-            found += [-1] * (stage == 0) + list(blocks) + [profile.num_blocks] * (stage == len(stages) - 1)
+def positions_of_ranks(profile: ModelProfile, layout: Layout) -> list[list[int]]:
+    """Return the positions of each rank of the pipeline, in the order of the chain, from -1 to ``num_blocks``."""
+    found: list[list[int]] = [[] for _ in range(layout.pp)]
+    for position, rank in sorted(ranks_of_positions(profile.num_blocks, layout).items()):
+        found[rank].append(position)
     return found

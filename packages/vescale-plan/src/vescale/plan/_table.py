@@ -10,6 +10,7 @@ from ._units import format_bytes, format_percent
 
 CHOSEN: Final = "chosen"
 FITS: Final = "fits"
+OPEN: Final = "open"
 REFUSED: Final = "refused"
 _COLUMNS = (
     "dp",
@@ -32,13 +33,15 @@ class Candidate:
 
     Attributes:
         layout: the degrees.
-        verdict: ``"chosen"``, ``"fits"`` (later in the order of preference) or ``"refused"``.
-        reason: reason of a refusal; empty otherwise.
-        bytes_per_rank: estimate for the fullest rank; ``None`` if the layout was refused before the estimate.
+        verdict: ``"chosen"``, ``"fits"`` (later in the order of preference), ``"refused"``, or ``"open"``: it comes
+            later, and was not examined.
+        reason: of a refusal, or of an open verdict; empty otherwise.
+        bytes_per_rank: estimate for the fullest rank; ``None`` if the layout was refused before the
+            estimate, or is open.
     """
 
     layout: Layout
-    verdict: Literal["chosen", "fits", "refused"]
+    verdict: Literal["chosen", "fits", "refused", "open"]
     reason: str = ""
     bytes_per_rank: Size | None = None
 

@@ -5,7 +5,7 @@
 - ``tree_leaves``, ``tree_map``: torch's pytree.
 - ``storage_key``: identity of the memory of a tensor, for as long as it lives.
 - ``is_written``: whether an operator writes into its first argument.
-- ``flops_of``: multiplications and additions of an operator, by torch's formulas.
+- ``flops_of``, ``grouped_flops``: multiplications and additions of an operator, by torch's formulas.
 - ``is_random``: whether an operator draws from a generator.
 """
 
@@ -26,6 +26,7 @@ __all__ = [
     "FakeTensorMode",
     "OperatorMode",
     "flops_of",
+    "grouped_flops",
     "is_random",
     "is_written",
     "storage_key",
@@ -50,9 +51,19 @@ def flops_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     """Return the multiplications and additions of an operator; 0 for those that are not products of matrices."""
     packet = operator.overloadpacket
     if packet is torch.ops.aten._grouped_mm:  # torch has no formula for it
-        return 2 * int(args[0].numel() * args[1].shape[-1])
+        return grouped_flops(args[0].shape, args[1].shape)
     count = flop_registry.get(packet)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def grouped_flops(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the operations of a product of groups of rows, of columns, or of a sum over groups, by its operands.
+
+    A matrix whose rows or columns are groups has two dims and a stack of matrices has three. Each element of the
+    larger operand's groups meets the other operand once, so of two stacks the groups count, and otherwise they do not.
+    """
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * int(groups * left[-2] * left[-1] * right[-1])
 
 
 def is_random(operator: Any) -> bool:

@@ -37,7 +37,7 @@ FIRST_FORMAT = 1
 ADDED_IN_SECOND = {
     *("ep", "etp", "cp", "dp_replicate", "recompute", "reduction", "autocast", "clip_grad_norm", "units", "offload"),
     *("param_dtype", "grad_dtype", "reduce_dtype", "master_dtype", "state_dtype"),
-    *("granularity", "reshard_after_forward", "random_stream"),
+    *("granularity", "reshard_after_forward", "random_stream", "exact"),
 }
 
 
@@ -89,6 +89,9 @@ class Plan:
         offload: with ``zero=3``: keep shards of parameters, gradients and optimizer state in host memory.
         random_stream: ``"torch"``: random numbers of one device's generator; ``"philox"``: counter-based ones, which
             any process can reproduce, see ``vescale.dtensor.random``.
+        exact: run everything in exact mode with this number of blocks: losses, gradients, parameters and optimizer
+            state have the same bits under every plan with the same number, see ``vescale.dtensor.exact``. It is a
+            multiple of ``dp`` and ``tp``. Modes run as eager mode, and micro-batches all at once.
         device: ``"cpu"`` or ``"cuda"``.
         axis_order: the mesh's axes, slowest first.
         memory: estimated bytes per rank of every stage, for a generated plan.
@@ -136,6 +139,7 @@ class Plan:
     reshard_after_forward: bool = True
     offload: bool = False
     random_stream: str = "torch"
+    exact: int | None = None
     device: str = "cpu"
     axis_order: tuple[str, ...] = AXES
     memory: tuple[StageMemory, ...] = field(default=(), repr=False)

@@ -17,25 +17,30 @@ A module with a plan has its tensors on the mesh of the plan. Operators on the r
 
     lift     a DTensor on the mesh of the plan  ->  the same local tensor on the wider mesh
     lower    and back
+
+Inside of ``vescale.dtensor.exact`` no rank has a summand: forms give every rank the whole gradient of a value that all
+ranks have. It counts once, and data parallelism takes that of one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from vescale.dtensor.extension import chunk
+from vescale.dtensor import UnsupportedOperator
+from vescale.dtensor.extension import chunk, exact_num_blocks
 
 from .. import _torch
 from .edges import as_summand, averaged, wrapper
 
 __all__ = [
     "OverRows",
+    "gradient_outside",
     "gradient_over_rows",
     "is_over_rows",
     "lift",
@@ -60,7 +65,7 @@ def gradient_over_rows(placement: Placement) -> Placement:
         >>> gradient_over_rows(Replicate())
         Partial(sum)
     """
-    if placement.is_replicate():
+    if placement.is_replicate() and exact_num_blocks() is None:
         return Partial()
     return Replicate() if placement.is_partial() else placement
 
@@ -181,7 +186,22 @@ class _Lower(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: DTensor) -> tuple[DTensor, None]:
+        if exact_num_blocks() is not None and ctx.gradient.is_shard():
+            gradient_outside(ctx.shape)
         grad = grad if ctx.num_averaged == 1 else grad * ctx.num_averaged
         if grad.requires_grad:
             return lift(grad, ctx.mesh, ctx.gradient, shape=ctx.shape), None
         return _on(ctx.mesh, (ctx.gradient, *grad.placements), ctx.shape, _torch.local_of(grad)), None
+
+
+def gradient_outside(shape: Sequence[int]) -> NoReturn:
+    """Refuse a gradient that comes from a loss of this rank's rows alone, inside of ``vescale.dtensor.exact``.
+
+    Raises:
+        UnsupportedOperator: always.
+    """
+    raise UnsupportedOperator(
+        f"a gradient for this rank's rows, of shape {tuple(shape)}, inside of vescale.dtensor.exact: expected a "
+        "loss that the module computes on the rows of all ranks, got one of this rank's rows alone, whose mean is not "
+        "that of one device bit for bit; compute the loss in the module's forward"
+    )

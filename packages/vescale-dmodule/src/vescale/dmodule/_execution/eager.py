@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
 from vescale.dtensor import strict
-from vescale.dtensor.extension import map_leaves, tensors_in
+from vescale.dtensor.extension import exact_num_blocks, map_leaves, tensors_in
 
 from .. import _torch
 from .._boundary.convert import as_dtensor, bring, is_plain, to_plain
@@ -77,7 +77,7 @@ class EagerScope:
             if self.attaches:
                 self.sync.attach(module)
             self.contexts.enter_context(_Mixing(self))
-            if not self.allow_implicit:
+            if not self.allow_implicit and exact_num_blocks() is None:  # forms of exact mode move what they need
                 axes = None if self.rows is None else self.rows.mesh_dim_names[1:]
                 self.contexts.enter_context(strict(interleaved=True, axes=axes))
         self.path.append(name)
@@ -128,6 +128,8 @@ class _Mixing(TorchFunctionMode):
             args = (_without_legacy_empty(args[0]), *args[1:])
 
         def wrap(tensor: Tensor) -> Tensor:
+            if _is_guarded(type(tensor)):
+                _torch.awaited(tensor)  # a plain parameter again
             if is_plain(tensor):
                 return as_dtensor(tensor, mesh)
             is_narrow = isinstance(tensor, DTensor) and tensor.device_mesh.ndim < mesh.ndim
@@ -150,10 +152,16 @@ def _operands(args: tuple, kwargs: dict, rows: DeviceMesh | None) -> tuple[Devic
         leaves = list(tensors_in(leaves))
         kinds = set(map(type, leaves))
     mesh = next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
+    has_plain = not kinds.isdisjoint(PLAIN) or any(map(_is_guarded, kinds))
     if rows is None or mesh is None:
-        return mesh, not kinds.isdisjoint(PLAIN)
+        return mesh, has_plain
     sizes = {leaf.device_mesh.ndim for leaf in leaves if isinstance(leaf, DTensor)}
-    return (rows if rows.ndim in sizes else mesh), len(sizes) > 1 or not kinds.isdisjoint(PLAIN)
+    return (rows if rows.ndim in sizes else mesh), len(sizes) > 1 or has_plain
+
+
+def _is_guarded(kind: type) -> bool:
+    """Return whether tensors of a class are plain parameters whose values are in flight; data parallelism swaps it."""
+    return kind is not nn.Parameter and issubclass(kind, nn.Parameter) and not issubclass(kind, DTensor)
 
 
 def _without_legacy_empty(tensors: Iterable[Tensor]) -> list[Tensor]:

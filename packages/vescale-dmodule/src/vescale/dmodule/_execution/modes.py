@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.utils.hooks import RemovableHandle
 
-from vescale.dtensor.extension import one_of
+from vescale.dtensor.extension import exact_num_blocks, one_of
 
 from .._boundary.convert import bring, to_plain
 from .._boundary.hooks import Phase
@@ -159,8 +159,11 @@ class Execution:
         if self.follow(module) and self.program is None:
             self.scope.enter(module, "")  # a hook that is registered during a call misses it
         if self.program is not None:
-            return self.program.enter(module, args, kwargs)
-        self.checks.enter(module, args, kwargs)
+            entered = self.program.enter(module, args, kwargs)
+            if exact_num_blocks() is None or self.program.call.state is not State.EAGER_ONCE:
+                return entered
+        else:
+            self.checks.enter(module, args, kwargs)
         return None if self.rows is None else self.rows.distribute(args, kwargs)
 
     def leave(self, module: nn.Module, args: tuple, output: object) -> object:
@@ -181,7 +184,8 @@ class Execution:
             return to_plain(tensor)
         settled = [Replicate() if p.is_partial() else p for p in tensor.placements[1:]]
         tensor = bring(tensor, tuple(settled), self.mesh, is_result=True)
-        return tensor if self.rows is None or self.program is not None else to_plain(self.rows.part_of(tensor))
+        is_recorded = self.program is not None and exact_num_blocks() is None
+        return tensor if self.rows is None or is_recorded else to_plain(self.rows.part_of(tensor))
 
 
 def _can_be_local(module: nn.Module) -> bool:

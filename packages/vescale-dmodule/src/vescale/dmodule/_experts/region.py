@@ -173,7 +173,7 @@ class ExpertRegion:
         wrap: Callable[[Tensor], Tensor] = _same
         tokens, is_local = self._declared, exact_num_blocks() is None
         if not is_local:
-            tokens = layout_of_tokens(operands[0], self.mesh)
+            tokens = layout_of_tokens(operands[0], self.mesh)[-self.mesh.ndim :]
         elif tokens is None or any(isinstance(operand, DTensor) for operand in operands):
             tokens = layout_of_tokens(operands[0], self.mesh)
             wrap = from_local(operands[0], self.output_placements(tokens), tokens, self.mesh)
@@ -218,17 +218,17 @@ class ExpertRegion:
 
     def _start_whole(self, module: nn.Module, operands: tuple[Tensor, ...]) -> tuple[_Call, tuple[Tensor, ...]]:
         """Begin a call on DTensors that all ranks have whole, with all experts."""
-        everywhere = (Replicate(),) * self.mesh.ndim
-        tokens = layout_of_tokens(operands[0], self.mesh)
+        mesh = next((t.device_mesh for t in operands if isinstance(t, DTensor)), self.mesh)  # may have an axis of rows
+        tokens, here, everywhere = layout_of_tokens(operands[0], mesh), _whole_on(self.mesh), _whole_on(mesh)
         tables = [table for part in module.modules() for table in _torch.tensor_tables(part)]
         sharded = [(table, name, t) for table in tables for name, t in table.items() if isinstance(t, DTensor)]
         undo = contextlib.ExitStack()
-        undo.enter_context(ModulePatch((table, name, bring(t, everywhere, self.mesh)) for table, name, t in sharded))
+        undo.enter_context(ModulePatch((table, name, bring(t, here, self.mesh)) for table, name, t in sharded))
 
         def finish(output: Tensor) -> Tensor:
-            return bring(output, tokens, self.mesh, is_result=True)
+            return bring(output, tokens, mesh, is_result=True)
 
-        return _Call(undo, (), {}, finish), tuple(bring(operand, everywhere, self.mesh) for operand in operands)
+        return _Call(undo, (), {}, finish), tuple(bring(operand, everywhere, mesh) for operand in operands)
 
     def leave(self, module: nn.Module, _args: tuple, output: Tensor | None) -> Tensor | None:
         """Forward hook, called always: put the module back as it was and bring the output to where the tokens are."""
@@ -393,3 +393,7 @@ def _refuse_moved(module: nn.Module, *_: object) -> None:
             f"the experts of this {type(module).__name__} were moved by rebalance_experts, so its tensors are not in "
             "the order of one device; call restore_experts(model, optimizer) before state_dict() and load_state_dict()"
         )
+
+
+def _whole_on(mesh: DeviceMesh) -> Placements:
+    return (Replicate(),) * mesh.ndim

@@ -9,11 +9,13 @@ recording  plain modules: dry runs that show which operators mix rows
 program    plain modules: run recorded operators in later calls
 planned    modules with a plan: the rows are one more mesh axis of their programs
 rehearsal  calls of a pipeline: find what mixes rows, without the other rows
+on_shapes  the same before there is a process group, as far as shapes show it
 """
 
 from .calls import JointCalls
+from .on_shapes import mixing_on_shapes
 from .planned import PlannedRows
 from .program import RowsProgram
 from .rehearsal import Rehearsal
 
-__all__ = ["JointCalls", "PlannedRows", "Rehearsal", "RowsProgram"]
+__all__ = ["JointCalls", "PlannedRows", "Rehearsal", "RowsProgram", "mixing_on_shapes"]

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from vescale.dtensor.extension import exact_num_blocks
+
 from .. import _torch
 from .._boundary.values import describe_value
 from .._static.recording.compare import maxima
@@ -94,6 +96,10 @@ class JointCalls(ABC, Generic[R]):
         """Begin a call on this rank's rows with what is recorded of it; None to run it as it is."""
 
     @abstractmethod
+    def _open_exactly(self, args: tuple, kwargs: dict) -> None:
+        """Begin a call inside of ``vescale.dtensor.exact``: all of it runs on the rows of all ranks."""
+
+    @abstractmethod
     def _close(self, result: object) -> object:
         """End a call; return its result for the caller, None to leave it. ``result`` is None if it raised."""
 
@@ -114,6 +120,9 @@ class JointCalls(ABC, Generic[R]):
 
     def _begin(self, args: tuple, kwargs: dict) -> None:
         recorded = self._failure = None
+        if exact_num_blocks() is not None:
+            self._open_exactly(args, kwargs)
+            return
         if self.module.training and torch.is_grad_enabled() and not (self.is_off or _torch.is_traced()):
             signature, rows = self._signature(args, kwargs), num_rows(args, kwargs) if self.runs_on_rows else None
             is_new = signature not in self.recorded

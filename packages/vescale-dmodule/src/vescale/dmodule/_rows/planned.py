@@ -11,6 +11,8 @@ So boundaries move values over the axes of the plan alone, and operators that mi
 rows. ``_boundary.rows_axis`` has the gradients.
 
 Experts, local regions, and modules that are named ``row_wise``, run on this rank's rows in all modes.
+
+Inside of ``vescale.dtensor.exact`` nothing is recorded: every call runs like those of eager mode, all of it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
 from vescale.dtensor import debug
-from vescale.dtensor.extension import generator_fact, in_batch_window, random_position
+from vescale.dtensor.extension import exact_num_blocks, generator_fact, in_batch_window, random_position
 
 from .. import _torch
 from .._boundary.convert import as_dtensor, is_plain, to_plain
@@ -122,16 +124,19 @@ class PlannedRows(JointCalls[RecordedCall]):
             self._is_open = self._has_run = True
             self._rows, self.execution.rows = recorded.rows, self
 
+    def _open_exactly(self, args: tuple, kwargs: dict) -> None:
+        self._open(RecordedCall(num_rows(args, kwargs), mixes_rows=True))
+
     def _close(self, result: object) -> object:
         was_open, self._is_open, self.execution.rows = self._is_open, False, None
         program = self.execution.program
-        if not was_open or result is None or program is None:
+        if not was_open or result is None or program is None or exact_num_blocks() is not None:
             return None
         returned = iter(program.recordings.returned[program.call.signature])
         return map_leaves(lambda tensor, _where: self._reduced(tensor, next(returned, None)), result, "")
 
     def _begin(self, args: tuple, kwargs: dict) -> None:
-        if not in_batch_window():
+        if exact_num_blocks() is not None or not in_batch_window():
             super()._begin(args, kwargs)
         elif any(map(self._mixes_rows, self.recorded.values())):
             raise RuntimeError(
@@ -278,7 +283,7 @@ class RowWisePart:
     def enter(self, _part: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Bring the arguments to the mesh of the plan."""
         execution = self.rows.execution
-        if execution is None:
+        if execution is None or exact_num_blocks() is not None:  # then it runs on the rows of all ranks
             return None
         program = execution.program
         is_local = program is not None and program.call.is_open and program.call.mesh.ndim > execution.mesh.ndim

@@ -15,6 +15,8 @@ first call with a new signature runs a few more times before, forward and withou
 
 A loss is what its mean over ranks is: a rank returns its own value, N times its summand of a sum on N ranks, or the
 value of all ranks. Other sums over rows become those over the rows of all ranks. ``mode`` has the gradients.
+
+Inside of ``vescale.dtensor.exact`` nothing is recorded, and all of every call runs on DTensors: see ``whole_call``.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
+from vescale.dtensor.extension import exact_num_blocks
+
 from .. import _torch
 from .._boundary.values import map_leaves
 from .._static.operators import ModuleOperators
@@ -33,6 +37,7 @@ from .calls import JointCalls
 from .mode import RowsHooks, RowWiseHooks, from_all_rows, on_all_rows
 from .recording import RowsRecorder
 from .values import Output
+from .whole_call import WholeCall
 
 __all__ = ["RowsProgram"]
 
@@ -64,6 +69,7 @@ class RowsProgram(JointCalls[RecordedRows]):
         self.row_wise = frozenset(row_wise)
         self.recorder = RowsRecorder(module, self.call, self._hook, self.row_wise)
         self._hooks: dict[str, RowsHooks] = {}
+        self._whole = WholeCall(module, mesh)
 
     def attach(self) -> None:
         """Hook the module, outside of all hooks that it has."""
@@ -76,17 +82,19 @@ class RowsProgram(JointCalls[RecordedRows]):
         """Whether what runs now has the results of all rows by this program: draws, statistics."""
         if self.recorder.is_running:
             return not self.recorder.keeps_draws
-        return self.call.is_open or (self.call.recorded is not None and _torch.in_backward())
+        return self.call.is_open or self._whole.covers_rows or (self.call.recorded is not None and _torch.in_backward())
 
     def islands(self) -> dict[str, str]:
         """Return the operators that run on the rows of all ranks, and what each communicates in a forward."""
         return dict(self.call.costs)
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Begin a call, and run its own recorded operators if the module has any."""
         super().enter(module, args, kwargs)
         if self.call.is_open and "" in self._hooks:
             self._hooks[""].enter(module, args)
+        opens = exact_num_blocks() is not None and self._depth == 1 and not self.recorder.is_running
+        return self._whole.open(args, kwargs) if opens else None
 
     def leave(self, module: nn.Module, args: tuple, result: object) -> object:
         """End a call. ``result`` is None if it raised."""
@@ -100,7 +108,12 @@ class RowsProgram(JointCalls[RecordedRows]):
     def _open(self, recorded: RecordedRows | None) -> None:
         self.call.open(recorded)
 
+    def _open_exactly(self, _args: tuple, _kwargs: dict) -> None:
+        self._open(None)  # none of its operators alone
+
     def _close(self, result: object) -> object:
+        if self._whole.is_open:
+            return self._whole.close(result)
         if not self.call.is_open:
             return None
         try:

@@ -49,7 +49,7 @@ from .mixing import COUNTED_MEANS, MixingNotes
 from .planned import OnAxis, PlannedRows, RowWisePart, placement_of_rows
 from .values import all_rows, num_rows
 
-__all__ = ["Rehearsal", "Rehearsed"]
+__all__ = ["AXIS", "Rehearsal", "Rehearsed", "WholeCall", "row_wise_parts"]
 
 AXIS = "rows"
 
@@ -204,7 +204,7 @@ class Rehearsal:
         names, planned = Names(), None if self._execution is None else self._rows()
         num_rows_of_both = 2 * (num_rows(args, kwargs) or 0)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_row_wise_parts(self._module, self._names_of_row_wise(), planned))
+            stack.enter_context(row_wise_parts(self._module, self._names_of_row_wise(), planned))
             stack.enter_context(names.watching(dict(self._module.named_modules())))
             if planned is None:
                 log: Sized = OnAxis(stack.enter_context(debug.comm_log(mesh=self._ghost)), AXIS)
@@ -215,7 +215,7 @@ class Rehearsal:
                 stack.enter_context(planned.rehearsing())
                 log = stack.enter_context(planned.log())
             notes = MixingNotes(names, log, self.mesh, num_rows=num_rows_of_both, splits_constants=splits_constants)
-            whole = _Whole(call, notes)
+            whole = WholeCall(call, notes)
             hook_scope(whole, "", EagerScope(True, GradientSync(), attaches=False, rows=planned and planned.mesh))
             try:
                 loss = whole(args, kwargs)
@@ -296,7 +296,7 @@ def _set(holder: object, name: str, value: object) -> Iterator[None]:
         setattr(holder, name, before)
 
 
-class _Whole(nn.Module):
+class WholeCall(nn.Module):
     """A call as a module, for the hooks that run it on DTensors."""
 
     def __init__(self, call: Callable[[tuple, dict], Tensor | None], notes: MixingNotes):
@@ -321,7 +321,7 @@ class _PlannedRehearsal(PlannedRows):
 
 
 @contextlib.contextmanager
-def _row_wise_parts(module: nn.Module, names: set[str], planned: _PlannedRehearsal | None) -> Iterator[None]:
+def row_wise_parts(module: nn.Module, names: set[str], planned: _PlannedRehearsal | None) -> Iterator[None]:
     """Run some parts of a module on this rank's rows alone."""
     handles: list[RemovableHandle] = []
     calls = calls_of(module)

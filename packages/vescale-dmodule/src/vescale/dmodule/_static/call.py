@@ -11,12 +11,12 @@ from collections.abc import Hashable
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from vescale.dtensor.debug import CommLog
 
 from .. import _torch
-from .._boundary.convert import to_plain
+from .._boundary.convert import as_dtensor, to_plain
 from .._boundary.edges import unwrapped, wrapped
 from .._boundary.rows_axis import is_over_rows, lift, lower
 from ..errors import NotLocalFriendlyError
@@ -126,6 +126,23 @@ class Call:
         if record is None:
             raise self._unknown(where, local)
         return record
+
+    def part_of_whole(self, local: Tensor, where: str) -> DTensor | None:
+        """Return the DTensor over the axis of rows whose part a value is; None if it is no such part.
+
+        Code that makes a tensor of the sizes of its input, such as a mask or biases of positions, makes a whole one for
+        the rows of all data-parallel ranks where it is recorded, and the part of this rank on local tensors.
+        """
+        if isinstance(local, DTensor) or self.mesh.ndim == self.plan_mesh.ndim:
+            return None
+        whole = self.layouts.records.whole(where, tuple(local.shape), self.mesh.size(0))
+        if whole is None:
+            return None
+        shape, dim = whole
+        part = lift(as_dtensor(local, self.plan_mesh), self.mesh, Shard(dim), shape=shape)
+        if self.observer is not None:  # the check compares whole values
+            self.observer.note_local(_torch.unseen(part.full_tensor)(), where)
+        return part
 
     def _unknown(self, where: str, local: Tensor) -> NotLocalFriendlyError:
         return NotLocalFriendlyError(

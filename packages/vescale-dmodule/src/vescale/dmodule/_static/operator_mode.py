@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -135,27 +136,34 @@ class Turn:
         self.mode = mode
         if mode is not None:
             mode.__enter__()
-        _turns.append(self)
+        _here.turns.append(self)
 
     def end(self) -> None:
         """End it, and all that began in it; where an error has left some, they may be ended in any order."""
-        if self not in _turns:
+        if self not in _here.turns:
             return
-        while _turns[-1] is not self:
-            _turns[-1].end()
-        _turns.pop()
+        while _here.turns[-1] is not self:
+            _here.turns[-1].end()
+        _here.turns.pop()
         if self.mode is not None:
             self.mode.__exit__(None, None, None)
         if self._resting is not None:
             self._resting.__enter__()
 
 
-_turns: list[Turn] = []  # one per running module, innermost last
+class _Thread(threading.local):
+    """What runs in this thread: one turn per running module, innermost last."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+
+
+_here = _Thread()
 
 
 def active_mode() -> OperatorMode | None:
     """Return the mode that sees the functions which are called now."""
-    return _turns[-1].mode if _turns else None
+    return _here.turns[-1].mode if _here.turns else None
 
 
 @contextlib.contextmanager
@@ -218,7 +226,7 @@ class OperatorMode(TorchFunctionMode):
 
     def sees(self, function: Callable) -> bool:
         """Return whether some calls of a function are recorded in the module that is running."""
-        return function in self.operators.functions and self is _turns[-1].mode
+        return function in self.operators.functions and self is _here.turns[-1].mode
 
     def _run(self, operator: RecordedOperator, args: tuple, kwargs: dict) -> object:
         if self.call.checks and operator.is_island:

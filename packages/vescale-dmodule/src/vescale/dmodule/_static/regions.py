@@ -80,6 +80,9 @@ class EagerPart:
         return map_leaves(call.observer.watch, output, where) if call.state is State.RECORDING else output
 
     def _wrap(self, local: Tensor, where: str) -> Tensor:
+        if (part := self.call.part_of_whole(local, where)) is not None:
+            self.originals[id(part)] = part, local
+            return part
         local = self.call.noted(local, where)
         if isinstance(local, DTensor):  # an eager part left it in an object that it does not return, such as a cache
             return local

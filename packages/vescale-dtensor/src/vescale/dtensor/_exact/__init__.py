@@ -18,6 +18,6 @@ mode          which form an operator has
 api           the context
 """
 
-from .api import exact
+from .api import exact, set_exact
 
-__all__ = ["exact"]
+__all__ = ["exact", "set_exact"]

@@ -21,7 +21,10 @@ from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .mode import ExactMode
 
-__all__ = ["exact"]
+__all__ = ["exact", "set_exact"]
+
+PASSES_ON = "_vescale_passes_on"
+"""Attribute of a dispatch mode that calls every operator, with the operands it has got."""
 
 
 class _Innermost(TorchFunctionMode):
@@ -31,7 +34,8 @@ class _Innermost(TorchFunctionMode):
         modes = dispatch.dispatch_modes()
         ours = [position for position, mode in enumerate(modes) if isinstance(mode, ExactMode)]
         for mode in modes[ours[-1] :] if ours else ():
-            if not isinstance(mode, (ExactMode, PhiloxMode, RandomMode)):
+            passes_on = isinstance(mode, (ExactMode, PhiloxMode, RandomMode)) or getattr(mode, PASSES_ON, False)
+            if not passes_on:
                 raise UnsupportedOperator(
                     f"the dispatch mode {type(mode).__name__} inside of vescale.dtensor.exact: expected it around the "
                     "context, got it inside, where it would hide operators on DTensors: open it before exact"
@@ -81,3 +85,29 @@ def exact(*, num_blocks: Count = 8) -> Iterator[None]:
     finally:
         torch.set_num_threads(num_threads)
         NUM_BLOCKS.reset(token)
+
+
+_process = contextlib.ExitStack()
+
+
+@checked
+def set_exact(num_blocks: Count | None) -> None:
+    """Enter :func:`exact` for the rest of the process, or leave what this function has entered.
+
+    ``vescale.Plan(exact=8)`` calls it, so that the loop around the model, its backward and its optimizer run inside.
+
+    Args:
+        num_blocks: as for :func:`exact`; None to leave it.
+
+    Raises:
+        ValueError: inside of an ``exact`` with another ``num_blocks``.
+
+    Example:
+        >>> set_exact(8)
+        >>> total = torch.linspace(0, 1, 1000).sum()     # the bits of any DTensor with these values
+        >>> set_exact(None)
+    """
+    if num_blocks is None:
+        _process.close()
+    elif NUM_BLOCKS.get() != num_blocks:
+        _process.enter_context(exact(num_blocks=num_blocks))

@@ -3,7 +3,7 @@
 A backend adds in an order of its own, which depends on the number of ranks. The forms gather instead and add by the
 tree. So a sum over ranks is one that the program makes for itself: data parallelism of a plain module, whose ranks see
 their own rows alone, or a pipeline. What they compute locally is not what one device computes in blocks either. Maxima
-pass where DTensor takes them, because no order changes them.
+pass where DTensor takes them, because no order changes them; so do sums of `one_addend`, which have one order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._containers import tensors_in
+from .._exact_context import ONE_ADDEND
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
 from .passing import is_exact_dtype
@@ -22,24 +23,21 @@ __all__ = ["NAMESPACES", "refuse_sums"]
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
 
 REDUCES = ("all_reduce", "allreduce", "reduce", "reduce_scatter")
-SENDS = ("recv", "send")
 ORDERLESS = frozenset({"max", "min"})
 
 
 def refuse_sums(op: dispatch.Op, args: tuple, kwargs: dict) -> None:
-    """Refuse a collective that adds floating-point numbers of several ranks, and messages between stages.
+    """Refuse a collective that adds floating-point numbers of several ranks.
 
     Raises:
         UnsupportedOperator: the operator is one.
     """
     name = dispatch.schema(op).name.partition("::")[2].lstrip("_")
     floats = [tensor for tensor in tensors_in((args, kwargs)) if not is_exact_dtype(tensor)]
-    if not floats:
+    if not floats or ONE_ADDEND.get():
         return
     if name.startswith(REDUCES) and not any(map(_is_orderless, args)):
         _refuse(op, floats, "would add numbers of ranks in the order of its backend", "a sum over ranks")
-    if name.startswith(SENDS):
-        _refuse(op, floats, "sends values between stages of a pipeline", "a pipeline")
 
 
 def _is_orderless(value: object) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._containers import tensors_in
+from .._exact_context import SOURCES
 from .._operators.tables import COMPOSE
 from .._torch import dispatch
 from ..errors import UnsupportedOperator
@@ -115,6 +116,13 @@ class ExactMode(dispatch.TorchDispatchMode):
             if isinstance(tensor, DTensor):
                 _check_mesh(op, tensor, self.num_blocks)
                 _check_placements(op, tensor)
+
+
+def _num_blocks_of_thread() -> int | None:
+    return next((mode.num_blocks for mode in dispatch.dispatch_modes() if isinstance(mode, ExactMode)), None)
+
+
+SOURCES.append(_num_blocks_of_thread)
 
 
 def _is_outside(tensors: list[Tensor]) -> bool:

@@ -8,25 +8,27 @@ different values. A comparison beforehand gives one error instead, raised alike 
 
 A mesh has process groups along its axes only, so the comparison goes axis by axis: after the first axis a rank has the
 values of its line of the mesh, after the second those of its plane, after the last those of all ranks.
+
+Texts travel as bytes, in JSON and not as a pickle: no rank runs what another one sends.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch.waits import waits_over
+from .._torch.debugging import without_modes
+from .._torch.placements import all_gather_single
+from .._torch.waits import Waits, waits_over
 
-__all__ = ["describe_difference", "differing_texts", "gather_objects"]
-
-T = TypeVar("T")
+__all__ = ["describe_difference", "differing_texts", "gather_texts"]
 
 
 def differing_texts(text: str, over: dist.ProcessGroup | DeviceMesh) -> dict[int, str]:
@@ -44,19 +46,49 @@ def differing_texts(text: str, over: dist.ProcessGroup | DeviceMesh) -> dict[int
         >>> if texts := differing_texts(repr(plan), mesh):                               # doctest: +SKIP
         ...     raise ValueError(describe_difference("the plan", texts))
     """
-    digests = gather_objects(hashlib.sha256(text.encode()).hexdigest(), over)
-    return gather_objects(text, over) if len(set(digests.values())) > 1 else {}
+    digests = gather_texts(hashlib.sha256(text.encode()).hexdigest(), over)
+    return gather_texts(text, over) if len(set(digests.values())) > 1 else {}
 
 
-def gather_objects(value: T, over: dist.ProcessGroup | DeviceMesh) -> dict[int, T]:
-    """Return ``{global rank: value}`` of all ranks of a process group or mesh, in the order of ranks."""
-    known = {dist.get_rank(): value}
+def gather_texts(
+    text: str, over: dist.ProcessGroup | DeviceMesh, *, what: str = "comparison of ranks"
+) -> dict[int, str]:
+    """Return ``{global rank: text}`` of all ranks of a process group or mesh, in their order. All of them call it.
+
+    Args:
+        text: of this rank.
+        over: the ranks. Those of a group of the backend "fake" do not exist: the text of this one is all there is.
+        what: name of the exchange in errors about lost ranks.
+
+    Example:
+        >>> of_ranks = map(json.loads, gather_texts(json.dumps(own), mesh).values())    # doctest: +SKIP
+    """
+    known = {dist.get_rank(): text}
     for waits in waits_over(over):
-        gathered: list[dict[int, T]] = [{}] * waits.group.size()
-        gather = functools.partial(dist.all_gather_object, gathered, known, group=waits.group)
-        waits.call("comparison of ranks", gather)
-        known = {rank: value for part in gathered for rank, value in part.items()}
+        with without_modes():
+            messages = _gather_bytes(json.dumps(known).encode(), waits, what)
+        known = {int(rank): theirs for message in messages for rank, theirs in json.loads(message).items()}
     return dict(sorted(known.items()))
+
+
+def _gather_bytes(message: bytes, waits: Waits, what: str) -> list[bytes]:
+    """Return the messages of all ranks of a group, which are not empty: their sizes travel first."""
+    device = _device_type(waits.group)
+    sizes = torch.zeros(waits.group.size(), dtype=torch.int64, device=device)
+    waits.run(what, all_gather_single, sizes, torch.tensor([len(message)], device=device))
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+    padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    rows = torch.empty(len(sizes) * longest, dtype=torch.uint8, device=device)
+    waits.run(what, all_gather_single, rows, padded.to(device))
+    pairs = zip(rows.cpu().view(-1, longest), sizes.tolist(), strict=True)
+    return [row[:size].numpy().tobytes() for row, size in pairs]
+
+
+def _device_type(group: dist.ProcessGroup) -> str:
+    """Return the type of the devices over which a group carries messages: CPUs, if it can."""
+    types = [entry.partition(":")[0] for entry in str(dist.get_backend_config(group)).split(",")]
+    return "cpu" if "cpu" in types else types[0]
 
 
 def describe_difference(what: str, texts: Mapping[int, str]) -> str:

@@ -95,9 +95,12 @@ def of_number(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
 
 
 def _times_number(_op: dispatch.Op, args: tuple, _kwargs: dict) -> object:
-    """Multiply by a number as by a tensor; torch does so in complex convolutions."""
+    """Multiply by a number as torch does: a real one is not rounded to the dtype of the tensor before.
+
+    Torch's formulas of gradients and its complex convolutions call this operator.
+    """
     tensor, number = args
-    return torch.ops.aten.mul.Tensor(tensor, _as_tensor(number, tensor))
+    return torch.ops.aten.mul.Tensor(tensor, _as_tensor(number, tensor) if isinstance(number, complex) else number)
 
 
 def _item(op: dispatch.Op, args: tuple, kwargs: dict) -> float | int | bool | complex:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
-from vescale.dtensor.extension import aligned_gradient
+from vescale.dtensor.extension import aligned_gradient, exact_num_blocks
 
 from .. import _torch
 from .._buckets.plan import Bucket, Part, Slot
@@ -99,6 +99,7 @@ class FlatSlot:
         if dims is None:
             local, dims = aligned_gradient(self.param, local, placements), ()
         with torch.no_grad():
+            local = self._addend(local)
             self.read_grad()
             if not self.unreduced:
                 self._store(local, dims)
@@ -124,8 +125,14 @@ class FlatSlot:
         if self.form is not None:
             self.form.over = ()
         if grad is not None:
-            self._store(_torch.local_tensor(aligned(self.fqn, self.param, grad)), ())
+            self._store(self._addend(_torch.local_tensor(aligned(self.fqn, self.param, grad))), ())
             self.publish()
+
+    def _addend(self, local: Tensor) -> Tensor:
+        """Return what this rank adds of a gradient: inside of ``exact`` all ranks have all of it, and one adds it."""
+        axis = self.bucket.axes.all
+        is_silent = axis.size > 1 and axis.coord and exact_num_blocks() is not None
+        return torch.full_like(local, -0.0) if is_silent else local
 
     def _store(self, local: Tensor, dims: tuple[int, ...]) -> None:
         """Copy a local gradient, partial over ``dims``, into the bucket."""

@@ -53,7 +53,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
-from vescale.dtensor.extension import attach_gradient_receiver, gets_several_gradients, has_gradient_hooks
+from vescale.dtensor import UnsupportedOperator
+from vescale.dtensor.extension import (
+    attach_gradient_receiver,
+    exact_num_blocks,
+    gets_several_gradients,
+    has_gradient_hooks,
+)
 
 from .. import _torch
 from .._ranks.axis import Axis
@@ -106,6 +112,7 @@ class Reducer:
 
     Attributes:
         begin_units: Holds the parameters of ZeRO 3 for a step of a pipeline.
+        num_blocks: Of the ``vescale.dtensor.exact`` in which the last forward ran; None outside.
     """
 
     def __init__(
@@ -126,6 +133,7 @@ class Reducer:
         self._hosts = axis.on_host
         self.synchronizes = True
         self.begin_units: Callable[[Iterable[Tensor]], StepUnits] | None = None
+        self.num_blocks: int | None = None
         self.has_received = False  # since `take_received`
         self.has_reduced = False  # since the last step
         self._patience = PATIENCE
@@ -136,7 +144,16 @@ class Reducer:
             attach_gradient_receiver(slot.param, _SlotReceiver(self, slot))
 
     def receive(self, slot: FlatSlot, local: Tensor, placements: tuple[Placement, ...]) -> None:
-        """Add a gradient to its bucket during backward."""
+        """Add a gradient to its bucket during backward.
+
+        Raises:
+            UnsupportedOperator: Forward and backward do not run in the same ``vescale.dtensor.exact``.
+        """
+        if self.axis.size > 1 and self.num_blocks != exact_num_blocks():
+            raise UnsupportedOperator(
+                f"the gradient of {slot.fqn!r}: expected forward and backward of DDP in one vescale.dtensor.exact, got "
+                f"num_blocks={self.num_blocks} in forward and {exact_num_blocks()} in backward; put the step inside"
+            )
         self.has_received = True
         self._join_round(slot)
         slot.receive(local, placements)

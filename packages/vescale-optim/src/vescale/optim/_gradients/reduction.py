@@ -20,15 +20,21 @@ In the ordered sum the replicas of a shard cut it into pieces, and every rank re
 
 So the sum of an element depends neither on its position in a buffer, nor on the bucket, nor on what is sharded. The
 order of a backend's ring depends on the position, and hybrid sharding adds the sums of rows.
+
+Inside of ``vescale.dtensor.exact`` every rank gets whole gradients from its backward. The first in the order of the
+batch adds them, and the others ``-0.0``: the sum is one device's gradient under either rule, and nothing is divided.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from vescale.dtensor.extension import exact_num_blocks, one_addend
 
 from .._ranks.axis import Axis, Pending
 from .._ranks.data_axes import DataAxes
@@ -119,9 +125,15 @@ class Reduction:
         self._sum: ScatteredSum | None = None
         self._pending: Pending | None = None
         self._total = bucket.grads  # where the sum of this rank's shard will be, unless `_sum` brings it
-        axes = bucket.axes
-        if axes.all.size == 1:
-            return
+        axes, is_exact = bucket.axes, exact_num_blocks() is not None
+        self._adding = one_addend if is_exact else contextlib.nullcontext
+        self._num_addends = 1 if is_exact else axes.all.size
+        if axes.all.size > 1:
+            with self._adding():
+                self._launch()
+
+    def _launch(self) -> None:
+        bucket, axes = self.bucket, self.bucket.axes
         wire = bucket.grads.to(bucket.wire_dtype)  # the gradients themselves, if that is their dtype
         self._total = axes.own_shard(wire)
         if bucket.ordered:
@@ -141,8 +153,11 @@ class Reduction:
 
     def proceed(self) -> None:
         """Free buffers before the end where possible: take the first sum, and launch the collective that follows."""
-        if self._sum is None or self.bucket.axes.replicate.size == 1:
-            return
+        if self._sum is not None and self.bucket.axes.replicate.size > 1:
+            with self._adding():
+                self._spread()
+
+    def _spread(self) -> None:
         axes, label = self.bucket.axes, self.bucket.label
         found, self._sum = self._sum.result(), None
         if self.bucket.ordered:
@@ -162,6 +177,6 @@ class Reduction:
         elif self._pending is not None:
             self._pending.wait()
         bucket = self.bucket
-        bucket.store(average_(self._total, bucket.axes.all.size, bucket.grads.dtype))
+        bucket.store(average_(self._total, self._num_addends, bucket.grads.dtype))
         self._sum = self._pending = None
         self._total = bucket.grads  # drops a buffer that is not the bucket's

@@ -146,12 +146,28 @@ class StatePiece:
             >>> state["layers.0.weight"]["exp_avg"].to_dtensor().placements           # doctest: +SKIP
             (RaggedShard(dims=(0, 1), local_units=(5, 0, 7)),)
         """
+        return self._spread().to_dtensor(self.tensor, self.piece.param)
+
+    def full_tensor(self) -> Tensor:
+        """Return the full tensor, of the global shape, on this rank's device; all ranks of the model call it alike.
+
+        Parts go over the data-parallel axis first, and then over those of the parameter; any layout has a full tensor.
+
+        Raises:
+            ValueError: If the model is not a ``DDP``: this tensor is then all of the state on any data-parallel rank.
+
+        Example:
+            >>> weight = model.state_dict()["layers.0.weight"].full_tensor()          # doctest: +SKIP
+        """
+        return self._spread().full_tensor(self.tensor, self.piece.param)
+
+    def _spread(self) -> Spread:
         if self.piece.spread is None:
             raise ValueError(
                 f"the state of {self.piece.fqn!r} belongs to a model without DDP, so it is on no data-parallel mesh; "
                 "use .tensor, which is all of this rank's state"
             )
-        return self.piece.spread.to_dtensor(self.tensor, self.piece.param)
+        return self.piece.spread
 
     def load(self, value: object) -> None:
         """Copy in place from another value with the same boxes, or from a full tensor of the global shape.

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -113,6 +114,25 @@ class Spread:
         here = part if part.device.type == mesh.device_type else part.to("meta")
         found = DTensor.from_local(here, mesh, placements, run_check=False, shape=shape, stride=stride)
         return found if here is part else _torch.wrap_like(part, found)
+
+    def full_tensor(self, part: Tensor, param: Tensor) -> Tensor:
+        """Return the tensor of the parameter's global shape of which this is the rank's part; all ranks call it alike.
+
+        Args:
+            part: This rank's part, as for `to_dtensor`.
+            param: The parameter; its values are not read.
+        """
+        local, held = part.detach().reshape(-1).to(self.mesh.device_type), self.held()
+        if len(held) > 1 and sum(held):
+            unit = math.gcd(*held)
+            ragged = RaggedShard((0,), tuple(count // unit for count in held))
+            placements = [*[Replicate()] * (self.mesh.ndim - 1), ragged]
+            size = torch.Size((sum(held),))
+            local = DTensor.from_local(
+                local, self.mesh, placements, run_check=False, shape=size, stride=(1,)
+            ).full_tensor()
+        local = local.view(_torch.local_tensor(param).shape)
+        return _torch.wrap_like(local, param).full_tensor() if isinstance(param, DTensor) else local
 
     def part_of(self, value: DTensor, param: Tensor) -> Tensor | None:
         """Return this rank's part of a tensor that is distributed over the same mesh; None for another mesh.

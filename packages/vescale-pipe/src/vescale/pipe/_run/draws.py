@@ -332,6 +332,8 @@ def unequal_generators() -> PipelineError:
 class RandomGuard(OperatorMode):
     """Refuse random operators with generators of their own. ``where()`` returns the current module for the message."""
 
+    _vescale_passes_on = True  # for modes around it that see every operator
+
     def __init__(self, where: Callable[[], str]) -> None:
         super().__init__()
         self._where = where

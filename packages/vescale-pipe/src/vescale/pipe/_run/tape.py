@@ -422,6 +422,8 @@ class Births(OperatorMode):
         outside: returns a context, or None where operators are not told of.
     """
 
+    _vescale_passes_on = True  # for modes around it that see every operator
+
     def __init__(self, tape: Tape, outside: Callable[[], contextlib.AbstractContextManager | None]) -> None:
         super().__init__()
         self._tape, self._outside = tape, outside

@@ -16,8 +16,7 @@ by a stub on all others. Modules without parameters stay on every stage.
 Units are in the order in which they run, as far as that is known (``order.py``), else in that of registration. A module
 of which only parts are called is a container, too.
 
-Blocks are the entries of the longest list and, if the order in which modules run is known, of other lists with entries
-of a similar size: an encoder and a decoder.
+Blocks are those of ``_blocks.py``; of several lists those of the longest, if the order in which modules run is unknown.
 
 Uniform split of n blocks over p stages: each stage gets n // p blocks. The n % p remaining blocks go one each to stages
 1, 2, ..., p-2, then 0. The ends come last because the first stage also runs the embedding and the last one the head.
@@ -33,6 +32,7 @@ from typing import Any
 
 from torch import nn
 
+from .._blocks import find_blocks, uniform_counts
 from .._checked import Count, checked
 from ..plan import UNIFORM, PipelinePlan
 from .order import Calls, first_calls, in_order_of_calls
@@ -41,9 +41,6 @@ from .order import Calls, first_calls, in_order_of_calls
 class SplitError(ValueError):
     """Raised for a model that cannot be split into stages by the plan."""
 
-
-#: Entries of a list count as blocks if they have at least this part of the parameters of those of the longest list.
-ALIKE = 0.25
 
 _Stages = tuple[tuple[str, ...], ...]
 
@@ -138,7 +135,8 @@ def split_units(
 
 
 def _uniform(model: nn.Module, num_stages: int, calls: Calls) -> _Stages:
-    lists = _lists_of_blocks(model)
+    found = find_blocks(model)
+    lists = sorted(found.lists, key=lambda fqn: fqn != found.longest)
     if not calls.is_complete:  # entries of two lists may run in turn
         lists = lists[:1]
     if not lists:
@@ -161,24 +159,10 @@ def _uniform(model: nn.Module, num_stages: int, calls: Calls) -> _Stages:
     return tuple(tuple(units[a:b]) for a, b in itertools.pairwise(cuts))
 
 
-def uniform_counts(num_blocks: int, num_stages: int) -> list[int]:
-    """Return how many blocks each stage gets; the remainder goes to stages 1 .. p-2, then 0, then p-1.
-
-    Example:
-        >>> uniform_counts(10, 4), uniform_counts(7, 4), uniform_counts(5, 2)
-        ([2, 3, 3, 2], [2, 2, 2, 1], [3, 2])
-    """
-    base, remainder = divmod(num_blocks, num_stages)
-    counts = [base] * num_stages
-    for stage in [*range(1, num_stages - 1), 0][:remainder]:
-        counts[stage] += 1
-    return counts
-
-
 def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int, calls: Calls) -> _Stages:
     if len(starts) != num_stages - 1:
         raise SplitError(
-            f"expected {num_stages - 1} modules in PipelinePlan.split for {num_stages} stages, got "
+            f"expected {num_stages - 1} modules in split=[...] of the plan for {num_stages} stages, got "
             f"{len(starts)}: {list(starts)}; name the modules that begin stages 1 .. {num_stages - 1}"
         )
     units = _units(model, calls, open_fqns={a for name in starts for a in _ancestors(name)}, listed=starts)
@@ -198,7 +182,7 @@ def _by_starts(model: nn.Module, starts: Sequence[str], num_stages: int, calls: 
 def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int, calls: Calls) -> _Stages:
     if len(lists) != num_stages:
         raise SplitError(
-            f"expected {num_stages} lists in PipelinePlan.split, one per stage, got {len(lists)}; "
+            f"expected {num_stages} lists in split=[...] of the plan, one per stage, got {len(lists)}; "
             "write one list per stage"
         )
     names = [name for stage in lists for name in stage]
@@ -208,13 +192,15 @@ def _by_lists(model: nn.Module, lists: Sequence[Sequence[str]], num_stages: int,
         homes = [stage for stage, listed in enumerate(lists) if any(_is_within(unit, name) for name in listed)]
         if len(homes) != 1:
             found = f"stages {homes}" if homes else "no stage"
-            raise SplitError(f"PipelinePlan.split: expected `{unit}` in one stage's list, got {found}; list it once")
+            raise SplitError(
+                f"split=[...] of the plan: expected `{unit}` in one stage's list, got {found}; list it once"
+            )
         stages[homes[0]].append(unit)
     for stage, own in enumerate(stages):
         if not own:
             names = list(lists[stage])
             raise SplitError(
-                f"stage {stage}: expected modules with parameters in PipelinePlan.split, got {names}; list one"
+                f"stage {stage}: expected modules with parameters in split=[...] of the plan, got {names}; list one"
             )
     return tuple(map(tuple, stages))
 
@@ -236,26 +222,6 @@ def _holds_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _lists_of_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the longest ModuleList with parameters, and then of those alike, else the longest Sequential.
-
-    Lists inside the entries of another list (experts of a block) do not count. Return none if there is no list.
-    """
-    for kind in (nn.ModuleList, nn.Sequential):
-        found: dict[str, tuple[int, float]] = {}  # of each list, how many entries it has, and how large these are
-        for fqn, module in model.named_modules():
-            nested = any(outer == "" or fqn.startswith(f"{outer}.") for outer in found)
-            count = sum(map(_holds_parameters, module.children()))
-            if isinstance(module, kind) and count > 1 and not nested:
-                found[fqn] = count, sum(p.numel() for p in module.parameters()) / count
-        if found:
-            longest = max(found, key=lambda fqn: found[fqn][0])  # the first of equals
-            least = found[longest][1] * ALIKE
-            others = [fqn for fqn, (_, size) in found.items() if fqn != longest and size >= least]
-            return [longest, *others] if kind is nn.ModuleList else [longest]
-    return []
-
-
 def _units(model: nn.Module, calls: Calls, *, open_fqns: set[str], listed: Sequence[str] = ()) -> list[str]:
     """Return the unit names in the order in which they run; modules in ``open_fqns`` are containers."""
     known = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
@@ -264,7 +230,7 @@ def _units(model: nn.Module, calls: Calls, *, open_fqns: set[str], listed: Seque
             nearest = difflib.get_close_matches(name, known - {""}, n=3, cutoff=0.4)
             why = "has no parameters" if name in known else "is not in the model"
             raise SplitError(
-                f"PipelinePlan.split: expected modules with parameters, got `{name}`, which {why}; nearest names: "
+                f"split=[...] of the plan: expected modules with parameters, got `{name}`, which {why}; nearest names: "
                 f"{', '.join(nearest)}"
             )
     inside = {outer for name in calls for outer in _ancestors(name)}  # one of these that is not called is a container
@@ -272,7 +238,7 @@ def _units(model: nn.Module, calls: Calls, *, open_fqns: set[str], listed: Seque
     for name in listed:
         if not any(_is_within(unit, name) for unit in units):
             raise SplitError(
-                f"PipelinePlan.split: expected the first name of each module, got the second name `{name}` of a "
+                f"split=[...] of the plan: expected the first name of each module, got the second name `{name}` of a "
                 "shared module; use its first name"
             )
     return units

@@ -4,7 +4,7 @@
 |---|---|
 | `build.py` | the model: from a module, a config or a class with arguments; a copy with fake parameters |
 | `inputs.py` | example inputs of any number of rows |
-| `blocks.py` | the chain of blocks, experts in them, and the position of every module |
+| `experts.py` | the experts in blocks |
 | `values.py` | operators on shapes, and on data where code reads it: integers, masks |
 | `split.py` | which memory tensor parallelism splits, followed through operators |
 | `memory.py` | memory as it is allocated and freed, by position and by kind |

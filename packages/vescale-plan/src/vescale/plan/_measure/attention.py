@@ -1,9 +1,9 @@
 """Functions that keep other tensors on a device than a CPU would keep, or tensors without data.
 
 ``scaled_dot_product_attention`` keeps queries, keys, values, the output, and one float32 number per query and head,
-as FlashAttention does (Dao et al., arXiv 2205.14135): scores are computed again in backward. ``dropout`` keeps a
-boolean mask. Calls are found by a function mode, and in torch's own functions by their names in
-``torch.nn.functional``."""
+as FlashAttention does (Dao et al., arXiv 2205.14135): scores are computed again in backward, which is not counted as
+operations. ``dropout`` keeps a boolean mask. Calls are found by a function mode, and in torch's own functions by their
+names in ``torch.nn.functional``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Attention(torch.autograd.Function):
         if query.dim() > 3:
             recorder.heads.append((query.shape[-3], key.shape[-3]))
         ctx.save_for_backward(query, key, value, output, per_query, *([] if mask is None else [mask]))
-        ctx.recorder, ctx.flops = recorder, 2 * scores * (3 * query.shape[-1] + 2 * value.shape[-1])
+        ctx.recorder, ctx.flops = recorder, 2 * scores * (2 * query.shape[-1] + 2 * value.shape[-1])
         return output
 
     @staticmethod

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import tree_map
 from .values import Values
 
 Inputs = Mapping[str, Any] | Callable[[int, int], Mapping[str, Any]]
@@ -88,3 +89,17 @@ def _with_rows(value: Any, rows: int, values: Values) -> Any:
         with values.mode:
             return torch.empty(shape, dtype=value.dtype)
     return torch.zeros(shape, dtype=value.dtype)
+
+
+def without_data(batch: Mapping[str, Any], values: Values) -> dict[str, Any]:
+    """Return a batch in which floating-point numbers are fake; integers are real, and 0 on the meta device."""
+
+    def emptied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+            return values.fake_like(leaf).requires_grad_(leaf.requires_grad)
+        return torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.is_meta else leaf.detach().cpu()
+
+    found: dict[str, Any] = tree_map(emptied, dict(batch))
+    return found

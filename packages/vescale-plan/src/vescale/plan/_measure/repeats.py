@@ -46,15 +46,15 @@ class Made:
     needs_grad: bool
 
 
-def measured_as(blocks: Mapping[str, nn.Module]) -> list[int]:
-    """Return for each block the number of the block that is measured in its place."""
+def measured_as(blocks: Mapping[str, nn.Module], *, each: int = MEASURED) -> list[int]:
+    """Return for each block the number of the block that is measured in its place: of each kind the first ``each``."""
     kinds: dict[Any, list[int]] = {}
     found, own = [], dict[str, int]()  # number of a block in its own list
     for number, (fqn, block) in enumerate(blocks.items()):
         parent = fqn.rpartition(".")[0]
         index = own[parent] = own.get(parent, -1) + 1
         same = kinds.setdefault((parent, *_signature(block, index)), [])
-        if len(same) < MEASURED:
+        if len(same) < each:
             same.append(number)
             found.append(number)
         else:

@@ -12,23 +12,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._blocks import find_blocks
 from .._torch import tree_leaves
 from .attention import DeviceFunctions
-from .blocks import find_blocks, lists_of_equals, stacks_of_experts
 from .build import fake_copy
-from .inputs import Inputs, candidates
+from .experts import lists_of_equals, stacks_of_experts
+from .inputs import Inputs, candidates, without_data
 from .memory import Counts, bytes_of
 from .recorder import Phase, Recorder
 from .repeats import Template, measured_as, remember, same_parameters, skip
 from .result import EMPTY, KINDS, Activations, Bytes, Linear, PartActivations
 from .split import Memory, Split
+
+LossFn = Callable[..., Tensor]
 
 ROWS = 1
 #: Moments of a part that are kept.
@@ -73,7 +76,7 @@ def measure(
     sequence_length: int,
     splittable: Iterable[str],
     inputs: Inputs | None = None,
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    loss_fn: LossFn | None = None,
 ) -> tuple[Activations, dict[str, tuple[int, ...]], frozenset[str]]:
     """Return the activations of a model, the positions of its parameters, and the names of those of experts.
 
@@ -82,8 +85,8 @@ def measure(
         sequence_length: tokens of a row.
         splittable: names of the parameters that tensor parallelism may split.
         inputs: see `inputs`.
-        loss_fn: computes a scalar from the model's output; by default its ``loss``, itself if it is a scalar, or the
-            sum of its tensors.
+        loss_fn: computes a scalar from the model's output, and from the batch's ``target`` if it has one; by default
+            its ``loss``, itself if it is a scalar, or the sum of its tensors.
 
     Raises:
         Exception: the model's own, if it cannot run without data.
@@ -100,6 +103,27 @@ def measure(
     return _activations(first, second, sequence_length), _positions(first), experts
 
 
+def count(model: nn.Module, batch: Mapping[str, Any], loss_fn: LossFn) -> int:
+    """Return the multiplications and additions of forward and backward for a batch.
+
+    Args:
+        model: as for `measure`.
+        batch: keyword arguments of the model, and ``target`` of the loss function.
+        loss_fn: computes a scalar from the model's output, and from the target if there is one.
+
+    Raises:
+        Exception: the model's own, if it cannot run without data.
+    """
+    recorder = Recorder(Split(frozenset()))
+    run = _step(model, without_data(batch, recorder.values), recorder, Found(), loss_fn)
+    total = 0
+    for position in recorder.phases:
+        is_block = 0 <= position < len(run.measured)
+        phase = recorder.phases[run.measured[position] if is_block else position]
+        total += phase.forward_flops + phase.backward_flops
+    return total
+
+
 def _names_within(model: nn.Module, modules: Iterable[str]) -> Iterable[str]:
     prefixes = tuple(f"{name}." for name in modules)
     return (name for name, _ in model.named_parameters(remove_duplicate=False) if name.startswith(prefixes or ("\0",)))
@@ -113,7 +137,7 @@ def _run(
     *,
     sequence_length: int,
     given: Inputs | None,
-    loss_fn: Callable[[Any], Tensor] | None,
+    loss_fn: LossFn | None,
     choice: int | None = None,
 ) -> Run:
     """Run the model once, with the first inputs that it accepts, or those of a ``choice``."""
@@ -137,7 +161,7 @@ def _step(
     batch: dict[str, Any],
     recorder: Recorder,
     found: Found,
-    loss_fn: Callable[[Any], Tensor] | None,
+    loss_fn: LossFn | None,
 ) -> Run:
     """Run forward and backward of a fake copy of the model."""
     model = fake_copy(model, recorder.values)
@@ -148,7 +172,7 @@ def _step(
     for value in tree_leaves(batch):
         if isinstance(value, Tensor) and recorder.ledger.of(value) is None:
             recorder.ledger.add(value, Memory(value.untyped_storage().nbytes(), kind="whole"))
-    _, blocks = find_blocks(model)
+    blocks = {name: model.get_submodule(name) for name in find_blocks(model).names}
     measured, recorder.last = measured_as(blocks), len(blocks)
     templates = [Template() for _ in blocks]
     for position, (fqn, block) in enumerate(blocks.items()):
@@ -160,9 +184,10 @@ def _step(
         _watch_block(block, position, len(blocks), recorder)
     if not blocks:
         _watch_experts("", model, recorder, found)
+    target = [batch.pop("target")] if loss_fn is not None and "target" in batch else []
     recorder.enter(-1)
     with _silent(), DeviceFunctions(recorder), recorder, torch.enable_grad():
-        loss = _loss(model(**batch), loss_fn)
+        loss = _loss(model(**batch), loss_fn, target)
         last = tuple(recorder.ledger.counts)
         recorder.enter(max(recorder.phases), backward=True)
         loss.backward()
@@ -185,9 +210,9 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
+def _loss(output: Any, loss_fn: LossFn | None, target: Sequence[Any]) -> Tensor:
     if loss_fn is not None:
-        return loss_fn(output)
+        return loss_fn(output, *target)
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]

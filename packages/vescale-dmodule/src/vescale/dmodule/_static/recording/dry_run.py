@@ -42,7 +42,7 @@ from .layouts import Recording
 from .names import Names
 from .observe import BoundaryRecords, Observer, replicated
 
-__all__ = ["Run", "call_locally", "check", "keep_or_refuse", "new_run", "record", "without_side_effects"]
+__all__ = ["Run", "call_locally", "check", "in_dry_run", "keep_or_refuse", "new_run", "record", "without_side_effects"]
 
 SET_DATA = Tensor.data.__set__
 IN_PLACE = [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift")]
@@ -303,6 +303,14 @@ def _buffers(parts: Parts, before: dict[str, DTensor], mesh: DeviceMesh) -> dict
 # ------------------------------------------------------------------------------------------------- side effects
 
 
+_open: list[nn.Module] = []  # of the calls that run without side effects
+
+
+def in_dry_run() -> bool:
+    """Return whether a dry run is in progress: a call that the program did not make, whose effects are undone."""
+    return bool(_open)
+
+
 @contextlib.contextmanager
 def without_side_effects(module: nn.Module) -> Iterator[None]:
     """Restore random streams, buffers, attributes of modules and gradients at the end; remove user hooks meanwhile.
@@ -323,10 +331,12 @@ def without_side_effects(module: nn.Module) -> Iterator[None]:
     grads = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
+    _open.append(module)
     try:
         with _torch.without_hooks(parameters), _Restored(parameters), _torch.saving_unseen():
             yield
     finally:
+        _open.pop()
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
         for part, before in attributes:

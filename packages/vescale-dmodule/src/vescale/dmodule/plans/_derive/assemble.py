@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..._plan.attributes import Divided, attribute_names
+from ..._plan.placements import Repeat
 from .._build import Plan
-from . import cuts
-from .graph import Boundary, Graph, Op, Path
+from .graph import Boundary, Graph, Op, Path, Sections, kind_of
 from .spread import Group
 
-__all__ = ["Draft", "draft_of", "keyed", "kind_of"]
+__all__ = ["Draft", "draft_of", "keyed"]
 
 
 @dataclass
@@ -31,6 +31,8 @@ class Draft:
         parameters: placement of each sharded parameter or buffer.
         boundaries: placement of each value that a plan moves, by module, side and path.
         experts: modules whose experts are spread.
+        repeats: boundaries whose heads are repeated before they are placed.
+        changes: new values of attributes that go with it.
         attributes: names of attributes that hold a part of their value on local tensors.
         eager: modules that run in eager mode inside a static model.
     """
@@ -38,6 +40,8 @@ class Draft:
     parameters: dict[str, Placement] = field(default_factory=dict)
     boundaries: dict[tuple[str, str, Path], Placement] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
+    repeats: dict[tuple[str, str, Path], Sections] = field(default_factory=dict)
+    changes: dict[str, object] = field(default_factory=dict)
     attributes: list[str] = field(default_factory=list)
     eager: list[str] = field(default_factory=list)
 
@@ -53,17 +57,32 @@ class Draft:
         }
         if self.experts:
             plan["expert"] = keyed({name: {expert_axis or axis: Shard(0)} for name in self.experts}, modules)
+        known = attribute_names(modules) if self.attributes or self.changes else {}
+        if self.changes:
+            plan["attribute"] = keyed(self.changes, known)
         if self.attributes:
-            plan["local_attribute"] = keyed(dict.fromkeys(self.attributes, Divided(axis)), attribute_names(modules))
+            divided = {name: Divided(axis, self.changes.get(name)) for name in self.attributes}
+            plan["local_attribute"] = keyed(divided, known)
         if self.eager:
             plan["eager"] = list(keyed(dict.fromkeys(self.eager, True), modules))
         return plan
 
     def _forward(self, axis: str) -> dict[str, object]:
-        by_side: dict[str, dict[Path, dict[str, Placement]]] = {}
+        by_side: dict[str, dict[Path, object]] = {}
         for (name, side, path), placement in self.boundaries.items():
-            by_side.setdefault(f"{name}.{side}".lstrip("."), {})[path] = {axis: placement}
+            entry: object = {axis: placement}
+            if (name, side, path) in self.repeats:
+                entry = _repeat(self.repeats[name, side, path], {axis: placement})
+            by_side.setdefault(f"{name}.{side}".lstrip("."), {})[path] = entry
         return {name: _entry(paths) for name, paths in by_side.items()}
+
+
+def _repeat(sections: Sections, placements: Mapping[str, Placement]) -> Repeat:
+    dim = next(iter(placements.values())).dim
+    parts, times = zip(*sections, strict=True)
+    if len(sections) == 1:
+        return Repeat(placements, dim=dim, parts=parts[0], times=times[0])
+    return Repeat(placements, dim=dim, parts=parts, times=times)
 
 
 def _entry(paths: Mapping[Path, object]) -> object:
@@ -85,11 +104,7 @@ def _nested(paths: Mapping[Path, object]) -> object:
 
 
 def draft_of(graph: Graph, groups: Sequence[Group], pins: Iterable[Op], degree: int) -> Draft:
-    """Return the plan of some groups.
-
-    Raises:
-        Refused: a boundary would need two placements.
-    """
+    """Return the plan of some groups; of two entries for one boundary the later one counts."""
     draft = Draft()
     for group in groups:
         for tensor, placement in group.parameters.items():
@@ -97,9 +112,9 @@ def draft_of(graph: Graph, groups: Sequence[Group], pins: Iterable[Op], degree: 
         for op in (*group.reduced, *group.gathered):
             draft.boundaries[_key(op)] = Replicate()
         for op in group.sliced:
-            dim, cut = group.cut[op.outputs[0]]
-            if type(placement := cuts.placement_of(cut, dim, degree)) is Shard:  # others may depend on the batch
+            if placement := group.slice_of(graph, op, degree):
                 draft.boundaries[_key(op)] = placement
+                draft.repeats |= {key: sections for key, sections in graph.repeats.items() if key == _key(op)}
     for op in pins:
         draft.boundaries[_key(op)] = Replicate()
     return draft
@@ -107,20 +122,10 @@ def draft_of(graph: Graph, groups: Sequence[Group], pins: Iterable[Op], degree: 
 
 def _key(op: Op) -> tuple[str, str, Path]:
     boundary: Boundary = op.boundary
-    return boundary.module, boundary.side, boundary.path
+    return boundary.key
 
 
 # ------------------------------------------------------------------------------------------------- names
-
-
-def kind_of(name: str) -> str:
-    """Return a name as a regular expression in which numbers are any numbers.
-
-    Example:
-        >>> kind_of("layers.0.mlp")
-        'layers\\\\.\\\\d+\\\\.mlp'
-    """
-    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
 
 
 def keyed(entries: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:

@@ -40,16 +40,16 @@ class Choice:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def choose(graph: Graph, inputs: set[int], degree: int, modules: dict[str, nn.Module]) -> Choice:
+def choose(rules: Rules, inputs: set[int], degree: int, modules: dict[str, nn.Module]) -> Choice:
     """Choose the groups of a graph.
 
     Args:
-        graph: of a run.
+        rules: of the operators of the graph of a run.
         inputs: tensors that are arguments of the module.
         degree: number of ranks.
         modules: of the graph, by name.
     """
-    rules, choice = Rules(graph), Choice()
+    graph, choice = rules.graph, Choice()
     for group in _vocabularies(graph, rules, inputs, degree, modules, choice):
         if _is_free(group, choice.groups):
             choice.groups.append(group)
@@ -148,7 +148,7 @@ def _pairs(graph: Graph, rules: Rules, degree: int, modules: dict[str, nn.Module
             choice.reasons.setdefault(graph.tensors[weight].names[0], str(refusal))
             continue
         key = frozenset(group.cut)
-        if group.parameters and group.entries and key not in seen:
+        if group.parameters and (group.entries or group.sliced) and key not in seen:
             seen.add(key)
             yield group
 

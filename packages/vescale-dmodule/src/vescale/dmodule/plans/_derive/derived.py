@@ -13,7 +13,7 @@ Column and row are those of Megatron-LM (Shoeybi et al. 2019, section 3).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -24,14 +24,16 @@ from vescale.dtensor.extension import Count, bytes_text, checked
 from ... import _torch
 from ...errors import PlanError
 from .._build import Plan
-from .assemble import Draft, draft_of, kind_of
+from .assemble import Draft, draft_of
 from .choose import Choice, choose
 from .experts import Found, find_experts, find_lists
-from .graph import Graph
+from .graph import Graph, kind_of
 from .inputs import guesses
 from .pins import pins_of
 from .rehearse import Rehearsed, settle_local_code
-from .spread import Group, Refused
+from .repeats import repeat_heads
+from .sequence import cut_sequence
+from .spread import Group, Refused, Rules
 from .trace import shadow, trace
 from .trial import AXIS, try_plan, without_values
 
@@ -85,6 +87,7 @@ def derive(
     degree: Count,
     axis: str = "tp",
     expert_axis: str | None = None,
+    sequence_parallel: bool = False,
 ) -> DerivedPlan:
     """Return a tensor-parallel plan for any module, from its structure and dataflow alone.
 
@@ -100,9 +103,11 @@ def derive(
         degree: number of ranks of the axis.
         axis: mesh axis of the plan.
         expert_axis: mesh axis over which experts are spread; by default ``axis``.
+        sequence_parallel: shard activations between pairs of matrices over the sequence, their dim 1.
 
     Raises:
-        PlanError: the module does not run with the inputs, or with none that were guessed.
+        PlanError: the module does not run with the inputs, or with none that were guessed; or its activations cannot be
+            sharded over the sequence.
 
     Example:
         >>> from torch import nn
@@ -117,12 +122,21 @@ def derive(
             input  {'input': {'tp': Replicate()}}
         communication of a step: 1 KiB of each rank
     """
-    found = find_experts(model, AXIS, 1 if expert_axis else degree)
+    num_ranks = 1 if expert_axis else degree
+    found = find_experts(model, AXIS, num_ranks)
     graph, used = _run(model, inputs, found)
     search = _Search(model, graph, used, found, degree, spreads_experts=expert_axis is None)
-    search.choose()
-    draft = search.settle()
-    return DerivedPlan(draft.plan(model, axis, expert_axis), search.replicated(draft), used, search.num_bytes)
+    search.settle()
+    repeated = repeat_heads(model, used, search.rules, search.settled, found, degree)
+    if repeated is not None:
+        found = find_experts(model, AXIS, num_ranks)
+        other = _Search(repeated.module, repeated.graph, used, found, degree, spreads_experts=expert_axis is None)
+        other.changes = repeated.attributes
+        other.settle()
+        search = other if other.is_repeated() and other.numel() > search.numel() else search
+    if sequence_parallel:
+        search.cut_sequence()
+    return DerivedPlan(search.draft.plan(model, axis, expert_axis), search.replicated(), used, search.num_bytes)
 
 
 def _run(model: nn.Module, inputs: Mapping[str, Any] | None, found: Found) -> tuple[Graph, dict[str, object]]:
@@ -171,35 +185,63 @@ class _Search:
     ):
         self.model, self.graph, self.inputs, self.found, self.degree = model, graph, inputs, found, degree
         self.spreads_experts = spreads_experts
+        self.rules = Rules(graph)
+        self.modules = dict(model.named_modules())
         self.choice = Choice()
+        self.settled: list[Group] = []
+        self.draft = Draft()
+        self.changes: dict[str, object] = {}
         self.refused: dict[str, str] = {}
         self.num_bytes = 0
 
-    def choose(self) -> None:
-        """Choose groups by the dataflow."""
+    def numel(self) -> int:
+        """Return how many elements the sharded parameters have, without experts."""
+        return sum(group.numel(self.graph) for group in self.settled)
+
+    def is_repeated(self) -> bool:
+        """Return whether the plan repeats all heads that the run repeats."""
+        return self.graph.repeats.keys() == self.draft.repeats.keys()
+
+    def _choose(self) -> None:
         find_lists(self.model, self.graph, self.found, AXIS, self.degree if self.spreads_experts else 1)
         ops = (op for op in self.graph.ops if op.boundary is not None)
         of_root = {op.inputs[0] for op in ops if op.boundary.module == "" and op.boundary.side == "input"}
-        self.choice = choose(self.graph, of_root, self.degree, dict(self.model.named_modules()))
+        self.choice = choose(self.rules, of_root, self.degree, self.modules)
 
-    def settle(self) -> Draft:
-        """Return the plan of the groups that pass all checks."""
+    def settle(self) -> None:
+        """Choose groups by the dataflow, and find the plan of those that pass all checks."""
+        self._choose()
         kinds: dict[frozenset[str], list[Group]] = {}
         for group in self.choice.groups:
             kinds.setdefault(self._kind(group), []).append(group)
-        groups = self.choice.groups
         try:
-            return self._checked(groups)
+            self.draft, self.settled = self._checked(self.choice.groups), self.choice.groups
         except Refused:
-            draft = self._with_experts()
-        groups = []
+            self.draft = self._with_experts()
+        else:
+            return
         for of_kind in kinds.values():
             try:
-                draft = self._checked([*groups, *of_kind])
-                groups = [*groups, *of_kind]
+                self.draft = self._checked([*self.settled, *of_kind])
+                self.settled += of_kind
             except Refused as refusal:
                 self._note(of_kind, str(refusal))
-        return draft
+
+    def cut_sequence(self) -> None:
+        """Shard activations over the sequence in the plan.
+
+        Raises:
+            PlanError: they cannot be, with the reason.
+        """
+        try:
+            pins = pins_of(self.graph, self.settled) or []
+            group = cut_sequence(self.rules, self.settled, pins, self.degree, self.modules)
+            self.draft = self._checked([*self.settled, group])
+        except Refused as refusal:
+            raise PlanError(
+                "derive: expected activations that can be sharded over the sequence for sequence_parallel=True, got a "
+                f"{type(self.model).__name__} with activations that cannot ({refusal}); leave it out, or write a plan"
+            ) from refusal
 
     def _with_experts(self) -> Draft:
         """Return the plan without groups; also without experts, if these do not run."""
@@ -228,26 +270,26 @@ class _Search:
         if pins is None:
             raise Refused("the gradient of an operand is a sum over ranks that meets a whole one before any boundary")
         draft = draft_of(self.graph, groups, pins, self.degree)
-        draft.experts = list(self.found.spread)
+        draft.experts, draft.changes = list(self.found.spread), self.changes
         settle_local_code(Rehearsed(self.model, self.inputs, self.graph, groups, draft, self.degree, self.found.whole))
         self.num_bytes = self._tried(draft).total_bytes if groups else 0
         return draft
 
     def _tried(self, draft: Draft) -> CommLog:
         try:
-            plan = Draft(draft.parameters, draft.boundaries).plan(self.model, AXIS)  # stand-ins need no experts
+            plan = replace(draft, experts=[], changes={}, attributes=[], eager=[]).plan(self.model, AXIS)
             return try_plan(self.model, plan, self.inputs, self.degree, whole=self.found.whole)
         except Exception as error:  # of DTensor's rules, or of the module's code
             raise Refused(f"on DTensors it fails: {type(error).__name__}: {error}".partition("\n")[0]) from error
 
-    def replicated(self, draft: Draft) -> dict[str, str]:
+    def replicated(self) -> dict[str, str]:
         """Return the matrices that every rank has, and why."""
         found: dict[str, str] = {}
-        spread = tuple(f"{name}." for name in draft.experts)
+        spread = tuple(f"{name}." for name in self.draft.experts)
         used = {name for _, info in self.graph.parameters() for name in info.names}
         for name, parameter in self.model.named_parameters():
             is_matrix = sum(size > 1 for size in parameter.shape) > 1
-            if not is_matrix or name in draft.parameters or (spread and name.startswith(spread)):
+            if not is_matrix or name in self.draft.parameters or (spread and name.startswith(spread)):
                 continue
             found[name] = self._reason(name, used)
         return found

@@ -7,15 +7,19 @@ boundary    an operator that returns its operand: an argument or a result of a m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Boundary", "Graph", "Op", "Path", "Ref", "TensorInfo"]
+__all__ = ["Boundary", "Graph", "Op", "Path", "Ref", "Sections", "TensorInfo", "kind_of"]
 
 Path = tuple[object, ...]
 """Where a tensor is in the arguments, or in the results, of a module: names and positions from outside to inside."""
+
+Sections = tuple[tuple[int, int], ...]
+"""How many heads each section of a dim has, and how often they come."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ class Boundary:
     call: int
     side: str
     path: Path
+
+    @property
+    def key(self) -> tuple[str, str, Path]:
+        """The boundary in any call."""
+        return self.module, self.side, self.path
 
 
 @dataclass
@@ -110,12 +119,14 @@ class Graph:
         ops: in order.
         results: the tensors that the module returned, and their paths.
         reads: names of modules that read values, which the run took as zeros.
+        repeats: boundaries (module, side, path) whose heads, in the last dim, are repeated.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
     reads: set[str] = field(default_factory=set)
+    repeats: dict[tuple[str, str, Path], Sections] = field(default_factory=dict)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].shape
@@ -123,3 +134,13 @@ class Graph:
     def parameters(self) -> Iterator[tuple[int, TensorInfo]]:
         """Yield the parameters that the run used."""
         yield from ((number, info) for number, info in enumerate(self.tensors) if info.is_parameter)
+
+
+def kind_of(name: str) -> str:
+    """Return a name as a regular expression in which numbers are any numbers.
+
+    Example:
+        >>> kind_of("layers.0.mlp")
+        'layers\\\\.\\\\d+\\\\.mlp'
+    """
+    return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))

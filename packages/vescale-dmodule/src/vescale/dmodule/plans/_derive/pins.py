@@ -36,7 +36,8 @@ def pins_of(graph: Graph, groups: Sequence[Group]) -> list[Op] | None:
         return []
     cut = {tensor for group in groups for tensor in group.cut}
     summands = _summands(graph, groups)
-    sides = _Sides(graph, cut | summands, {id(op) for group in groups for op in group.reduced + group.gathered})
+    whole = {id(op) for group in groups for op in group.reduced + group.gathered}
+    sides = _Sides(graph, cut | summands, whole, {id(op) for group in groups for op in group.sliced})
     found = sides.solve([tensor for tensor, _ in entries], strict=True)
     return sides.solve([tensor for tensor, _ in entries], strict=False) if found is None else found
 
@@ -64,9 +65,10 @@ class _Sides:
         graph: of the run.
         left_out: tensors that are not whole.
         becoming_whole: boundaries, by id, where such a tensor becomes whole.
+        becoming_cut: boundaries, by id, where a whole tensor becomes cut; they make its gradient whole.
     """
 
-    def __init__(self, graph: Graph, left_out: set[int], becoming_whole: set[int]):
+    def __init__(self, graph: Graph, left_out: set[int], becoming_whole: set[int], becoming_cut: set[int]):
         self.graph = graph
         self._parents: dict[int, int] = {}
         self.boundaries: list[tuple[int, int, Op]] = []  # tensors below and above
@@ -81,6 +83,8 @@ class _Sides:
             inputs = [t for t in op.inputs if graph.tensors[t].differentiable and t not in left_out]
             if id(op) in becoming_whole:
                 self.reduced += outputs
+            elif id(op) in becoming_cut:
+                self.ends += inputs
             elif op.boundary is not None:
                 self.boundaries += [(below, above, op) for below in outputs for above in inputs]
             elif any(t in left_out for t in (*op.inputs, *op.outputs)):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from ... import _torch
 from ..._execution.patch import set_attributes
 from ..._plan.attributes import attribute_names
-from .assemble import Draft, kind_of
+from .assemble import Draft
 from .cuts import local_size
 from .experts import install_stand_ins
-from .graph import Boundary, Graph, Op
+from .graph import Boundary, Graph, Op, kind_of
 from .spread import Group, Refused
 from .trace import BoundaryHooks, read_as_zeros, shadow
 
@@ -68,8 +68,12 @@ class Rehearsed:
     expected: dict[Boundary, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ops = (op for op in self.graph.ops if op.boundary is not None)
-        self.expected = {op.boundary: (op.inputs[0], op.outputs[0]) for op in ops if op.boundary is not None}
+        for op in self.graph.ops:
+            if op.boundary is not None:
+                (before,), (after,) = op.inputs, op.outputs
+                if op.boundary.key in self.graph.repeats:
+                    (before,) = self.graph.ops[self.graph.tensors[before].producer or 0].inputs
+                self.expected[op.boundary] = before, after
         self.ops: dict[tuple[str, int], list[Op]] = {}
         for op in self.graph.ops:
             if op.boundary is None and op.func is not None:

@@ -9,39 +9,58 @@ operand that is whole (the entries) and where a product sums over the cut dim (t
     x --> k_proj [cut] --> heads [cut] ----^
 
 An operator that needs all of a cut dim on every rank refuses the group. So does a sum that no boundary reduces before
-other code uses it.
+other code uses it. A module without matrices beside those of the group, such as a norm over the features of all heads,
+runs whole instead: what enters it is gathered, and what leaves it is cut in the same way.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Shard
 
 from . import cuts
 from .cuts import Cut
-from .graph import Graph, Op
+from .graph import Boundary, Graph, Op
 from .rules import SCALES, VIEWS, Rule, rule_of
 
-__all__ = ["Group", "Refused", "Rules", "spread"]
+__all__ = ["Group", "Refused", "Rules", "Spread", "spread"]
 
 BIASED = ("Linear", "Conv1D")
 """Classes of modules whose bias one rank adds to the sum, see ``_static.local_modules``."""
 
 
 class Refused(Exception):  # noqa: N818 - it is caught here, and its text is a reason
-    """A cut cannot be spread; the text says why."""
+    """A cut cannot be spread; the text says why.
+
+    Args:
+        reason: the text.
+        module: the module whose code needs all of a cut dim, if that is the reason.
+        tensor: which it needs all of.
+    """
+
+    def __init__(self, reason: str, module: str | None = None, tensor: int | None = None):
+        super().__init__(reason)
+        self.module, self.tensor = module, tensor
 
 
 class Rules:
-    """The rules of all operators of a graph, made when they are needed."""
+    """The rules of all operators of a graph, made when they are needed.
+
+    Attributes:
+        crossings: the boundaries of each call of a module.
+    """
 
     def __init__(self, graph: Graph):
         self.graph = graph
         self._rules: dict[int, Rule] = {}
+        self.crossings: dict[tuple[str, int], list[Op]] = {}
+        for op in graph.ops:
+            if op.boundary is not None:
+                self.crossings.setdefault((op.boundary.module, op.boundary.call), []).append(op)
 
     def __getitem__(self, op: Op) -> Rule:
         if op.number not in self._rules:
@@ -59,8 +78,9 @@ class Group:
         entries: pairs of a whole tensor and the operator in which it meets cut ones; its gradient there is a summand.
         reduced: boundaries where a sum over ranks becomes whole.
         gathered: boundaries where a cut tensor becomes whole.
-        sliced: boundaries where a whole tensor without gradient becomes cut.
+        sliced: boundaries where a whole tensor becomes cut, and its gradient whole.
         made: tensors that code makes whole and uses as cut ones; local code must make a part.
+        is_vocabulary: whether embeddings and heads are cut over the vocabulary.
         num_bytes: of the values that are reduced and gathered, and of those whose gradients are.
     """
 
@@ -71,11 +91,19 @@ class Group:
     gathered: list[Op] = field(default_factory=list)
     sliced: list[Op] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
+    is_vocabulary: bool = False
     num_bytes: int = 0
 
     def numel(self, graph: Graph) -> int:
         """Return how many elements the sharded parameters have."""
         return sum(graph.tensors[tensor].numel for tensor in self.parameters)
+
+    def slice_of(self, graph: Graph, op: Op, degree: int) -> Placement | None:
+        """Return the placement to which a boundary cuts a whole tensor; None if there is none for every batch."""
+        dim, cut = self.cut[op.outputs[0]]
+        placement = cuts.placement_of(cut, dim, degree)
+        is_of_features = op.boundary is not None and op.boundary.key in graph.repeats
+        return placement if type(placement) is Shard or is_of_features else None
 
     def ops(self, graph: Graph) -> Iterable[Op]:
         """Return the operators that take or return a cut tensor, in order."""
@@ -103,25 +131,54 @@ def spread(
     Raises:
         Refused: with the reason.
     """
-    run = _Spread(rules, degree, modules, gathers=gathers)
-    for tensor, dim in seeds:
-        run.assign(tensor, dim, cuts.chunked(rules.graph.shape(tensor)[dim], degree), None)
-    run.go_on()
-    return run.finished()
+    whole: set[str] = set()
+    first: Refused | None = None
+    while True:
+        run = Spread(rules, degree, modules, whole=whole, gathers=gathers)
+        try:
+            for tensor, dim in seeds:
+                run.assign(tensor, dim, cuts.chunked(rules.graph.shape(tensor)[dim], degree), None)
+            run.go_on()
+            return run.finished()
+        except Refused as refusal:
+            first = first or refusal
+            if refusal.module is None or refusal.module in whole or not _may_run_whole(modules, refusal.module):
+                raise first from None
+            whole.add(refusal.module)
 
 
-class _Spread:
-    def __init__(self, rules: Rules, degree: int, modules: dict[str, nn.Module], *, gathers: bool):
-        self.graph, self.rules, self.degree, self.modules, self.gathers = (
-            rules.graph,
-            rules,
-            degree,
-            modules,
-            gathers,
-        )
+def _may_run_whole(modules: dict[str, nn.Module], name: str) -> bool:
+    return bool(name) and all(parameter.ndim < 2 for parameter in modules[name].parameters())
+
+
+class Spread:
+    """The cut of some dims, as it spreads.
+
+    Args:
+        rules: of the operators of a graph.
+        degree: number of ranks.
+        modules: of the graph, by name.
+        whole: modules that run whole.
+        gathers: whether a cut tensor becomes whole at the next boundary, instead of further on.
+        ends: boundaries, by number, where the cut ends; if there are any, it also ends at inputs of modules that are
+            cut on their inside only, and no module that runs whole passes it on.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        degree: int,
+        modules: dict[str, nn.Module],
+        *,
+        whole: Collection[str] = (),
+        gathers: bool = False,
+        ends: Collection[int] = (),
+    ):
+        self.graph, self.rules, self.degree, self.modules = rules.graph, rules, degree, modules
+        self.whole, self.gathers, self.ends = whole, gathers, ends
+        self.beside = set() if ends else {name.rpartition(".")[0] for name in whole}
         self.cut: dict[int, tuple[int, Cut]] = {}
         self.queue: deque[int] = deque()
-        self.stops: dict[int, Op] = {}  # tensors that are whole before an operator that slices them
         self.made: dict[int, Op | None] = {}
 
     def assign(self, tensor: int, dim: int, cut: Cut, op: Op | None) -> None:
@@ -133,6 +190,9 @@ class _Spread:
         known = cut if before is None else cuts.merged(before[1], cut)
         if known is None:
             raise Refused(f"{self._at(op)} needs other parts of a tensor of shape {info.shape} than other code")
+        for owner in self.beside:
+            if info.is_parameter and owner and not any(name.startswith(f"{owner}.") for name in info.names):
+                raise Refused(f"a module in {owner!r} needs all of a dim on every rank that is cut outside, too")
         if cuts.is_known(known) and any(not cuts.local_size(known, rank) for rank in range(self.degree)):
             raise Refused(f"a dim of {info.shape[dim]} elements is too small for {self.degree} ranks")
         if before is None or known != before[1]:
@@ -149,26 +209,49 @@ class _Spread:
     def _through(self, op: Op, tensor: int, dim: int, cut: Cut) -> None:
         """Spread the cut of one tensor through one operator."""
         is_output = tensor in op.outputs and tensor not in op.inputs
-        if op.boundary is not None:
-            if not is_output and self.gathers:
-                return
-            if is_output and self._may_slice(op):
-                return
+        if op.boundary is not None and self._ends_at(op, tensor, dim, cut, is_output=is_output):
+            return
         followed = self.rules[op].follow(self.graph, tensor, dim, cut)
         if followed is None:
             if is_output and not self.graph.tensors[tensor].differentiable:
                 self.made[tensor] = op
                 return
-            raise Refused(f"{self._at(op)} needs all of {self._named(op, tensor)} dim {dim} on every rank")
+            reason = f"{self._at(op)} needs all of {self._named(op, tensor)} dim {dim} on every rank"
+            raise Refused(reason, op.module, tensor)
         for (other, other_dim), there in followed:
             if there is None:
                 raise Refused(
                     f"{self._at(op)} takes dim {dim} of shape {self.graph.shape(tensor)} apart, or puts it together, "
-                    f"such that {self.degree} ranks do not have whole parts of it"
+                    f"such that {self.degree} ranks do not have whole parts of it",
+                    op.module,
+                    tensor,
                 )
             if all(owner == cuts.UNKNOWN for owner, _ in there):
                 continue
             self.assign(other, other_dim, there, op)
+
+    def _ends_at(self, op: Op, tensor: int, dim: int, cut: Cut, *, is_output: bool) -> bool:
+        """Return whether the cut of a tensor ends at a boundary."""
+        boundary: Boundary = op.boundary
+        if op.number in self.ends or boundary.key in self.graph.repeats or (not is_output and self.gathers):
+            return True
+        if boundary.module in self.whole:
+            if is_output == (boundary.side == "input"):
+                raise Refused(f"{boundary.module!r}, which runs whole, makes a tensor that is cut", boundary.module)
+            if not self.ends:
+                self._around(op, tensor, dim, cut)
+            return True
+        return is_output and ((bool(self.ends) and boundary.side == "input") or self._may_slice(op))
+
+    def _around(self, op: Op, tensor: int, dim: int, cut: Cut) -> None:
+        """Cut what enters a module that runs whole as what leaves it, and the reverse."""
+        boundary: Boundary = op.boundary
+        for other in self.rules.crossings[boundary.module, boundary.call]:
+            (outside,) = other.outputs if boundary.side == "input" else other.inputs
+            is_other = other.boundary is not None and other.boundary.side != boundary.side
+            is_alike = self.graph.shape(outside) == self.graph.shape(tensor)
+            if is_other and is_alike and self.graph.tensors[outside].differentiable:
+                self.assign(outside, dim, cut, op)
 
     def _may_slice(self, op: Op) -> bool:
         """Return whether a boundary may cut what crosses it: a tensor without gradient, which is whole before."""
@@ -180,7 +263,7 @@ class _Spread:
 
     def finished(self) -> Group:
         """Return the group, checked."""
-        group = Group(self.cut)
+        group = Group(self.cut, is_vocabulary=self.gathers)
         for tensor, (dim, cut) in self.cut.items():
             info = self.graph.tensors[tensor]
             if not cuts.is_known(cut):
@@ -196,9 +279,15 @@ class _Spread:
                 self.made[tensor] = None
         for op in group.ops(self.graph):
             self._finish(group, op)
+        for op in group.sliced:
+            boundary: Boundary = op.boundary
+            if self.graph.tensors[op.inputs[0]].differentiable and group.slice_of(self.graph, op, self.degree) is None:
+                reason = f"no placement gives each rank its part of a value at {boundary.module!r}"
+                raise Refused(reason, boundary.module)
         group.made = [tensor for tensor in self.made if tensor in self.cut]
         whole = {tensor for tensor, _ in group.entries}
         moved = [op.inputs[0] for op in (*group.reduced, *group.gathered)]
+        moved += [op.inputs[0] for op in group.sliced if self.graph.tensors[op.inputs[0]].differentiable]
         group.num_bytes = sum(
             self.graph.tensors[tensor].numel * self.graph.tensors[tensor].itemsize for tensor in (*whole, *moved)
         )

@@ -16,15 +16,18 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 
 from ... import _torch
 from ..._boundary.values import fields_of, rebuild_fields, rebuild_sequence
+from ..._plan.placements import Repeat
 from .experts import install_stand_ins
-from .graph import Boundary, Graph, Op, Path, Ref, TensorInfo
+from .graph import Boundary, Graph, Op, Path, Ref, Sections, TensorInfo
 
 __all__ = ["BoundaryHooks", "as_one_operator", "read_as_zeros", "shadow", "trace", "walk"]
 
@@ -119,9 +122,9 @@ class BoundaryHooks:
 class Recorder(_torch.TorchDispatchMode):
     """Record the operators of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, repeats: Mapping[tuple[str, str, Path], Sections]) -> None:
         super().__init__()
-        self.graph = Graph()
+        self.graph = Graph(repeats=dict(repeats))
         self.running: list[tuple[str, int]] = [("", 0)]
         self.boundary: Boundary | None = None
         self.whole: list[Op] = []  # modules that are taken as one operator and run now
@@ -171,6 +174,9 @@ class Recorder(_torch.TorchDispatchMode):
         """Return an alias of a tensor that crosses a boundary."""
         if self.whole:
             return tensor
+        if sections := self.graph.repeats.get(boundary.key):
+            with as_one_operator(self, boundary.module):
+                tensor = repeat(tensor, sections)
         self.boundary = boundary
         try:
             return torch.ops.aten.alias(tensor)
@@ -214,6 +220,12 @@ def _zero(dtype: torch.dtype) -> bool | int | float:
     return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
 
 
+def repeat(tensor: Tensor, sections: Sections) -> Tensor:
+    """Return a tensor whose last dim holds heads with repeated ones."""
+    parts, times = zip(*sections, strict=True)
+    return Repeat([Replicate()], parts=parts, times=times).apply(tensor)
+
+
 @contextlib.contextmanager
 def as_one_operator(recorder: Recorder, name: str) -> Iterator[None]:
     """Record all operators inside as one."""
@@ -233,7 +245,13 @@ def as_one_operator(recorder: Recorder, name: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------- a run
 
 
-def trace(module: nn.Module, inputs: Mapping[str, object], mode: _torch.FakeTensorMode, whole: set[str]) -> Graph:
+def trace(
+    module: nn.Module,
+    inputs: Mapping[str, object],
+    mode: _torch.FakeTensorMode,
+    whole: set[str],
+    repeats: Mapping[tuple[str, str, Path], Sections] = MappingProxyType({}),
+) -> Graph:
     """Run a module on fake tensors and return its operators.
 
     Args:
@@ -241,9 +259,10 @@ def trace(module: nn.Module, inputs: Mapping[str, object], mode: _torch.FakeTens
         inputs: arguments by name, with fake tensors.
         mode: of the fake tensors.
         whole: names of modules that are taken as one operator.
+        repeats: see :class:`Graph`.
     """
     install_stand_ins(module, whole)
-    recorder = Recorder()
+    recorder = Recorder(repeats)
     hooks = BoundaryHooks(module, recorder.cross)
     recorder.running = hooks.running
     hooks.running.append(("", 0))

@@ -24,7 +24,7 @@ from ...parallelize import execute
 from .experts import install_stand_ins
 from .trace import read_as_zeros, shadow
 
-__all__ = ["AXIS", "try_plan", "without_values"]
+__all__ = ["AXIS", "Values", "try_plan", "without_values"]
 
 AXIS = "vescale.dmodule.plans.derive"
 """Name of the axis: torch keeps layouts by mesh, and those of a ghost must not be those of a real one."""
@@ -53,7 +53,7 @@ def try_plan(
     mode = _torch.fake_tensors()
     copied = shadow(module, mode)
     install_stand_ins(copied, whole)
-    with _torch.ghost_world(degree), _torch.quiet_fakes(), _Values():
+    with _torch.ghost_world(degree), _torch.quiet_fakes(), Values():
         mesh = _torch.ghost_mesh("cpu", AXIS, size=degree, coord=0)
         resolved = resolve(copied, mesh, plan, allow_empty=True)
         _place(copied, mesh, resolved.tensors)
@@ -79,7 +79,7 @@ def without_values(inputs: Mapping[str, object], mode: _torch.FakeTensorMode) ->
     return _torch.tree_map(emptied, dict(inputs))
 
 
-class _Values(_torch.TorchDispatchMode):
+class Values(_torch.TorchDispatchMode):
     """Read zeros where code reads values."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

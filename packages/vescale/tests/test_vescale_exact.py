@@ -1,0 +1,182 @@
+"""`Plan(exact=8)`: unmodified Hugging Face models train with the bits of one process under every plan."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+import vescale
+from vescale.dtensor import exact, set_exact
+from vescale.dtensor.extension import exact_num_blocks
+from vescale.plan import Plan
+from vescale_testing import ranks
+
+DECODER = {
+    "vocab_size": 255,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "attention_dropout": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def gpt2():
+    config = GPT2Config(vocab_size=255, n_embd=32, n_layer=2, n_head=8, n_positions=16, bos_token_id=None)
+    return GPT2LMHeadModel(config)
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**DECODER))
+
+
+def mixtral():
+    return MixtralForCausalLM(MixtralConfig(**DECODER, num_local_experts=4, output_router_logits=True))
+
+
+FAMILIES = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral}
+
+
+def build(family):
+    torch.manual_seed(0)
+    return FAMILIES[family]().train()
+
+
+def batches(steps):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        ids = torch.randint(255, (8, 9), generator=generator)
+        yield {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def train_alone(family, *, steps=2, num_blocks=8):
+    """Return losses and norms, and by name parameters and AdamW's state, of an unmodified loop."""
+    model = build(family)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = []
+    torch.manual_seed(5)
+    with exact(num_blocks=num_blocks):
+        for batch in batches(steps):
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            found += [loss.detach(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)]
+            optimizer.step()
+    state = optimizer.state_dict()["state"]
+    parameters = dict(model.named_parameters())
+    return found, {name: [parameters[name].detach(), *state[i].values()] for i, name in enumerate(parameters)}
+
+
+def train(family, *, steps=2, num_blocks=8, **fields):
+    plan = Plan(exact=num_blocks, clip_grad_norm=1.0, **fields)
+    adamw = functools.partial(torch.optim.AdamW, lr=0.01)
+    try:
+        model, optimizer = vescale.parallelize(plan, build(family), adamw)
+        assert exact_num_blocks() == num_blocks
+        found = []
+        torch.manual_seed(5)
+        for batch in batches(steps):
+            optimizer.zero_grad()
+            loss = model(**model.local_batch(batch)).loss
+            loss.backward()
+            optimizer.step()
+            found += [model.global_loss(loss), optimizer.grad_norm]
+        state, parameters = optimizer.full_state_dict()["state"], model.state_dict()
+    finally:
+        set_exact(None)
+    names = [name for name, each in model.named_parameters() if each.requires_grad]  # that this rank's stage owns
+    return found, {name: [parameters[name], *state[i].values()] for i, name in enumerate(names)}
+
+
+def num_equal(actual, expected):
+    """Return how many tensors are equal, and how many there are."""
+    pairs = list(zip(actual[0], expected[0], strict=True))
+    for name, tensors in actual[1].items():
+        pairs += zip(tensors, expected[1][name], strict=True)
+    return sum(torch.equal(*pair) for pair in pairs), len(pairs)
+
+
+CASES = [
+    ("gpt2", {"dp": 2, "zero": 1}),
+    ("llama", {"dp": 2, "zero": 3, "mode": "static"}),
+    ("mixtral", {"dp": 2, "zero": 2, "num_microbatches": 2}),
+    ("gpt2", {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True}),
+    ("llama", {"num_microbatches": 4}),
+    ("mixtral", {"dp": 2, "ep": 2}),
+    ("llama", {"dp": 2, "recompute": 1}),
+    ("gpt2", {"pp": 2, "num_microbatches": 4}),
+    ("llama", {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"}),
+]
+LAYOUTS = [
+    *({"dp": dp, "zero": zero} for dp in (2, 4, 8) for zero in range(4)),
+    *({"tp": tp, "sequence_parallel": sp} for tp in (2, 4) for sp in (False, True)),
+    *({"dp": 2, "tp": 2, "zero": zero} for zero in range(4)),
+    {"dp": 4, "tp": 2, "zero": 3, "sequence_parallel": True},
+    {"dp": 2, "tp": 4, "zero": 1},
+    {"dp": 4, "dp_replicate": 2, "zero": 2},
+    {"num_microbatches": 4},
+    {"dp": 2, "num_microbatches": 2, "zero": 2},
+    *({"pp": 2, "num_microbatches": 4, "schedule": schedule} for schedule in ("1f1b", "zb_h1")),
+    {"pp": 2, "tp": 2, "num_microbatches": 2},
+]
+EXPERTS = [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "zero": 1}, {"dp": 2, "ep": 2, "tp": 2}, {"tp": 2, "etp": 2}]
+MORE = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
+MORE += [("mixtral", layout) for layout in EXPERTS]
+
+
+def check(family, layout, steps):
+    @ranks(layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1), timeout=1800)
+    def on_every_rank():
+        expected = train_alone(family, steps=steps)
+        equal, count = num_equal(train(family, steps=steps, **layout), expected)
+        assert equal == count
+
+    on_every_rank()
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
+def test_bits_are_those_of_one_process(family, layout):
+    check(family, layout, steps=2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("family", "layout"), MORE, ids=str)
+def test_ten_steps_on_every_layout(family, layout):
+    check(family, layout, steps=10)
+
+
+@ranks(2)
+def test_another_number_of_blocks_gives_other_bits():
+    equal, count = num_equal(train("llama", dp=2, num_blocks=4), train_alone("llama"))
+    assert equal < count / 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "text"),
+    [
+        ({"dp": 2}, {"loss_fn": nn.functional.mse_loss}, r"expected no loss_fn for Plan\(exact=8, dp=2\)"),
+        ({"dp": 2}, {"per_rank": True}, r"expected no per_rank=True for Plan\(exact=8, dp=2\)"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(fields, options, text):
+    with pytest.raises(ValueError, match=text):
+        vescale.parallelize(Plan(exact=8, **fields), build("llama"), torch.optim.AdamW, **options)
+
+
+def test_other_optimizers_and_contexts_are_refused():
+    with pytest.raises(ValueError, match="expected an element-wise optimizer"):
+        vescale.parallelize(Plan(exact=8), build("llama"), vescale.MuonWithAdamW(lr=0.02, adamw_lr=0.01))
+    with exact(num_blocks=4), pytest.raises(ValueError, match=r"of 4 blocks, got Plan\(exact=8\)"):
+        vescale.parallelize(Plan(exact=8), build("llama"), torch.optim.AdamW)
