@@ -15,8 +15,9 @@ from transformers import (
 )
 
 import vescale
-from vescale.dtensor import exact, set_exact
+from vescale.dtensor import UnsupportedOperator, exact, init_device_mesh, set_exact
 from vescale.dtensor.extension import exact_num_blocks
+from vescale.pipe import PipelineEngine, PipelinePlan
 from vescale.plan import Plan
 from vescale_testing import ranks
 
@@ -180,3 +181,19 @@ def test_other_optimizers_and_contexts_are_refused():
         vescale.parallelize(Plan(exact=8), build("llama"), vescale.MuonWithAdamW(lr=0.02, adamw_lr=0.01))
     with exact(num_blocks=4), pytest.raises(ValueError, match=r"of 4 blocks, got Plan\(exact=8\)"):
         vescale.parallelize(Plan(exact=8), build("llama"), torch.optim.AdamW)
+
+
+def refuse_parts_of_a_batch(mesh):
+    engine = PipelineEngine(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, PipelinePlan(num_microbatches=2), loss_fn=torch.sum
+    )
+    with (
+        exact(num_blocks=8),
+        pytest.raises(UnsupportedOperator, match=r"expected one micro-batch, got part 1 of 2 of a batch, .* Pipeline"),
+    ):
+        engine(torch.ones(8, 4))
+
+
+@ranks(1)
+def test_micro_batches_of_an_engine_are_refused():
+    refuse_parts_of_a_batch(init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)))

@@ -282,6 +282,7 @@ class PipelineEngine:
                 f"{first_line(self._failure)}; messages may be left between the stages, so restart from a checkpoint "
                 "with a new engine"
             )
+        self._draws.check_parts(self.plan.num_microbatches)
         microbatches = split_inputs(args, kwargs, self.plan.num_microbatches)
         sizes = split_sizes(args, kwargs, self.plan.num_microbatches)
         shares = shares_of(sizes) if self._draws.are_parts else equal_shares(len(sizes))

@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from .._exact_context import exact_num_blocks
+from ..errors import UnsupportedOperator
 from .batch import window
 from .global_position import BatchWindow
 from .philox import state as philox_state
@@ -57,7 +59,16 @@ class PipelineDraws:
             index: the first of the equal parts that it is.
             count: number of equal parts of the batch.
             size: number of parts that it is.
+
+        Raises:
+            UnsupportedOperator: A part runs inside of :func:`vescale.dtensor.exact`, alone.
         """
+        if count > size and exact_num_blocks() is not None:
+            raise UnsupportedOperator(
+                "a pipeline inside of vescale.dtensor.exact: expected one micro-batch, got part "
+                f"{index + 1} of {count} of a batch, whose sums over rows are not those of one device; use "
+                "PipelinePlan(num_microbatches=1), as vescale.Plan(exact=8) does"
+            )
         unit = math.gcd(index, count, size)
         return window(BatchWindow(index // unit, count // unit, size=size // unit))
 

@@ -88,6 +88,11 @@ class DrawRules:
         """Return whether micro-batches draw rows of what the batch draws."""
         return self.are_parts and num_microbatches > 1 and self.package is not None
 
+    def check_parts(self, num_microbatches: int) -> None:
+        """Let the package refuse parts of a batch, before anything runs."""
+        if self.cuts(num_microbatches):
+            self.package.part(0, num_microbatches)
+
     def refuses(self, num_microbatches: int) -> bool:
         """Return whether micro-batches are parts of a batch whose rows no package knows to draw."""
         return self.are_parts and num_microbatches > 1 and self.package is None
