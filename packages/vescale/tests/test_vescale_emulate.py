@@ -118,6 +118,7 @@ def train(plan):
 PLANS = {
     "dp, zero 3": {"dp": 2, "zero": 3},
     "tp, eager": {"tp": 2, "mode": "eager"},
+    "dp x pp": {"dp": 2, "pp": 2},
     "tp x pp": {"tp": 2, "pp": 2, "num_microbatches": 2},
     "dp x tp x pp": {"dp": 2, "tp": 2, "pp": 2, "num_microbatches": 2, "zero": 2},
 }

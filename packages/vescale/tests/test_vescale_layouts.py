@@ -95,6 +95,7 @@ def train(plan, *, take=None, dropout=0.0):
 LAYOUTS = [
     {"dp": 4, "zero": 2},
     {"dp": 2, "tp": 2, "zero": 3, "mode": "static"},
+    {"dp": 2, "pp": 2},
     {"dp": 2, "pp": 2, "zero": 3, "num_microbatches": 2},
     {"tp": 4},
     {"pp": 4, "num_microbatches": 4},

@@ -43,7 +43,8 @@ that waits by other means than `Waits` does so inside `waiting`, if there are `M
 if nothing was drawn between them. Contexts such as ``random.local_batch`` intercept every operator on plain tensors.
 `is_watched` and `is_watched_alone` return whether they do; `unwatched` and `watched` switch the interception off and
 on. `on_draw` tells an observer of each random operator on DTensors. `PipelineDraws` is what ``vescale-pipe`` finds by
-its entry point: a stage of a pipeline moves the generators past what other stages draw.
+its entry point: a stage of a pipeline moves the generators past what other stages draw. `exchange_moves` puts the moves
+of another rank in force, where several ranks live in one process.
 
 **Repeated functions.** ``carriers`` lists functions that return what makes a context like the one around them, or None.
 They are called where activation checkpointing runs a function, and backward repeats it in these contexts.
@@ -90,7 +91,7 @@ from ._placements.types import BlockShard
 from ._random.global_position import in_batch_window
 from ._random.pipeline import PipelineDraws
 from ._random.rules import on_draw
-from ._random.state import Position, random_position
+from ._random.state import Position, exchange_moves, random_position
 from ._random.streams import is_watched, is_watched_alone, unwatched, watched
 from ._rank_checks import (
     Fact,
@@ -142,6 +143,7 @@ __all__ = [
     "detach_gradient_receiver",
     "differing_texts",
     "exact_num_blocks",
+    "exchange_moves",
     "first_line",
     "flat_range_boxes",
     "gather_texts",

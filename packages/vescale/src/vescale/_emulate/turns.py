@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from vescale.dtensor.extension import exchange_moves
+
 __all__ = ["Rank", "Ranks", "current_rank"]
 
 
@@ -130,6 +132,8 @@ class Rank:
         self._is_ready: Callable[[], bool] = lambda: True
         self._turn = threading.Semaphore(0)
         self._random: _Random | None = None
+        self._moves: object = None  # while it has its turn, those of the process
+        self._has_turn = False
 
     def start(self, function: Callable[[int], Any]) -> None:
         """Start the thread, which waits for its turn."""
@@ -156,8 +160,13 @@ class Rank:
     def _pass(self, is_ready: Callable[[], bool], what: Callable[[], str]) -> None:
         self._is_ready, self.waits_for = is_ready, what
         self._random = _Random.now()
+        self._give_up_turn()
         self.ranks.leave(self)
         self._take_turn()
+
+    def _give_up_turn(self) -> None:
+        if self._has_turn:
+            self._moves, self._has_turn = exchange_moves(self._moves), False
 
     def _take_turn(self) -> None:
         self._turn.acquire()
@@ -165,6 +174,7 @@ class Rank:
             raise _EndedError
         assert self._random is not None
         self._random.restore()
+        self._moves, self._has_turn = exchange_moves(self._moves), True
         self.ranks.use_world(self.world)
         os.environ.update(_environment(self.number, self.ranks.size))
 
@@ -182,6 +192,7 @@ class Rank:
             self.ranks.fail(error)
         finally:
             self.has_ended = True
+            self._give_up_turn()
             self.ranks.leave(self)
 
 

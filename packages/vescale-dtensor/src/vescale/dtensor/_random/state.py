@@ -44,6 +44,7 @@ __all__ = [
     "Position",
     "Snapshot",
     "current",
+    "exchange_moves",
     "fork",
     "get_state",
     "kinds_of",
@@ -318,6 +319,17 @@ class _Moves:
 
 # Process-wide, as the generators are.
 _moves = _Moves()
+
+
+def exchange_moves(moves: object) -> object:
+    """Let positions be compared by other moves from now on, new ones if None; return those before.
+
+    Where several ranks live in one process, each has its own.
+    """
+    global _moves
+    before = _moves
+    _moves = moves if isinstance(moves, _Moves) else _Moves()
+    return before
 
 
 @contextlib.contextmanager
