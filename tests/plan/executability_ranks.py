@@ -120,7 +120,8 @@ def _serve(jobs: Sequence[Job], folder: Path) -> None:
     for number, job in enumerate(jobs):
         vescale.dtensor.random.set_stream("torch")  # the plan before may have left another
         with _watched(_stacks(folder, number, rank)):
-            dist.destroy_process_group()  # and all that were made in it
+            if dist.is_initialized():
+                dist.destroy_process_group()  # and all that were made in it
             if world_size > 1:
                 _open_group(folder / f"store.{number}", rank, world_size)
             found = _train_by(job)

@@ -28,7 +28,7 @@ from vescale.dtensor import is_deferred, random, set_exact
 from vescale.dtensor.extension import CheckedInside, checked, exact_num_blocks
 from vescale.optim import DDP, DistributedOptimizer, Muon
 from vescale.optim.clip import check_max_norm
-from vescale.pipe import PipelineEngine, PipelinePlan, split_units
+from vescale.pipe import PipelineEngine, PipelinePlan, StageSplit, split_units
 from vescale.plan import Plan
 
 from ._mesh import PlanMesh
@@ -113,7 +113,7 @@ def parallelize(
     if not per_rank or plan.ep > 1:
         check_rows(plan, model, example_inputs, loss_fn=loss_fn, row_wise=row_wise)
     if plan.pp > 1:
-        split_units(model, _pipeline_of(plan), plan.num_stages, example_inputs=inputs)  # raises before there is a group
+        _check_split(plan, split_units(model, _pipeline_of(plan), plan.num_stages, example_inputs=inputs))
     ensure_process_group(plan)
     check_same_plan(plan)
     meshes = PlanMesh.of(plan, mesh)
@@ -184,6 +184,15 @@ def _pipeline_of(plan: Plan) -> PipelinePlan:
         split=plan.split,
         stages_per_rank=plan.stages_per_rank,
     )
+
+
+def _check_split(plan: Plan, split: StageSplit) -> None:
+    """Raise `ValueError`, before there is a group, if stages share a weight of which ranks hold shards alone."""
+    if split.ties and plan.zero == 3 and plan.dp > plan.dp_replicate:
+        raise ValueError(
+            f"parallelize: expected no weight that stages share for Plan(zero=3, dp={plan.dp}), since each rank holds "
+            f"a shard of it between forwards, got {'; '.join(map(str, split.ties))}; use zero=2, or pp=1"
+        )
 
 
 def _engine(

@@ -133,16 +133,16 @@ class Call:
         Code that makes a tensor of the sizes of its input, such as a mask or biases of positions, makes a whole one for
         the rows of all data-parallel ranks where it is recorded, and the part of this rank on local tensors.
         """
-        if isinstance(local, DTensor) or self.mesh.ndim == self.plan_mesh.ndim:
+        if isinstance(local, DTensor) or local.requires_grad or self.mesh.ndim == self.plan_mesh.ndim:
             return None
         whole = self.layouts.records.whole(where, tuple(local.shape), self.mesh.size(0))
         if whole is None:
             return None
         shape, dim = whole
-        part = lift(as_dtensor(local, self.plan_mesh), self.mesh, Shard(dim), shape=shape)
-        if self.observer is not None:  # the check compares whole values
-            self.observer.note_local(_torch.unseen(part.full_tensor)(), where)
-        return part
+        if self.observer is not None:
+            length = local.shape[dim]
+            self.observer.note_local(local, where, (dim, self.mesh.get_local_rank(0) * length, length))
+        return lift(as_dtensor(local, self.plan_mesh), self.mesh, Shard(dim), shape=shape)
 
     def _unknown(self, where: str, local: Tensor) -> NotLocalFriendlyError:
         return NotLocalFriendlyError(

@@ -315,8 +315,7 @@ class StaticProgram:
             NotLocalFriendlyError: the module is wrong on local tensors; raised on all ranks.
             Exception: any error of the module itself in eager mode.
         """
-        error, level, mesh = None, FAILS, self._mesh
-        rows = self.model.rows
+        error, level, mesh, rows = None, FAILS, self._mesh, self.model.rows
         self.parts.row_wise = frozenset() if rows is None else rows.row_wise
         try:
             eager, recording, islands = self._run_on_dtensors(args, kwargs)
@@ -326,16 +325,17 @@ class StaticProgram:
                 self._refresh()
                 self._expect_gradients(checked=local)
                 check(local, eager, self.parts, args, kwargs)
-            for run in (local, eager) if rows is not None else ():
-                add_rows(run, eager, mesh)
-            error = difference(eager, local, self.parts)
-            level = AGREES if error is None else DIFFERS
+            level = AGREES
         except Exception as found:
             error = found
             logger.warning("static mode: the recording failed on this rank: %s", found)  # `highest` may hang
         finally:
             if self.parameters is not None:
                 self._expect_gradients()
+        for run in (local, eager) if rows is not None and highest(level, mesh) == AGREES else ():
+            add_rows(run, eager, mesh)  # a rank that failed would not take part
+        if level == AGREES and (error := difference(eager, local, self.parts)) is not None:
+            level = DIFFERS
         if highest(level, mesh) == DIFFERS:
             nudged = self._run_nudged(eager, islands, args, kwargs)
             error = error and difference(eager, local, self.parts, nudged)

@@ -85,11 +85,8 @@ class DrawRules:
         self.num_stages, self.are_parts = num_stages, are_parts
 
     def cuts(self, num_microbatches: int) -> bool:
-        """Return whether micro-batches draw rows of what the batch draws.
-
-        A single one of a pipeline does, too, in which a data-parallel rank draws its rows: see `guard`.
-        """
-        return self.are_parts and self.package is not None and (num_microbatches > 1 or self.num_stages > 1)
+        """Return whether micro-batches draw rows of what the batch draws."""
+        return self.are_parts and num_microbatches > 1 and self.package is not None
 
     def check_parts(self, num_microbatches: int) -> None:
         """Let the package refuse parts of a batch, before anything runs."""

@@ -86,11 +86,12 @@ def _check_same(eager: Run, local: Run, parts: Parts, nudged: Run | None) -> Non
         where = expected.record.where
         if actual.record.where != where:
             raise difference(f"expected a value at {where!r}, but got one at {actual.record.where!r}", last, where)
-        if expected.value.shape != actual.value.shape:
-            shapes = f"{tuple(expected.value.shape)} at {where!r}, but got {tuple(actual.value.shape)}"
+        value = actual.of(expected.value)
+        if value.shape != actual.value.shape:
+            shapes = f"{tuple(value.shape)} at {where!r}, but got {tuple(actual.value.shape)}"
             raise difference(f"expected local shape {shapes}", last, where)
-        if not is_close(actual.value, expected.value, moved and moved.value):
-            raise difference(f"{where!r} {_by_how_much(actual.value, expected.value)}", last, where)
+        if not is_close(actual.value, value, moved and actual.of(moved.value)):
+            raise difference(f"{where!r} {_by_how_much(actual.value, value)}", last, where)
         last = where
     num_eager, num_local = len(eager.observer.seen), len(local.observer.seen)
     if num_eager != num_local:

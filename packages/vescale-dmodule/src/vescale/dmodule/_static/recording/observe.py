@@ -65,13 +65,22 @@ class BoundaryRecord:
 
 @dataclass(eq=False)
 class Seen:
-    """An incomplete record, with the local value and, after backward, its local gradient."""
+    """An incomplete record, with the local value and, after backward, its local gradient.
+
+    Attributes:
+        part: which part the value is of that of the recording: its dim, start and length; None if it is all of it.
+    """
 
     record: BoundaryRecord
     value: Tensor
     module: str
     gradient: Tensor | None = None
     gradient_layout: Placements | None = None
+    part: tuple[int, int, int] | None = None
+
+    def of(self, recorded: Tensor) -> Tensor:
+        """Return what the value should be, of that of the recording."""
+        return recorded if self.part is None else recorded.narrow(*self.part)
 
     def note_gradient(self, grad: Tensor | None) -> None:
         if self.gradient is None and grad is not None:  # None: no operator on this rank used the value
@@ -149,13 +158,15 @@ class Observer:
         """Record an argument with a gradient. Others are plain on local tensors, also where they are DTensors here."""
         return self.watch_argument(tensor, where) if tensor.requires_grad else tensor
 
-    def note_local(self, tensor: Tensor, where: str) -> None:
-        """Record a value of the run on local tensors, for the comparison."""
-        self._note(self._record(where, tensor, None, None), _local(tensor), tensor)
+    def note_local(self, tensor: Tensor, where: str, part: tuple[int, int, int] | None = None) -> None:
+        """Record a value of the run on local tensors, or a part of one, for the comparison."""
+        self._note(self._record(where, tensor, None, None), _local(tensor), tensor, part)
 
     @_torch.unseen
-    def _note(self, record: BoundaryRecord, value: Tensor, tensor: Tensor) -> None:
-        seen = Seen(record, value.detach().clone(), self.running())
+    def _note(
+        self, record: BoundaryRecord, value: Tensor, tensor: Tensor, part: tuple[int, int, int] | None = None
+    ) -> None:
+        seen = Seen(record, value.detach().clone(), self.running(), part=part)
         if tensor.requires_grad:
             _torch.hook_first(tensor, seen.note_gradient)  # before the boundary redistributes it
         self.seen.append(seen)

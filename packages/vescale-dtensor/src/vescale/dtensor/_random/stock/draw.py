@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from ..._layout.boxes import flat_offset, index_from, overlaps
+from ..._torch.debugging import without_modes
 from ..._torch.dispatch import Op
 from ..cuda_replay import replay_fill
 from ..global_position import GlobalPosition
@@ -119,7 +120,8 @@ def draw_into(
         return
     if not cut or cut[0].target == SKIP:  # check the arguments before the generator moves
         trial = local.new_empty(min(1, math.prod(position.shape)))  # without elements a kernel takes any dtype
-        op(trial, *args, **(kwargs | {"generator": _trial_generator()}))
+        with without_modes():  # it is no operator of the program, in which a pipeline allows no own generators
+            op(trial, *args, **(kwargs | {"generator": _trial_generator()}))
     _draw_spans(op, draw, local, position, cut, block, args, kwargs, scratch or Scratch())
 
 
