@@ -181,6 +181,7 @@ SCRIPT = """
 import sys, torch.distributed as dist
 dist.init_process_group("gloo")
 open(f"{sys.argv[1]} {dist.get_rank()}", "w").write(str(dist.get_world_size()))
+dist.barrier()  # a rank that ends at once closes connections that another is about to make
 dist.destroy_process_group()
 """
 
