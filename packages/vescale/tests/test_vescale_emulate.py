@@ -263,5 +263,10 @@ def inside_a_group():
         vescale.emulate(2, own_state)
 
 
+def test_ranks_within_a_rank():
+    with pytest.raises(RuntimeError, match="emulate: expected a call outside of emulated ranks, got one on a rank"):
+        vescale.emulate(2, vescale.emulate, 2, own_state)
+
+
 def test_a_process_with_a_group():
     run_ranks(inside_a_group, 1)

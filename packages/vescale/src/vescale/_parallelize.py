@@ -83,8 +83,9 @@ def parallelize(
         row_wise: names of modules, or regular expressions for full names, that treat every row alone although their
             code sorts or selects rows, as a mixture's experts do; those of families with a ready plan are known.
         example_inputs: a batch, from which a plan is derived for a model without a ready one, by default from inputs
-            that are guessed; and for pipelines of models that register modules in another order than that in which they
-            run, see ``vescale.pipe.split_units``.
+            that are guessed; for pipelines of models that register modules in another order than that in which they
+            run, see ``vescale.pipe.split_units``; and to refuse a model that mixes rows before there is a process group
+            where rows are computed in parts. Without one the first step refuses it, on all ranks.
 
     Returns:
         The parallel model and its optimizer, for a training loop as in a single process.
@@ -92,7 +93,8 @@ def parallelize(
     Raises:
         TypeError: an argument has another type.
         ValueError: the number of processes or the mesh does not match the plan, degrees do not divide heads or experts,
-            the model has no ready module plan, or the plans of the ranks differ. No tensor is communicated before.
+            the model mixes rows that the plan computes apart, or the plans of the ranks differ. No tensor is
+            communicated before.
 
     Example:
         >>> plan = Plan(dp=2, tp=2, pp=2, zero=1, num_microbatches=4)                               # doctest: +SKIP
@@ -106,10 +108,10 @@ def parallelize(
     plan = _read_arguments(plan, model, clip_grad_norm, module_plan)
     choice = OptimizerChoice.of(optimizer_fn, model)
     _check_exact(plan, choice, loss_fn=loss_fn, per_rank=per_rank)
+    _check_stream(plan)
     names = _Names.of(plan, model)
     inputs = _without_target(example_inputs, loss_fn)
     resolved = _resolve_module_plan(plan, model, module_plan, inputs)
-    _check_stream(plan)
     if not per_rank or plan.ep > 1:
         check_rows(plan, model, example_inputs, loss_fn=loss_fn, row_wise=row_wise)
     if plan.pp > 1:
@@ -123,9 +125,8 @@ def parallelize(
         _parallelize_tensors(plan, model, meshes.tensor, resolved)
     engine, whole = None, dict(model.named_modules(remove_duplicate=False))
     if plan.pp > 1 or (plan.num_microbatches > 1 and plan.exact is None):
-        engine = _engine(
-            plan, model, meshes, loss_fn=loss_fn, per_rank=per_rank, row_wise=row_wise, example_inputs=inputs
-        )
+        settings: dict[str, Any] = {"loss_fn": loss_fn, "per_rank": per_rank, "row_wise": row_wise}
+        engine = _engine(plan, model, meshes, example_inputs=inputs, **settings)
     if not is_dry:
         _parallelize_tensors(plan, model, meshes.tensor, resolved)
     ddp = _data_parallel(
@@ -139,20 +140,17 @@ def parallelize(
     ddp.parameter_order = names.state
     groups = param_groups(model) if param_groups else None
     optimizer = choice.build(plan, ddp, param_groups=groups, norm_axes=(meshes.pipeline,))
+    _enter_modes(plan)
+    found = {"state_names": names.state, "recomputed": names.recomputed}
+    return ParallelModel(ddp, plan=plan, mesh=meshes.whole, engine=engine, loss_fn=loss_fn, **found), optimizer
+
+
+def _enter_modes(plan: Plan) -> None:
+    """Let this process draw from the plan's stream, and compute in exact mode if the plan says so."""
     if random.current_stream() != plan.random_stream:
         random.set_stream(plan.random_stream)
     if plan.exact is not None:
         set_exact(plan.exact)
-    parallel = ParallelModel(
-        ddp,
-        plan=plan,
-        mesh=meshes.whole,
-        engine=engine,
-        loss_fn=loss_fn,
-        state_names=names.state,
-        recomputed=names.recomputed,
-    )
-    return parallel, optimizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from vescale.plan import Plan
 from .._torch import RankWorld, groups_by_thread, use_world
 from .group import EmulatedGroup, Meetings
 from .store import EmulatedStore
-from .turns import Ranks
+from .turns import Ranks, is_rank
 
 __all__ = ["emulate"]
 
@@ -55,6 +55,10 @@ def emulate(plan: Plan | int, function: Callable[..., Any], *args: Any) -> list[
         [6.0, 6.0, 6.0, 6.0]
     """
     size = _size_of(plan)
+    if is_rank():
+        raise RuntimeError(
+            "emulate: expected a call outside of emulated ranks, got one on a rank; call it once, around"
+        )
     if dist.is_initialized():
         raise RuntimeError("emulate: expected a process without a process group, got one with it; destroy it before")
     EmulatedGroup.meetings = Meetings()

@@ -23,7 +23,7 @@ import torch
 
 from vescale.dtensor.extension import exchange_moves
 
-__all__ = ["Rank", "Ranks", "current_rank"]
+__all__ = ["Rank", "Ranks", "current_rank", "is_rank"]
 
 
 class _Here(threading.local):
@@ -46,6 +46,11 @@ def current_rank() -> Rank:
             "as asynchronous saves: run it on processes"
         )
     return _here.rank
+
+
+def is_rank() -> bool:
+    """Return whether a rank runs in this thread."""
+    return _here.rank is not None
 
 
 class _EndedError(BaseException):

@@ -209,9 +209,10 @@ def move(local: Tensor, shape: Sequence[int], mesh: DeviceMesh, source: Placemen
             _inside(wanted[part.target], part).copy_(_inside(held[part.source], part))
         return shard
     group = group_of(mesh, plan.axes)
-    out = shard.view(-1) if _lands_in_place(plan, group, wanted) else shard.new_empty(shard.numel())
+    is_in_place = _lands_in_place(plan, group, wanted)
+    out = shard.view(-1) if is_in_place else shard.new_empty(shard.numel())
     for part, values in _communicate(plan, group, held, local, out):
-        if out.data_ptr() != shard.data_ptr():
+        if not is_in_place:
             _inside(wanted[part.target], part).copy_(values)
     return shard
 
