@@ -2,6 +2,7 @@
 
     python tests/plan/executability.py                                       # 200 plans of each of 20 models: hours
     python tests/plan/executability.py --models llama t5 --plans 10 --seed 3
+    python tests/plan/executability.py --first 100 --out cases.jsonl         # the second half of them
 
 A plan is drawn field by field, or made by ``vescale.generate_plan`` under random constraints for a random number of
 ranks. After two steps of SGD with momentum and a third forward, losses and norms of gradients are those of one process.
@@ -203,14 +204,18 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> int:
     parser = argparse.ArgumentParser(prog="executability.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="*", default=MODELS, metavar="NAME", help="families of tests/families")
     parser.add_argument("--plans", type=int, default=200, help="plans of each model (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="leave out the plans before this one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write each case as a line of JSON")
     options = parser.parse_args(arguments)
     counts = {model: collections.Counter[str]() for model in options.models}
     refusals: collections.Counter[str] = collections.Counter()
-    waiting = {model: cases(model, options.plans, options.seed) for model in options.models}
+    waiting = {
+        model: itertools.islice(cases(model, options.plans, options.seed), options.first, None)
+        for model in options.models
+    }
     ended: dict[Job, tuple[str, str]] = {}
-    for _ in range(0, options.plans, ROUND):
+    for _ in range(options.first, options.plans, ROUND):
         for model, left in waiting.items():
             begun = time.monotonic()
             for case, kind, text in attempts(itertools.islice(left, ROUND), ended):
