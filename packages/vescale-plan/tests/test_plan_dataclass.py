@@ -120,6 +120,16 @@ def test_bad_fields_are_refused(fields, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [("zeros", "did you mean 'zero'?"), ("sequence_paralel", "did you mean"), ("color", "leave it out")],
+)
+def test_a_field_that_does_not_exist_is_refused_with_the_nearest(name, fix):
+    with pytest.raises(TypeError, match=r"Plan: expected an argument out of dp, tp, pp, .*") as info:
+        Plan(**{name: 2})
+    assert f"got {name!r}; {fix}" in str(info.value)
+
+
 def test_world_size_is_checked_with_the_way_out():
     plan = Plan(dp=2, tp=2, pp=2)
     plan.check_world(8)

@@ -42,7 +42,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-__all__ = ["CheckedInside", "Condition", "Count", "FilePath", "NonNegative", "Size", "checked", "one_of"]
+__all__ = [
+    "CheckedInside",
+    "Condition",
+    "Count",
+    "FilePath",
+    "NonNegative",
+    "Size",
+    "checked",
+    "checked_names",
+    "one_of",
+]
 
 T = TypeVar("T")
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -111,6 +121,24 @@ def checked(function: Decorated) -> Decorated:
     return typing.cast(Decorated, _check_calls(function))
 
 
+def checked_names(cls: type[T]) -> type[T]:
+    """Return a class whose constructor checks its values itself, and refuses names of other arguments.
+
+    Raises:
+        TypeError: in a call, for an argument by a name that no parameter has.
+    """
+    construct = vars(cls)["__init__"]
+    signature = inspect.signature(construct)
+
+    @functools.wraps(construct)
+    def call(*args: Any, **kwargs: Any) -> None:
+        _refuse_unknown(cls.__name__, signature, kwargs)
+        construct(*args, **kwargs)
+
+    type.__setattr__(cls, "__init__", call)
+    return cls
+
+
 def _check_calls(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     what = function.__qualname__.removesuffix(".__init__").removeprefix("_")
@@ -120,6 +148,7 @@ def _check_calls(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
+            _refuse_unknown(what, signature, kwargs)
             return function(*args, **kwargs)  # Python's own error says which function and what it takes
         for name, kind in _kinds(function).items():
             if name in given and (fault := _fault(given[name], kind)) is not None:
@@ -128,6 +157,18 @@ def _check_calls(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
+
+
+def _refuse_unknown(what: str, signature: inspect.Signature, given: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for an argument by a name that no parameter has, with the nearest or with all of them."""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        return
+    known = [name for name in signature.parameters if name != "self"]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            fix = f"did you mean {near[0]!r}?" if near else "leave it out"
+            raise TypeError(f"{what}: expected an argument out of {', '.join(known)}, got {name!r}; {fix}")
 
 
 @functools.cache

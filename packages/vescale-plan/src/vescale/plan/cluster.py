@@ -5,12 +5,14 @@ Both are plain data. Nothing here inspects the local machine: a plan for 1,024 G
 
 from dataclasses import dataclass
 
+from ._checked import checked_names
 from ._checks import ALL_SCHEDULES, DEVICES, MAX_BATCH, MAX_DEVICES, ZERO_STAGES, check_bool, check_choice, check_int
 from ._plan_checks import DTYPES, MODES
 from ._states import StateBytes
 from ._units import format_bytes
 
 
+@checked_names
 @dataclass(frozen=True)
 class Cluster:
     """The devices of a plan.
@@ -46,6 +48,7 @@ class Cluster:
         return f"Cluster: {self.num_devices} x {self.device} with {memory}, {self.devices_per_host} per host"
 
 
+@checked_names
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
     """The requirements of a training run, and its fixed choices.

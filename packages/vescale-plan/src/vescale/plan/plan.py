@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ._checked import Count, FilePath, checked
+from ._checked import Count, FilePath, checked, checked_names
 from ._checks import DEFAULT_BUCKET_BYTES, TWO_STAGES, check_batch
 from ._explain.page import page
 from ._explain.text import explain_text
@@ -41,6 +41,7 @@ ADDED_IN_SECOND = {
 }
 
 
+@checked_names
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Degrees and choices of a parallel training run.
