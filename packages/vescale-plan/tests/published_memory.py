@@ -12,7 +12,9 @@ Every term is something that these systems allocate; none is fitted to a row. On
   one two of bfloat16.
 * In a pipeline there are as many micro-batches as ranks, by default, and parameters stay gathered.
 * With context parallelism each rank has 1/cp of the sequence, and FSDP shards over these ranks, too. Attention gathers
-  keys and values of the full sequence, for all heads of the rank.
+  keys and values of the full sequence, for all heads of the rank. Its backward adds gradients in float32: those of
+  queries, and those of keys and values three times, as a rank adds to some, sends others and receives the next
+  (``_templated_ring_attention_backward`` of torch, with its default ``convert_to_f32``).
 * Megatron (issue 21) has float16 parameters and gradients, and float32 gradients, masters and moments: 20 bytes per
   parameter. Attention keeps its scores.
 """
@@ -87,9 +89,16 @@ def _titan(row: dict[str, Any]) -> float:
     stages = estimate_memory(
         found, layout, global_batch_size=batch, sequence_length=length, state=state, loss_parallel=True
     )
-    hidden = LLAMA[row["model"]][0]
-    gathered = 2 * 2 * row["sequence_length"] * hidden // tp if cp > 1 else 0
-    return max(stage.total for stage in stages) + _gather_buffer(found, tp) + gathered
+    ring = _ring_attention(row["sequence_length"], LLAMA[row["model"]][0] // tp, cp) if cp > 1 else 0
+    return max(stage.total for stage in stages) + _gather_buffer(found, tp) + ring
+
+
+def _ring_attention(length: int, hidden: int, cp: int) -> int:
+    """Return the bytes that attention over a sequence sharded ``cp`` times has beside those of one rank's."""
+    whole, local = length * hidden, length // cp * hidden
+    keys_and_values = 2 * 2 * (whole + local)  # gathered, and this rank's that were sent; bfloat16
+    gradients = 4 * (local + 3 * 2 * local)
+    return keys_and_values + gradients
 
 
 def _gather_buffer(found: ModelProfile, tp: int) -> int:
