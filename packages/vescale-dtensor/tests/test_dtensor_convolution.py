@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor.experimental import implicit_replication
 
-from vescale.dtensor import Partial, Replicate, Shard, init_device_mesh, strict
+from vescale.dtensor import Partial, Replicate, Shard, UnsupportedOperator, init_device_mesh, strict
 from vescale.dtensor.debug import comm_log
 from vescale_testing import ranks
 
@@ -44,6 +45,20 @@ def test_a_batch_over_several_axes_is_that_of_one_device(shard):
             ]
             for got, wanted in zip(gradients(function, operands), expected, strict=True):
                 torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-10, atol=1e-10)
+
+
+@ranks(2)
+def test_a_plain_weight_counts_as_replicated(shard):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    x, w, b = tensors("strided")
+    expected = F.conv1d(x, w, b, stride=2, padding=1)
+    x = shard(x, mesh, [Shard(0)])
+    with implicit_replication(), comm_log() as log:
+        result = F.conv1d(x, w, b, stride=2, padding=1)
+    assert len(log) == 0
+    torch.testing.assert_close(result.full_tensor(), expected, rtol=1e-10, atol=1e-10)
+    with pytest.raises(UnsupportedOperator, match="implicit_replication"):
+        F.conv1d(x, w, b)
 
 
 @ranks(4)

@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from .._containers import map_leaves, tensors_in
 from .._torch import dispatch
 from .gather import gather
-from .operands import empty_axes
+from .operands import check_operands, empty_axes, mesh_of
 
 __all__ = ["convolution", "convolution_backward"]
 
 
 def convolution(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Convolve the local batch if only the batch is sharded; otherwise gather."""
+    args = _with_whole(op, args)
     if not _fits(args[0], args[1:]):
         return gather(op, args, kwargs)
     result = op(*map_leaves(dispatch.local_tensor, args, DTensor), **kwargs)
@@ -34,8 +35,9 @@ def convolution(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
 
 def convolution_backward(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     """Return the gradients of input, weight and bias; those of the last two are partial where the batch is sharded."""
+    args = _with_whole(op, args)
     batch = args[1]
-    if not _fits(batch, args[2:]) or not isinstance(args[0], DTensor):
+    if not _fits(batch, args[2:]):
         return gather(op, args, kwargs)
     cut, mesh = dispatch.placements_of(batch), batch.device_mesh
     parts: tuple[Placement, ...] = tuple(Replicate() if p.is_replicate() else Partial() for p in cut)
@@ -48,15 +50,28 @@ def convolution_backward(op: dispatch.Op, args: tuple, kwargs: dict) -> object:
     )
 
 
-def _fits(batch: object, others: tuple) -> bool:
+def _with_whole(op: dispatch.Op, args: tuple) -> tuple:
+    """Return the operands with plain tensors, where these are allowed, as replicated ones.
+
+    Raises:
+        UnsupportedOperator: a plain tensor is not allowed.
+    """
+    check_operands(op, args, {})
+    mesh = mesh_of(op, args, {})
+
+    def whole(tensor: Tensor) -> Tensor:
+        is_plain = not isinstance(tensor, DTensor)
+        return dispatch.wrap(tensor.detach(), mesh, [Replicate()] * mesh.ndim, tensor) if is_plain else tensor
+
+    return map_leaves(whole, args, Tensor)
+
+
+def _fits(batch: DTensor, others: tuple) -> bool:
     """Return whether every rank can convolve its part of the batch with all of the other operands."""
-    if not isinstance(batch, DTensor) or not all(isinstance(tensor, DTensor) for tensor in tensors_in(others)):
-        return False
     return (
         all(p == Shard(0) or p.is_replicate() for p in dispatch.placements_of(batch))
         and all(p.is_replicate() for tensor in tensors_in(others) for p in dispatch.placements_of(tensor))
         and not empty_axes(batch)
-        and all(tensor.device_mesh == batch.device_mesh for tensor in tensors_in(others))
         and batch.device_mesh.get_coordinate() is not None
     )
 
