@@ -61,7 +61,7 @@ def _with_whole(op: dispatch.Op, args: tuple) -> tuple:
 
     def whole(tensor: Tensor) -> Tensor:
         is_plain = not isinstance(tensor, DTensor)
-        return dispatch.wrap(tensor.detach(), mesh, [Replicate()] * mesh.ndim, tensor) if is_plain else tensor
+        return dispatch.wrap(tensor, mesh, [Replicate()] * mesh.ndim, tensor) if is_plain else tensor
 
     return map_leaves(whole, args, Tensor)
 

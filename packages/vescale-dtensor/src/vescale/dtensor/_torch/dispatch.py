@@ -308,6 +308,7 @@ def wrap(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor, *, requires_grad: bool = False
 ) -> DTensor:
     """Wrap ``local`` as a DTensor with the global shape and strides of ``like``, outside autograd."""
+    local = local.detach() if local.requires_grad else local  # a plain parameter beside DTensors
     meta = TensorMeta(torch.Size(like.shape), tuple(like.stride()), local.dtype)
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=requires_grad)
 
