@@ -131,6 +131,7 @@ CASES = [
     ("llama", {"dp": 2, "recompute": 1}),
     ("gpt2", {"pp": 2, "num_microbatches": 4}),
     ("llama", {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"}),
+    ("mixtral", {"dp": 2, "pp": 2, "zero": 3}),
 ]
 LAYOUTS = [
     {"num_microbatches": 4},
@@ -143,6 +144,9 @@ LAYOUTS = [
     {"dp": 2, "num_microbatches": 2, "zero": 2},
     *({"pp": 2, "num_microbatches": 4, "schedule": schedule} for schedule in ("1f1b", "zb_h1")),
     {"pp": 2, "tp": 2, "num_microbatches": 2},
+    *({"dp": 2, "pp": 2, "zero": zero} for zero in range(4)),
+    {"dp": 2, "pp": 2, "tp": 2, "zero": 2, "schedule": "zb_h1"},
+    {"dp": 4, "pp": 2, "dp_replicate": 2, "zero": 1, "sequence_parallel": False},
 ]
 EXPERTS = [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "zero": 1}, {"dp": 2, "ep": 2, "tp": 2}, {"tp": 2, "etp": 2}]
 STEPS = 10
