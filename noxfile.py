@@ -273,6 +273,12 @@ def nanogpt_dropout(session: nox.Session) -> None:
 
 
 @nox.session(default=False, venv_backend="none", requires=["composed"])
+def exact_layouts(session: nox.Session) -> None:
+    """Train a small LLaMA in exact mode under several plans, and compare with one process, bit for bit."""
+    run_composed(session, "python", "recipes/exact_layouts/train.py", *session.posargs)
+
+
+@nox.session(default=False, venv_backend="none", requires=["composed"])
 def coverage(session: nox.Session) -> None:
     """Compare every operator of torch's database on DTensors with one device: stock torch's, then ours (long)."""
     program = "packages/vescale-dtensor/coverage/run.py"

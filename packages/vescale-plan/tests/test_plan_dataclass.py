@@ -103,7 +103,6 @@ from vescale.plan import Plan
             "expected exact to be a multiple of dp = 3, whose ranks hold whole blocks, got exact=8; use exact=9",
         ),
         ({"exact": 8, "tp": 16}, "expected exact to be a multiple of tp = 16"),
-        ({"exact": 8, "pp": 2, "dp": 2}, "expected dp=1 for exact=8 and pp=2, got dp=2: stages of data-parallel ranks"),
         ({"exact": 8, "reduce_dtype": "float32"}, "expected reduce_dtype=None for exact=8, got 'float32'"),
         ({"exact": 8, "zero": 3, "offload": True}, "expected offload=False for exact=8, got True"),
         (

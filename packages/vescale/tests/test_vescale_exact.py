@@ -1,9 +1,12 @@
 """`Plan(exact=8)`: unmodified Hugging Face models train with the bits of one process under every plan."""
 
+import contextlib
 import functools
+import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -19,7 +22,7 @@ from vescale.dtensor import UnsupportedOperator, exact, init_device_mesh, set_ex
 from vescale.dtensor.extension import exact_num_blocks
 from vescale.pipe import PipelineEngine, PipelinePlan
 from vescale.plan import Plan
-from vescale_testing import ranks
+from vescale_testing import ranks, run_ranks
 
 DECODER = {
     "vocab_size": 255,
@@ -62,13 +65,23 @@ def batches(steps):
         yield {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
+class AdamW(torch.optim.AdamW):
+    """Keeps the last gradient, clipped, in its state, where a plan that cuts gradients brings it together."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.grad is not None:
+                self.state[param]["gradient"] = param.grad.clone()
+
+
 def train_alone(family, *, steps=2, num_blocks=8):
-    """Return losses and norms, and by name parameters and AdamW's state, of an unmodified loop."""
+    """Return losses and norms, and by name parameters, gradients and AdamW's state, of an unmodified loop."""
     model = build(family)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = AdamW(model.parameters(), lr=0.01)
     found = []
     torch.manual_seed(5)
-    with exact(num_blocks=num_blocks):
+    with contextlib.nullcontext() if num_blocks is None else exact(num_blocks=num_blocks):
         for batch in batches(steps):
             optimizer.zero_grad()
             loss = model(**batch).loss
@@ -82,9 +95,8 @@ def train_alone(family, *, steps=2, num_blocks=8):
 
 def train(family, *, steps=2, num_blocks=8, **fields):
     plan = Plan(exact=num_blocks, clip_grad_norm=1.0, **fields)
-    adamw = functools.partial(torch.optim.AdamW, lr=0.01)
     try:
-        model, optimizer = vescale.parallelize(plan, build(family), adamw)
+        model, optimizer = vescale.parallelize(plan, build(family), functools.partial(AdamW, lr=0.01))
         assert exact_num_blocks() == num_blocks
         found = []
         torch.manual_seed(5)
@@ -119,26 +131,40 @@ CASES = [
     ("llama", {"dp": 2, "recompute": 1}),
     ("gpt2", {"pp": 2, "num_microbatches": 4}),
     ("llama", {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"}),
+    ("mixtral", {"dp": 2, "pp": 2, "zero": 3}),
 ]
 LAYOUTS = [
+    {"num_microbatches": 4},
     *({"dp": dp, "zero": zero} for dp in (2, 4, 8) for zero in range(4)),
     *({"tp": tp, "sequence_parallel": sp} for tp in (2, 4) for sp in (False, True)),
     *({"dp": 2, "tp": 2, "zero": zero} for zero in range(4)),
     {"dp": 4, "tp": 2, "zero": 3, "sequence_parallel": True},
     {"dp": 2, "tp": 4, "zero": 1},
     {"dp": 4, "dp_replicate": 2, "zero": 2},
-    {"num_microbatches": 4},
     {"dp": 2, "num_microbatches": 2, "zero": 2},
     *({"pp": 2, "num_microbatches": 4, "schedule": schedule} for schedule in ("1f1b", "zb_h1")),
     {"pp": 2, "tp": 2, "num_microbatches": 2},
+    *({"dp": 2, "pp": 2, "zero": zero} for zero in range(3)),
+    {"dp": 2, "pp": 2, "tp": 2, "zero": 2, "schedule": "zb_h1"},
+    {"dp": 4, "pp": 2, "dp_replicate": 2, "zero": 1},
 ]
-EXPERTS = [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "zero": 1}, {"dp": 2, "ep": 2, "tp": 2}, {"tp": 2, "etp": 2}]
-MORE = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
-MORE += [("mixtral", layout) for layout in EXPERTS]
+UNTIED = [{"dp": 2, "pp": 2, "zero": 3}]  # stages of GPT-2 share a weight
+EXPERTS = [
+    {"dp": 2, "ep": 2},
+    {"dp": 4, "ep": 2, "zero": 1},
+    {"dp": 2, "ep": 2, "tp": 2},
+    {"tp": 2, "etp": 2},
+    {"dp": 2, "ep": 2, "pp": 2},
+]
+STEPS = 10
+
+
+def world_size_of(layout):
+    return math.prod(layout.get(axis, 1) for axis in ("dp", "tp", "pp"))
 
 
 def check(family, layout, steps):
-    @ranks(layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1), timeout=1800)
+    @ranks(world_size_of(layout), timeout=600)
     def on_every_rank():
         expected = train_alone(family, steps=steps)
         equal, count = num_equal(train(family, steps=steps, **layout), expected)
@@ -147,21 +173,55 @@ def check(family, layout, steps):
     on_every_rank()
 
 
+@functools.cache
+def reference(family):
+    """Return what ten steps in one process have; other tests share it."""
+    (found,) = run_ranks(train_alone, 1, family, steps=STEPS, timeout=600)
+    return found
+
+
+def train_all(family, layouts, expected, store):
+    """Train by one layout after another on the same ranks, and return those whose bits differ."""
+    rank, world_size, wrong = dist.get_rank(), dist.get_world_size(), []
+    for number, layout in enumerate(layouts):
+        dist.barrier()  # nobody is still connecting
+        dist.destroy_process_group()  # and all that were made in it
+        own = dist.FileStore(f"{store}.{number}", world_size)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
+        try:
+            equal, count = num_equal(train(family, steps=STEPS, **layout), expected)
+        except Exception as error:
+            error.add_note(f"{family} by {layout}")
+            raise
+        wrong += [f"{layout}: {equal} of {count} tensors are equal"] if equal < count else []
+    return wrong
+
+
 @pytest.mark.parametrize(("family", "layout"), CASES, ids=str)
 def test_bits_are_those_of_one_process(family, layout):
     check(family, layout, steps=2)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("family", "layout"), MORE, ids=str)
-def test_ten_steps_on_every_layout(family, layout):
-    check(family, layout, steps=10)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ten_steps_on_every_layout(family, world_size, tmp_path):
+    layouts = LAYOUTS + (EXPERTS if family == "mixtral" else []) + (UNTIED if family != "gpt2" else [])
+    layouts = [layout for layout in layouts if world_size_of(layout) == world_size]
+    expected, store = reference(family), str(tmp_path / "store")
+    timeout = 300 * len(layouts)
+    for wrong in run_ranks(train_all, world_size, family, layouts, expected, store, timeout=timeout):
+        assert not wrong
 
 
 @ranks(2)
-def test_another_number_of_blocks_gives_other_bits():
-    equal, count = num_equal(train("llama", dp=2, num_blocks=4), train_alone("llama"))
+def test_without_the_mode_and_with_another_number_of_blocks_bits_differ():
+    expected = train_alone("llama")
+    equal, count = num_equal(train("llama", dp=2, num_blocks=4), expected)
     assert equal < count / 2
+    outside = train_alone("llama", num_blocks=None)
+    assert num_equal(outside, expected)[0] < count / 2
+    assert num_equal(train("llama", dp=2, num_blocks=None), outside)[0] < count
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ ROWS = {
     ),
     "exact": Row(
         "`vescale.dtensor.set_exact`, for the process, from the return of `parallelize` on; refused with `offload`, "
-        "`reduce_dtype`, Muon, and with `dp` for `pp`, a `loss_fn` or `per_rank`",
+        "`reduce_dtype`, Muon, and with `dp` for a `loss_fn` or `per_rank`",
         {"exact": 8},
         lambda _run: exact_num_blocks() == 8,
     ),

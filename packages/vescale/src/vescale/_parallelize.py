@@ -112,7 +112,7 @@ def parallelize(
     names = _Names.of(plan, model)
     inputs = _without_target(example_inputs, loss_fn)
     resolved = _resolve_module_plan(plan, model, module_plan, inputs)
-    if not per_rank or plan.ep > 1:
+    if plan.exact is None and (not per_rank or plan.ep > 1):  # exact mode computes nothing in parts
         check_rows(plan, model, example_inputs, loss_fn=loss_fn, row_wise=row_wise)
     if plan.pp > 1:
         _check_split(plan, split_units(model, _pipeline_of(plan), plan.num_stages, example_inputs=inputs))

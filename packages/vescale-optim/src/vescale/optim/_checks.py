@@ -153,12 +153,12 @@ def _named_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
-def blocks_of(module: nn.Module, rows: object, reducer: Any) -> int | None:
+def blocks_of(kind: str, has_rows: bool, reducer: Any) -> int | None:
     """Return the number of blocks of the ``vescale.dtensor.exact`` around a forward, in which it can run; None outside.
 
     Args:
-        module: The module given to DDP.
-        rows: What runs it on the rows of all ranks; None if nothing does.
+        kind: Name of the type of the module given to DDP.
+        has_rows: Whether it runs on the rows of all ranks.
         reducer: That of its gradients.
 
     Raises:
@@ -166,8 +166,8 @@ def blocks_of(module: nn.Module, rows: object, reducer: Any) -> int | None:
     """
     if (num_blocks := exact_num_blocks()) is None or reducer.axis.size == 1:
         return num_blocks
-    name = f"DDP of {type(module).__name__} inside of vescale.dtensor.exact"
-    if rows is None:
+    name = f"DDP of {kind} inside of vescale.dtensor.exact"
+    if not has_rows:
         raise UnsupportedOperator(
             f"{name}: expected a module that runs on the rows of all ranks, got one whose ranks see their own rows "
             "alone (per_rank=True), with sums that are not those of one device; leave per_rank out"

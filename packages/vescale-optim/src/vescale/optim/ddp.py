@@ -33,6 +33,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -240,6 +241,7 @@ class DDP(_torch.UnmovableModule):
         if axes.all.size > 1:
             axes.all.failures.can_meet()
             self._attach_forward(module, options, row_wise)
+        self._reducer.blocks_of = functools.partial(blocks_of, type(module).__name__, self._rows is not None)
         if sharded is not None:
             settings = {"reshard_after_forward": reshard_after_forward, "prefetch": prefetch}
             sharded.attach(synchronizes=lambda: self._reducer.synchronizes, **settings)
@@ -261,7 +263,7 @@ class DDP(_torch.UnmovableModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on this rank's part of the batch; inside of ``vescale.dtensor.exact`` on the rows of all."""
-        self._reducer.num_blocks = blocks_of(self.module, self._rows, self._reducer)
+        self._reducer.num_blocks = self._reducer.blocks_of(self._reducer)
         self._gathers.waits_in_step |= torch.compiler.is_compiling()
         return self.module(*args, **kwargs)
 

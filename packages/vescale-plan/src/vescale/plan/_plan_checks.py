@@ -245,11 +245,6 @@ def _check_exact(plan: Any) -> None:
                 f"Plan: expected exact to be a multiple of {axis} = {degree}, whose ranks hold whole blocks, got "
                 f"exact={plan.exact}; use exact={-(-plan.exact // degree) * degree}, the same in all plans to compare"
             )
-    if plan.pp > 1 and plan.dp > 1:
-        raise ValueError(
-            f"Plan: expected dp=1 for exact={plan.exact} and pp={plan.pp}, got dp={plan.dp}: stages of data-parallel "
-            "ranks see their own rows alone; use pp=1 or dp=1"
-        )
     for name, usual, why in (
         ("reduce_dtype", None, "one rank alone does not round to it"),
         ("offload", False, "gradients in host memory have no exact form"),

@@ -23,7 +23,7 @@ from .._plan.placements import Repeat, is_placements, normalize, on_shape
 from ..errors import PlanError
 from .values import fields_of, map_tensors, rebuild_fields, rebuild_sequence
 
-__all__ = ["Convert", "as_dtensor", "bring", "is_plain", "place", "to_plain"]
+__all__ = ["Convert", "as_dtensor", "bring", "in_one_call", "is_plain", "place", "to_plain"]
 
 Convert = Callable[[Tensor, tuple[Placement, ...], str], Tensor]
 """Bring a tensor to placements; the third argument is the name of the boundary."""
@@ -84,6 +84,13 @@ def to_plain(tensor: Tensor) -> Tensor:
     if any(p.is_partial() for p in tensor.placements):
         tensor = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
     return tensor.to_local()
+
+
+def in_one_call(convert: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Return ``convert(tensor)``, which function modes see as one call; see Note [boundaries are torch functions]."""
+    if has_torch_function((tensor,)):
+        return handle_torch_function(in_one_call, (tensor,), convert, tensor)
+    return convert(tensor)
 
 
 # ------------------------------------------------------------------------------------------------- structures

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from vescale.dtensor.extension import exact_num_blocks, one_of
 
-from .._boundary.convert import bring, to_plain
+from .._boundary.convert import bring, in_one_call, to_plain
 from .._boundary.hooks import Phase
 from .._boundary.rows_axis import is_over_rows
 from .._boundary.values import map_tensors
@@ -180,6 +180,11 @@ class Execution:
         return None if output is None else map_tensors(self._to_plain, output)
 
     def _to_plain(self, tensor: Tensor) -> Tensor:
+        if exact_num_blocks() is None:
+            return self._plain_result(tensor)
+        return in_one_call(self._plain_result, tensor)  # also where it stands for one on the rows of all ranks
+
+    def _plain_result(self, tensor: Tensor) -> Tensor:
         if not is_over_rows(tensor, self.mesh):
             return to_plain(tensor)
         settled = [Replicate() if p.is_partial() else p for p in tensor.placements[1:]]

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from vescale.dtensor import UnsupportedRandomOperator, debug, random
+from vescale.dtensor.extension import exact_num_blocks
 
 from .. import _torch
 from .._boundary.convert import to_plain
@@ -110,8 +111,14 @@ class Rehearsal:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The axis of two ranks, ahead of those of a plan; values between stages may be DTensors on it."""
+        """The axis of two ranks, ahead of those of a plan."""
         return self._ghost if self._execution is None else self._rows().mesh
+
+    @property
+    def meshes(self) -> tuple[DeviceMesh, ...]:
+        """Meshes of values between stages: of a rehearsal, and of calls on the rows of all ranks."""
+        calls = calls_of(self._module)
+        return (self.mesh,) if calls is None else (self.mesh, calls.mesh)
 
     @staticmethod
     def can_run(module: nn.Module) -> bool:
@@ -122,9 +129,9 @@ class Rehearsal:
 
     @property
     def num_ranks(self) -> int:
-        """Number of data-parallel ranks whose rows together are those of one device."""
+        """Number of data-parallel ranks that compute rows of one device apart; 1 where each computes those of all."""
         calls = calls_of(self._module)
-        return 1 if calls is None else calls.mesh.size(0)
+        return 1 if calls is None or exact_num_blocks() is not None else calls.mesh.size(0)
 
     @contextlib.contextmanager
     def as_they_are(self) -> Iterator[None]:

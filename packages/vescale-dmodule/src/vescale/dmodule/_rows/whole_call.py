@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from vescale.dtensor.extension import exact_num_blocks
 
 from .. import _torch
-from .._boundary.convert import as_dtensor, is_plain
+from .._boundary.convert import as_dtensor, in_one_call, is_plain
 from .._boundary.rows_axis import gradient_outside
 from .._boundary.values import map_leaves
 from .._execution.eager import EagerScope, hook_scope
@@ -79,9 +79,9 @@ class WholeCall:
         if result is None:
             self._scope.path[1:] = []  # of parts that have not ended
         self._scope.leave("")
-        return None if result is None else map_leaves(self._part, result, "")
+        return None if result is None else map_leaves(lambda leaf, _where: in_one_call(self._part, leaf), result, "")
 
-    def _part(self, tensor: Tensor, _where: str) -> Tensor:
+    def _part(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
         has_all_rows = tensor.ndim and self._rows and tensor.shape[0] == self._rows * self._mesh.size()

@@ -100,6 +100,10 @@ class _Round:
         self.in_flight.clear()
 
 
+def _blocks_around(_reducer: Reducer) -> int | None:
+    return exact_num_blocks()
+
+
 class Reducer:
     """Reduce the gradients of ``buckets`` over ``axis`` in every backward that runs while ``synchronizes`` is set.
 
@@ -113,6 +117,7 @@ class Reducer:
     Attributes:
         begin_units: Holds the parameters of ZeRO 3 for a step of a pipeline.
         num_blocks: Of the ``vescale.dtensor.exact`` in which the last forward ran; None outside.
+        blocks_of: Returns that of a forward that begins; it refuses what cannot run inside.
     """
 
     def __init__(
@@ -134,6 +139,7 @@ class Reducer:
         self.synchronizes = True
         self.begin_units: Callable[[Iterable[Tensor]], StepUnits] | None = None
         self.num_blocks: int | None = None
+        self.blocks_of: Callable[[Reducer], int | None] = _blocks_around
         self.has_received = False  # since `take_received`
         self.has_reduced = False  # since the last step
         self._patience = PATIENCE
@@ -170,6 +176,7 @@ class Reducer:
         Args:
             groups: as for `EarlyReduction`.
         """
+        self.num_blocks = self.blocks_of(self)
         if self.axis.size == 1 or not self.synchronizes or any(has_gradient_hooks(slot.param) for slot in self.slots):
             return None
         units = None if self.begin_units is None else self.begin_units(p for group in groups for p in group)

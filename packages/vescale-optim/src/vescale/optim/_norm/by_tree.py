@@ -2,21 +2,16 @@
 
 The norm of the norms of the parameters, in their order: each is taken of the whole gradient, which ZeRO gathers bucket
 by bucket, by the tree of exact mode. A DTensor stays in its shards: exact mode has a form for it. Stages of a pipeline
-exchange the norms of their parameters, by name.
+exchange the norms of their parameters, in the order of one process.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from vescale.dtensor.extension import waits_of
 
 from .. import _torch
 from .._gradients.bucket import FlatBucket, FlatSlot
@@ -24,6 +19,9 @@ from .._gradients.placeholder import ShardedGradient
 from .._ranks.axis import Axis
 
 __all__ = ["norm_by_tree", "norms_by_tree", "of_all_stages"]
+
+#: Of norms; float64 has the values of all of them.
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def norm_by_tree(norms: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -59,11 +57,28 @@ def of_all_stages(norms: Mapping[str, Tensor], axes: Iterable[Axis], order: Sequ
     """
     found = dict(norms)
     for axis in axes:
-        every: list[Any] = [None] * axis.size
-        gather = functools.partial(dist.all_gather_object, every, {k: v.cpu() for k, v in found.items()}, axis.group)
-        waits_of(axis.group).call("all-gather of norms", gather)
-        found = {name: norm for theirs in every for name, norm in theirs.items()}
+        found = _of_all_ranks(found, axis, order)
     return [found[name] for name in order if name in found]
+
+
+def _of_all_ranks(norms: Mapping[str, Tensor], axis: Axis, order: Sequence[str]) -> dict[str, Tensor]:
+    """Return the norms of all ranks of an axis, by one all-gather of a table with a column for each name.
+
+    A column has the norm and the number of its dtype from 1 on, or zeros on a rank without such a parameter.
+    """
+    kinds = [1 + _DTYPES.index(norms[name].dtype) if name in norms else 0 for name in order]
+    absent = torch.zeros((), dtype=torch.float64, device=axis.device_type)
+    values = torch.stack([norms.get(name, absent).to(absent) for name in order])
+    mine = torch.stack([values, torch.tensor(kinds).to(absent)])
+    every = mine.new_zeros(axis.size, *mine.shape)
+    pending = axis.all_gather(every.view(-1), mine.view(-1), what="the norms of gradients")
+    if pending is None:
+        return dict(norms)
+    pending.wait()
+    found = {}
+    for numbers, held in zip(every[:, 0], every[:, 1].int().tolist(), strict=True):
+        found |= {name: numbers[i].to(_DTYPES[held[i] - 1]) for i, name in enumerate(order) if held[i]}
+    return found
 
 
 def _gathered(bucket: FlatBucket) -> Tensor:

@@ -99,8 +99,9 @@ class RowChecks:
 
     @property
     def meshes(self) -> tuple[DeviceMesh, ...]:
-        """Meshes of values that cross stages in a rehearsal."""
-        return () if self._rehearsal is None else (self._rehearsal.mesh,)
+        """Meshes, other than those of a plan, of values that cross stages."""
+        meshes: tuple[DeviceMesh, ...] = () if self._rehearsal is None else self._rehearsal.meshes
+        return meshes
 
     def rule_of(self, call: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> LossRule:
         """Rehearse a call, on all stages, and return the rule of its loss.
