@@ -14,36 +14,61 @@ from vescale_testing import ranks
 R, S0, S1 = {"tp": Replicate()}, {"tp": Shard(0)}, {"tp": Shard(1)}
 
 
-class Recomputed(nn.Module):
-    """Checkpoints the elements of a list, a module that is in no list, or a function."""
+class Own(torch.autograd.Function):
+    """A checkpoint that is none of torch's."""
 
-    def __init__(self, kind, use_reentrant):
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.function(x), grad)
+        return None, x.grad
+
+
+class Recomputed(nn.Module):
+    """Checkpoints the elements of a list, a module that is in no list, a function, or functions inside of layers."""
+
+    def __init__(self, kind, use_reentrant=False, again=None):
         super().__init__()
-        self.kind, self.use_reentrant = kind, use_reentrant
-        self.first, self.layers = Layer(), nn.ModuleList([Layer(), Layer()])
+        self.kind = kind
+        self.again = again or functools.partial(checkpoint, use_reentrant=use_reentrant)
+        layer = functools.partial(Layer, self.again if kind == "inside" else None)
+        self.first, self.layers = layer(), nn.ModuleList([layer(), layer()])
         self.last = nn.Linear(6, 6)
         self.double()
-
-    def again(self, function, x):
-        return checkpoint(function, x, use_reentrant=self.use_reentrant)
 
     def inner(self, x):
         return self.first.down(nn.functional.dropout(self.first.up(x).relu(), 0.3))
 
     def forward(self, x):
-        x = self.inner(x) if self.kind == "list" else self.again(self.inner if self.kind == "fn" else self.first, x)
+        first = {"function": self.inner}.get(self.kind, self.first)
+        x = self.again(first, x) if self.kind in ("module", "function") else first(x)
         for layer in self.layers:
             x = self.again(layer, x) if self.kind == "list" else layer(x)
         return self.last(x)
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, again):
         super().__init__()
         self.norm, self.up, self.down, self.drop = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6), nn.Dropout(0.3)
+        self.scale, self.again = nn.Parameter(torch.linspace(0.5, 1, 6)), again
+
+    def inner(self, x):
+        """Has operators of its own on shards, and parameters, where no hook of a module runs."""
+        h = nn.functional.dropout(self.up(self.norm(x) * self.scale).relu(), 0.2)
+        return x + self.down(nn.functional.dropout(self.drop(h), 0.3))
 
     def forward(self, x):
-        return x + self.down(self.drop(self.up(self.norm(x)).relu()))
+        x = nn.functional.dropout(x, 0.1)
+        return self.again(self.inner, x) if self.again else self.inner(x)
 
 
 PLAN = {
@@ -72,33 +97,63 @@ def train(model):
 def test_layers_modules_and_functions(in_all_modes):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for use_reentrant in (False, True):
-        for kind in ("list", "module"):
+        for kind in ("list", "module", "function", "inside"):
             in_all_modes(functools.partial(Recomputed, kind, use_reentrant), PLAN, mesh, train)
-        # no hooks run for a function, so its random operators are unknown; refused before the caller's own backward
-        model = parallelize_module(Recomputed("fn", use_reentrant), mesh, PLAN, mode="static")
-        with pytest.raises(NotLocalFriendlyError, match=r"local tensors backward fails|eager mode diverge"):
-            train(model)
-        assert all(parameter.grad is None for parameter in model.parameters())
-        in_all_modes(functools.partial(Recomputed, "fn", use_reentrant), PLAN, mesh, train, modes=("eager",))
+
+
+def test_what_surrounds_a_function_reaches_backward_by_its_checkpoint_alone(monkeypatch):
+    monkeypatch.setattr("vescale.dtensor._torch.recompute.carriers", [])
+
+    @ranks(2)
+    def on_every_rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        for kind in ("function", "inside"):
+            model = parallelize_module(Recomputed(kind), mesh, PLAN, mode="static")
+            with pytest.raises(NotLocalFriendlyError, match=r"local tensors backward fails|eager mode diverge"):
+                train(model)
+            assert all(parameter.grad is None for parameter in model.parameters())
+
+    on_every_rank()
+
+
+def forward_with_moved(model, rows):
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        return model(inputs(rows, rows).requires_grad_()).square().sum()
 
 
 @ranks(2)
 def test_saved_tensors_that_move(in_all_modes):
-    mesh, make = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), functools.partial(Recomputed, "list", False)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
-    def forward(model, rows):
-        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
-            return model(inputs(rows, rows).requires_grad_()).square().sum()
-
-    def with_one_layout(model):
-        forward(model, 8).backward()
+    def with_several_layouts(model):
+        for rows in (7, 8, 9):  # on each rank, two of them look the same
+            model(inputs(rows, 0).requires_grad_()).sum().backward()
+        losses = [forward_with_moved(model, rows) for rows in (8, 7, 9)]
+        for loss in losses:
+            loss.backward()
         return {}
 
+    for kind in ("list", "inside"):
+        in_all_modes(functools.partial(Recomputed, kind), PLAN, mesh, with_several_layouts)
+
+
+@ranks(2)
+def test_other_checkpoints_find_their_layouts_by_memory(in_all_modes):
+    mesh, make = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), lambda: Recomputed("list", again=Own.apply)
+
+    def train_without_dropout(model):
+        return train(model.eval())
+
+    def with_one_layout(model):
+        forward_with_moved(model.eval(), 8).backward()
+        return {}
+
+    in_all_modes(make, PLAN, mesh, train_without_dropout)
     in_all_modes(make, PLAN, mesh, with_one_layout)
-    model = parallelize_module(make(), mesh, PLAN, mode="static")
-    for rows in (7, 8, 9):  # on each rank, two of them look the same
+    model = parallelize_module(make(), mesh, PLAN, mode="static").eval()
+    for rows in (7, 8, 9):
         model(inputs(rows, 0).requires_grad_()).sum().backward()
-    loss = forward(model, 8)
+    loss = forward_with_moved(model, 8)
     with pytest.raises(NotLocalFriendlyError, match=r"'layers\.1' is recomputed in backward: expected the operands of"):
         loss.backward()
     model(inputs(8, 0).requires_grad_()).sum().backward()

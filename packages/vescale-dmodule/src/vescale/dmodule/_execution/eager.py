@@ -15,15 +15,16 @@ Replication is sound: a plain tensor inside the module comes from inputs that ar
 from code that depends on such inputs alone.
 
 Hooks of every submodule open the contexts; the outermost submodule that runs does so. This is the root, except when
-activation checkpointing runs a part of the model again during backward. The same hooks record which submodule runs,
-for errors.
+activation checkpointing runs a part of the model again during backward; around a function, a checkpoint opens them (see
+``surroundings``). The same hooks record which submodule runs, for errors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +43,7 @@ from .._boundary.rows_axis import lift, settled
 from .._gradients.sync import GradientSync
 from ..errors import ImplicitRedistributionError
 from .module_hooks import OwnHook
+from .surroundings import surround
 
 __all__ = ["EagerScope", "hook_scope"]
 
@@ -76,17 +78,35 @@ class EagerScope:
         if not self.path:
             if self.attaches:
                 self.sync.attach(module)
-            self.contexts.enter_context(_Mixing(self))
-            if not self.allow_implicit and exact_num_blocks() is None:  # forms of exact mode move what they need
-                axes = None if self.rows is None else self.rows.mesh_dim_names[1:]
-                self.contexts.enter_context(strict(interleaved=True, axes=axes))
+            self._open()
         self.path.append(name)
+
+    def _open(self) -> None:
+        self.contexts.enter_context(surround(self._carry))
+        self.contexts.enter_context(_Mixing(self))
+        if not self.allow_implicit and exact_num_blocks() is None:  # forms of exact mode move what they need
+            axes = None if self.rows is None else self.rows.mesh_dim_names[1:]
+            self.contexts.enter_context(strict(interleaved=True, axes=axes))
 
     def leave(self, name: str) -> None:
         if self.path and self.path[-1] == name:  # else an earlier hook raised
             self.path.pop()
             if not self.path:
                 self.contexts.close()
+
+    def _carry(self) -> Callable[[], contextlib.AbstractContextManager] | None:
+        return functools.partial(self._repeated, self.path[-1]) if self.path else None
+
+    @contextlib.contextmanager
+    def _repeated(self, name: str) -> Iterator[None]:
+        """Run a function of a module again, in which no hook of it runs."""
+        if not self.path:
+            self._open()
+        self.path.append(name)
+        try:
+            yield
+        finally:
+            self.leave(name)
 
     @property
     def where(self) -> str:

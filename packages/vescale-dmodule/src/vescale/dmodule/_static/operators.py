@@ -34,7 +34,7 @@ from .._boundary.rows_axis import gradient_over_rows
 from .movement.steps import without_partials
 from .recording.observe import replicated
 
-__all__ = ["ModuleOperators", "Operand", "Part", "RecordedOperator"]
+__all__ = ["ModuleOperators", "Operand", "Part", "RecordedOperator", "Repeat"]
 
 Placements = tuple[Placement, ...]
 Part = tuple[int, int, int]
@@ -184,6 +184,9 @@ class RecordedOperator:
 
 Position = dict[tuple[torch.Size, ...], RecordedOperator]  # by local shapes; all of one function
 
+Repeat = tuple[int, Sequence[RecordedOperator]]
+"""What activation checkpointing repeats of a call: the number of operators before, and the operators."""
+
 
 def _merge(one: Sequence[Position] | None, other: Sequence[Position]) -> list[Position] | None:
     """Return the sequence of two calls; None if they contradict each other, or if there is none of the first."""
@@ -212,12 +215,12 @@ class ModuleOperators:
         calls: the sequence of every call of the module in a call of the program; a single one if all calls agree.
     """
 
-    def __init__(self, calls: Iterable[Sequence[RecordedOperator]], repeats: Iterable[Sequence[RecordedOperator]] = ()):
+    def __init__(self, calls: Iterable[Sequence[RecordedOperator]], repeats: Iterable[Repeat] = ()):
         """Make the record of a module.
 
         Args:
             calls: its operators, call by call.
-            repeats: those of the calls in which activation checkpointing recomputed it.
+            repeats: those that activation checkpointing repeated, of the whole module or of a function in it.
 
         Raises:
             ValueError: a module with calls that contradict each other is recomputed, so the number of the recomputed
@@ -225,11 +228,12 @@ class ModuleOperators:
         """
         each = [_positions(call) for call in calls]
         together = functools.reduce(_merge, each) if each else []
-        for repeat in map(_positions, repeats):
-            begun = None if together is None else _merge(together[: len(repeat)], repeat)
-            if begun is None:
+        for begin, repeated in repeats:
+            end = begin + len(repeated)  # torch ends a recomputation when it has what it needs
+            again = None if together is None else _merge(together[begin:end], _positions(repeated))
+            if again is None and repeated:
                 raise ValueError("recomputed calls with different operators")
-            together = [*begun, *together[len(repeat) :]]  # torch ends a recomputation when it has what it needs
+            together = [*together[:begin], *again, *together[end:]] if again else together
         self.calls = each if together is None else [together]
 
     def union(self, other: ModuleOperators) -> ModuleOperators | None:

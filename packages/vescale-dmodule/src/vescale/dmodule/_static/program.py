@@ -48,6 +48,7 @@ from .._compile.blocks import CompiledProgram
 from .._execution.eager import hook_scope
 from .._execution.module_hooks import hook_calls
 from .._execution.patch import ModulePatch
+from .._execution.surroundings import surround
 from .._report.ranges import is_watched
 from .call import Call, State
 from .direct_calls import direct_calls
@@ -56,6 +57,7 @@ from .local_parameters import LocalParameters
 from .model import Model
 from .operator_mode import OperatorHooks, QuietCall
 from .parts import Parts, join
+from .recomputation import Recomputation
 from .recording.calls import CallRecorder, Island, Place
 from .recording.compare import add_rows, difference, highest, raise_together
 from .recording.dry_run import Run, check, keep_or_refuse, new_run, record
@@ -108,10 +110,11 @@ class StaticProgram:
         self.patch = ModulePatch()
         self.compiled = CompiledProgram(self.parts, model.mesh) if compiled else None
         self._applied: list[ModulePatch] = []  # while the program is open
+        self._surroundings = contextlib.ExitStack()  # while the program is open
         self._handles: list[RemovableHandle] = []
         self._eager_once: list[RemovableHandle] = []
         self._drawing: dict[str, OperatorHooks] = {}  # of the parts with random operators
-        self._recomputed: set[str] = set()  # parts whose recomputation opens the program
+        self._recomputation = Recomputation(self.call, self.parts, self.recordings, model.phase, self._opened)
         self._quiet_call = QuietCall(model.mesh.device_type)
         self._before = State.IDLE  # the state that closing returns to
 
@@ -128,43 +131,15 @@ class StaticProgram:
             experts = ExpertsPart(self.call, name, region)
             self._handles += hook_calls(parts.modules[name], experts.enter, experts.leave)
         for name in parts.repeated():
-            self._open_for_recomputation(name)
+            self._recomputation.hook(name)
 
     def remove(self) -> None:
         """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._recomputed.clear()
+        self._recomputation.remove()
         self._drawing.clear()
-
-    def _open_for_recomputation(self, name: str) -> None:
-        """Open the program for a part that autograd calls in backward."""
-        if name in self._recomputed or not name or self.parts.is_eager(name):
-            return
-        self._recomputed.add(name)
-        opened: list[bool] = []
-
-        def enter(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-            opened.append(self.call.state in (State.IDLE, State.CHECKING) and _torch.in_backward())
-            if self.recordings.recomputes or len(self.recordings.layouts) > 1:
-                self._choose_layouts(name, args, kwargs, is_recomputed=opened[-1])
-            if opened[-1]:
-                self._refresh()
-                self._open()
-
-        def leave(_module: nn.Module, _args: tuple, _output: object) -> None:
-            if opened and opened.pop() and self.call.is_open:
-                self._close()
-
-        self._handles += hook_calls(self.parts.modules[name], enter, leave)
-
-    def _choose_layouts(self, name: str, args: tuple, kwargs: dict, *, is_recomputed: bool) -> None:
-        """Note the layouts with which a part runs; use the same layouts when it is recomputed."""
-        if is_recomputed:
-            self.call.layouts = self.recordings.of_run(name, args, kwargs)
-        else:
-            self.recordings.note_run(name, args, kwargs, self.call.layouts)
 
     def _hook_random_operators(self, names: Iterable[str]) -> None:
         """Hook the parts with recorded random operators."""
@@ -424,7 +399,7 @@ class StaticProgram:
         recordings.gradients = experts_gradients(self.parts, call.layouts.tokens) | recordings.gradients
         self._hook_random_operators(recording.operators)
         for name in recording.recomputed:
-            self._open_for_recomputation(name)
+            self._recomputation.hook(name)
 
     # --------------------------------------------------------------------------------------------- open and close
 
@@ -443,6 +418,7 @@ class StaticProgram:
             raise
         phase = self.model.phase
         phase.convert, phase.local = self.call.convert, True
+        self._surroundings = surround(self._recomputation.carry)
 
     def _apply(self, patch: ModulePatch) -> None:
         patch.apply()
@@ -465,12 +441,26 @@ class StaticProgram:
         """Restore the patch and switch the boundaries back; replaced buffers stay, as DTensors."""
         phase = self.model.phase
         phase.convert, phase.local = None, False
+        self._surroundings.close()
         buffers = self.parameters.replaced_buffers()
         while self._applied:
             self._applied.pop().restore()
         for table, key, buffer in buffers:
             table[key] = buffer
         self.call.state = self._before
+
+    @contextlib.contextmanager
+    def _opened(self, layouts: RecordedLayouts) -> Iterator[None]:
+        """Open the program, which is closed, with some layouts while the context is open."""
+        before, self.call.layouts = self.call.layouts, layouts
+        try:
+            self._refresh()
+            self._open()
+            yield
+        finally:
+            if self.call.is_open:
+                self._close()
+            self.call.layouts = before
 
     def _refresh(self) -> None:
         """Make the local parameters and the patch before the first call and after a change of the model."""

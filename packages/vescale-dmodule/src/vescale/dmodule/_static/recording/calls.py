@@ -21,7 +21,7 @@ from ... import _torch
 from ..._boundary.convert import as_dtensor, bring, to_plain
 from ..._boundary.rows_axis import gradient_over_rows, lift, settled, whole_extremes
 from ...errors import NotLocalFriendlyError
-from ..operators import ModuleOperators, Operand, Part, RecordedOperator
+from ..operators import ModuleOperators, Operand, Part, RecordedOperator, Repeat
 from ..parts import Parts, describe, is_inside, ways_out
 from .memory import initialized
 from .names import ModuleCall, Names
@@ -146,6 +146,7 @@ class CallRecorder(TorchFunctionMode):
         super().__init__()
         self._nudges, self._over_rows, self._of_rows = nudges, over_rows, of_rows
         self._names, self.mesh, self._islands, self._keeps = names, mesh, islands, keeps
+        names.position_in = self._position_in
         self._calls: dict[ModuleCall, list[RecordedOperator]] = {}
         self._first: dict[str, int] = {}  # number of the first call of each module
         self._communicates = False
@@ -173,11 +174,12 @@ class CallRecorder(TorchFunctionMode):
             operands = [moved.get(id(tensor), tensor) for tensor in operands]
         described = [_describe(tensor, self.mesh) for tensor in operands]
         operator = RecordedOperator(func, described, draws=False, over_rows=self._over_rows)
+        copies: dict[int, Tensor] = {}  # of operands that an island writes, as on local tensors
         if island is not None:
             operator.is_island, operator.constants, operator.part = True, island.constants, island.part
             _watch_operands(operands, operator, written=island.written)
-            kept = {id(operands[i]) for i in island.written}
-            args, kwargs = _torch.tree_map(lambda leaf: leaf if id(leaf) in kept else _pinned(leaf), (args, kwargs))
+            copies = {id(operands[i]): operands[i].clone() for i in island.written}
+            args, kwargs = _torch.tree_map(lambda leaf: copies.get(id(leaf), _pinned(leaf)), (args, kwargs))
         before, versions = extension.random_position(self.mesh.device_type), [_version(t) for t in operands]
         self._communicates, self._drawn_on, num_collectives = False, [], len(self.log)
         result = initialized(func, func(*args, **kwargs))
@@ -185,6 +187,8 @@ class CallRecorder(TorchFunctionMode):
             result = settled(result, operands)
         if self._of_rows:
             result = whole_extremes(result)
+        if copies:
+            result = _written_back(result, [(operands[i], copies[id(operands[i])]) for i in island.written])
         self._communicates |= len(self.log) > num_collectives
         operator.draws = extension.random_position(self.mesh.device_type) != before
         # what communicates draws by the values of all ranks
@@ -203,7 +207,7 @@ class CallRecorder(TorchFunctionMode):
             return result
         written = [operands[i] for i in operator.written]
         results = [leaf for leaf in _torch.tree_leaves(result) if not any(leaf is tensor for tensor in written)]
-        for leaf in (*results, *written):
+        for leaf in (*results, *(copies.get(id(leaf), leaf) for leaf in written)):
             if isinstance(leaf, DTensor):
                 _watch(leaf, operator, self.mesh)
         return result
@@ -241,11 +245,14 @@ class CallRecorder(TorchFunctionMode):
             return None
         call = self._names.path[-1]
         first = self._first.setdefault(call.name, call.number)  # all calls of a recomputed module agree
-        place = first if call.is_repeat else call.number, len(self._calls.get(call, ()))
+        place = first if call.is_repeat else call.number, self._position_in(call)
         if self._keeps:
             self._begun[0].append(extension.sequence_number())
             self._begun[1].append(place)
         return place
+
+    def _position_in(self, call: ModuleCall) -> int:
+        return call.begin + len(self._calls.get(call, ()))
 
     def _kept(
         self, operator: RecordedOperator, leaves: Sequence[object], operands: Sequence[Tensor], result: object
@@ -332,12 +339,23 @@ class CallRecorder(TorchFunctionMode):
         functions = {operator.function for _, operator in each if operator.draws or operator.is_island}
         owners = {name for name, op in each if op.needs_dtensors or (all_draws and op.draws)}
         owners = set(filter(parts.is_watched, owners))
-        calls: dict[str, tuple[list, list]] = {}
+        calls: dict[str, tuple[list[list[RecordedOperator]], list[Repeat]]] = {}
         for call in self._names.calls:
             if any(is_inside(call.name, owner) for owner in owners) and parts.is_watched(call.name):
-                noted = [operator for operator in self._calls.get(call, ()) if operator.function in functions]
-                calls.setdefault(call.name, ([], []))[call.is_repeat].append(noted)
-        return {name: _joined(name, *both) for name, both in calls.items() if any(map(any, both))}
+                all_calls = self._calls.get(call, ())
+                noted = [operator for operator in all_calls if operator.function in functions]
+                firsts, repeats = calls.setdefault(call.name, ([], []))
+                if call.is_repeat:
+                    before = self._first_calls(call.name)[: call.begin]
+                    repeats.append((sum(operator.function in functions for operator in before), noted))
+                else:
+                    firsts.append(noted)
+        return {n: _joined(n, *both) for n, both in calls.items() if any(both[0]) or any(found for _, found in both[1])}
+
+    def _first_calls(self, name: str) -> Sequence[RecordedOperator]:
+        """Return the calls of functions in the first call of a module."""
+        call = next(call for call in self._names.calls if call.name == name)
+        return self._calls.get(call, ())
 
 
 def _name(operator: RecordedOperator) -> str:
@@ -352,7 +370,7 @@ def is_metadata(function: Callable) -> bool:
     return getattr(function, "__name__", "") == "__get__" and getattr(getter, "__name__", "") not in TENSORS
 
 
-def _joined(name: str, calls: list[list[RecordedOperator]], repeats: list[list[RecordedOperator]]) -> ModuleOperators:
+def _joined(name: str, calls: list[list[RecordedOperator]], repeats: list[Repeat]) -> ModuleOperators:
     try:
         return ModuleOperators(calls, repeats)
     except ValueError as error:
@@ -381,6 +399,18 @@ def _value(tensor: Tensor) -> Tensor:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _written_back(result: object, pairs: Sequence[tuple[Tensor, Tensor]]) -> object:
+    """Copy what an operator wrote into its operands, and return its result with these.
+
+    The gradient of a copy has a layout that hooks see. That of an operand may not: autograd leaves out a view whose
+    base is used later.
+    """
+    for operand, copy in pairs:
+        operand.copy_(copy)
+    originals = {id(copy): operand for operand, copy in pairs}
+    return _torch.tree_map(lambda leaf: originals.get(id(leaf), leaf), result)
 
 
 def _pinned(leaf: object) -> object:

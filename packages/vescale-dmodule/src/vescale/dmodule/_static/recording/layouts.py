@@ -296,11 +296,10 @@ class Recordings:
                 parts.name or type(parts.module).__name__,
             )
 
-    # Note [layouts of a recomputation]: activation checkpointing calls a part again in backward, with the operands of
-    # its first run. Torch offers no identity of that run: reentrant checkpointing passes detached copies of the
-    # operands, and neither kind restores context or attributes. So the layouts are looked up by the memory of the first
-    # operand: its address, as long as that memory lives. Checkpointing keeps it until then, so no other run has it. If
-    # something moved the saved tensors, their memory is unknown, and the recomputation is refused.
+    # Note [layouts of a recomputation]: a checkpoint that is none of torch's calls a part again in backward, with the
+    # operands of its first run, and remembers nothing else of it. So the layouts are looked up by the memory of the
+    # first operand: its address, as long as that memory lives. The checkpoint keeps it until then, so no other run has
+    # it. If something moved the saved tensors, their memory is unknown, and the recomputation is refused.
 
     def note_run(self, name: str, args: tuple, kwargs: Mapping, layouts: RecordedLayouts) -> None:
         """Note the layouts with which a part runs, see Note [layouts of a recomputation]."""
@@ -328,8 +327,9 @@ class Recordings:
             raise NotLocalFriendlyError(
                 f"{describe(name)} is recomputed in backward: expected the operands of its first run in their memory, "
                 "to find which of several recorded layouts they have, but got operands elsewhere, as with "
-                "torch.autograd.graph.save_on_cpu; leave saved tensors in place, pass the tensors as direct arguments "
-                f"of the checkpointed module, pad batches so that shards are even, or {keep_on_dtensors(name)}"
+                "torch.autograd.graph.save_on_cpu; recompute it by torch.utils.checkpoint, leave saved tensors in "
+                "place, pass the tensors as direct arguments of the checkpointed module, pad batches so that shards "
+                f"are even, or {keep_on_dtensors(name)}"
             )
         return known[0]
 
