@@ -54,8 +54,7 @@ class Laid:
         if self.mesh is None:
             return self.local
         like = torch.empty(self.shape, dtype=self.local.dtype, device="meta")
-        local = self.local.detach() if self.local.requires_grad else self.local  # that of a leaf: torch warns of it
-        return dispatch.wrap(local.contiguous(), self.mesh, self.placements, like)
+        return dispatch.wrap(self.local.contiguous(), self.mesh, self.placements, like)
 
     def replaced(self, local: Tensor, shape: Sequence[int], placements: Sequence[Placement] | None = None) -> Laid:
         """Return another tensor on the same mesh, in the same placements by default."""
