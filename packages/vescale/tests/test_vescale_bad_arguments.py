@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from vescale_testing.bad_arguments import Call, check_calls, check_table
 
 # checked in the tests of their own packages
 PARTS = ("Cluster", "Constraints", "Plan", "deferred_init", "load", "save")
-RECORDS = ("compare", "emulate", "record")  # checked in test_vescale_compare.py, test_vescale_emulate.py
 RESULTS = (
     "Comparison",
     "ParallelModel",
@@ -104,6 +104,54 @@ def launch_arguments():
     }
 
 
+def record_arguments(folder):
+    model = build()
+    return {
+        "path": folder,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "steps": [0, 2],
+        "values": ["0"],
+        "max_bytes": 2**20,
+    }
+
+
+def compare(a, b, bits, folder):
+    """Call `compare`; what a function that is to record a run raises is the user's."""
+    record = Path("right")
+    with vescale.record(record, build()):
+        pass
+    a, b = (record if callable(each) else each for each in (a, b))
+    vescale.compare(record if a == "record" else a, record if b == "record" else b, bits=bits, folder=folder)
+
+
+def emulate(plan, function):
+    """Call `emulate`; what the training function raises, and what it is given, is the user's."""
+    vescale.emulate(plan, (lambda: None) if callable(function) else function)
+
+
+def calls_of_one_process(folder):
+    """Return the calls that need no process group, or a process without one."""
+    return {
+        "compare": Call(
+            compare,
+            lambda: {"a": "record", "b": "record", "bits": True, "folder": folder},
+            {"a": CALLABLES, "b": CALLABLES, "bits": {"None"}, "folder": {"None", "text"}},
+        ),
+        "record": Call(
+            vescale.record,
+            lambda: record_arguments(folder),
+            {
+                "path": {"text"},
+                "optimizer": {"None"},
+                "steps": {"None", "()", "[]", "[0]", "longer", "shorter"},
+                "values": {"()", "[]", "longer", "shorter"},
+            },
+        ),
+        "emulate": Call(emulate, lambda: {"plan": vescale.Plan(dp=2), "function": build}, {"function": CALLABLES}),
+    }
+
+
 def calls():
     """Return the public calls."""
     model, optimizer = vescale.parallelize(vescale.Plan(), build(), torch.optim.SGD, module_plan={})
@@ -186,12 +234,17 @@ def calls():
 def test_the_table_has_every_public_name():
     (names,) = run_ranks(lambda: list(calls()), 1)
     functions = [name for name in names if name not in ("ParallelModel.local_batch", "Metrics.step")]
-    check_table({"": vescale}, [*functions, *PARTS, *RECORDS], RESULTS)
+    check_table({"": vescale}, [*functions, *calls_of_one_process(""), *PARTS], RESULTS)
 
 
 @ranks(1)
 def test_bad_arguments():
     assert check_calls(calls()) > 300
+
+
+def test_bad_arguments_of_records_and_emulated_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for paths that are right
+    assert check_calls(calls_of_one_process(tmp_path / "record")) > 150
 
 
 @ranks(1)

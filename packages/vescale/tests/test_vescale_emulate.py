@@ -248,14 +248,20 @@ def test_a_thread_of_a_rank_does_not_communicate():
 @pytest.mark.parametrize(
     ("plan", "error", "text"),
     [
-        (0, ValueError, "emulate: expected a positive number of ranks, got 0"),
-        ("two", TypeError, "emulate: expected a Plan or a number of ranks, got 'two'"),
+        (0, ValueError, "emulate: expected a plan of 1 to 4096 ranks, got 0"),
+        (10**9, ValueError, "emulate: expected a plan of 1 to 4096 ranks, got 1000000000"),
+        ("two", TypeError, "emulate: expected a Plan or a number of ranks for plan, got 'two'"),
         (vescale.Plan(device="cuda"), ValueError, "emulate: expected a plan for the device 'cpu', got 'cuda'"),
     ],
 )
 def test_what_cannot_be_emulated(plan, error, text):
     with pytest.raises(error, match=text):
         vescale.emulate(plan, own_state)
+
+
+def test_what_is_no_function():
+    with pytest.raises(TypeError, match="emulate: expected a training function for function, got NoneType; pass"):
+        vescale.emulate(2, None)
 
 
 def inside_a_group():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale.dtensor.extension import CheckedInside, checked
+from vescale.dtensor.extension import CheckedInside, FilePath, checked
 
 from .file import open_record
 from .find import find_first
@@ -29,7 +29,7 @@ def compare(
     b: CheckedInside[str | os.PathLike[str] | Run],
     *,
     bits: bool | None = None,
-    folder: CheckedInside[str | os.PathLike[str] | None] = None,
+    folder: FilePath | None = None,
 ) -> Comparison:
     """Name the first tensor that differs between two runs, in the order of the program.
 
@@ -103,7 +103,7 @@ def _compared(
             folders.append(Path(source))
     if dist.is_initialized():
         dist.barrier()
-    found = find_first(labels, (open_record(folders[0]), open_record(folders[1])), bits=bits)
+    found = find_first(labels, (open_record(folders[0], "a"), open_record(folders[1], "b")), bits=bits)
     if dist.is_initialized():
         dist.barrier()  # before the folder is removed
     return found

@@ -30,8 +30,9 @@ from torch import Tensor
 #: Blocks of rows that have digests of their own, and so say where in a tensor a difference lies.
 NUM_BLOCKS = 8
 
-#: Elements that are digested at a time, which bounds the memory of intermediate values.
-_CHUNK = 1 << 21
+#: Elements that are digested at a time: intermediate values stay in a core's cache, or fill an accelerator.
+_CHUNK = {"cpu": 1 << 16}
+_CHUNK_ELSEWHERE = 1 << 21
 
 #: Columns whose keys are kept for the next tensor of the same layout.
 _KEPT = 1 << 16
@@ -81,36 +82,42 @@ def row_sums(part: Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> 
     hashes = torch.zeros(rows, dtype=torch.int64, device=part.device)
     projections, squares = hashes.double(), hashes.double()
     flat = part.reshape(rows, keys.numel())
-    columns = max(1, min(keys.numel(), _CHUNK))
-    for first in range(0, rows, _CHUNK // columns):
-        there = slice(first, first + _CHUNK // columns)
+    chunk = _CHUNK.get(part.device.type, _CHUNK_ELSEWHERE)
+    columns = max(1, min(keys.numel(), chunk))
+    height = max(1, min(rows, chunk // columns))
+    scratch = torch.empty(2, height * columns, dtype=torch.int64, device=part.device)
+    for first in range(0, rows, height):
+        there = slice(first, first + height)
         for start in range(0, keys.numel(), columns):
             here = slice(start, start + columns)
-            found = _sums(flat[there, here], keys[here], signs[here])
+            found = _sums(flat[there, here], keys[here], signs[here], scratch)
             for total, each in zip((hashes, projections, squares), found, strict=True):
                 total[there] += each
     return RowSums(hashes, projections, squares, offsets[0])
 
 
-def _sums(rows: Tensor, keys: Tensor, signs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    wide = rows.double()
+def _sums(rows: Tensor, keys: Tensor, signs: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mixed, other = (each[: rows.numel()].view(rows.shape) for each in scratch)
+    bits = rows
     if rows.is_floating_point():
-        rows = (rows.float() if rows.element_size() == 1 else rows) + 0.0  # -0.0 becomes 0.0
-        bits = rows.contiguous().view(_BITS[rows.element_size()])
-    else:
-        bits = rows
-    mixed = _mix(bits.long() ^ keys)
-    return mixed.sum(1), (wide * signs).sum(1), wide.square().sum(1)
+        bits = (rows.float() if rows.element_size() == 1 else rows) + 0.0  # -0.0 becomes 0.0
+        bits = bits.contiguous().view(_BITS[bits.element_size()])
+    mixed.copy_(bits).bitwise_xor_(keys)
+    hashes = _mix_(mixed, other).sum(1)
+    wide = other.view(torch.float64).copy_(rows)
+    return hashes, wide @ signs, torch.linalg.vector_norm(wide, dim=1).square_()
 
 
-def _mix(values: Tensor) -> Tensor:
-    values = (values ^ (values >> 30)) * _FIRST
-    values = (values ^ (values >> 27)) * _SECOND
-    return values ^ (values >> 31)
+def _mix_(values: Tensor, other: Tensor) -> Tensor:
+    """Mix in place, with another tensor of that size for what comes between."""
+    for distance, factor in ((30, _FIRST), (27, _SECOND)):
+        values.bitwise_xor_(torch.bitwise_right_shift(values, distance, out=other)).mul_(factor)
+    return values.bitwise_xor_(torch.bitwise_right_shift(values, 31, out=other))
 
 
 def _keys(indices: Tensor) -> Tensor:
-    return _mix((indices + 1) * _GOLDEN)
+    scaled = (indices + 1) * _GOLDEN
+    return _mix_(scaled, torch.empty_like(scaled))
 
 
 def _signs(keys: Tensor) -> Tensor:

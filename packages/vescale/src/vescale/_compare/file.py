@@ -26,6 +26,7 @@ from torch import Tensor
 from .digest import NUM_BLOCKS, Digest
 
 FORMAT = 1
+_LAST_LINE = 4096
 _KEYS = {
     "s": int,
     "k": str,
@@ -62,8 +63,10 @@ class Line:
         dtype: name of the dtype.
         terms: how many terms the longest sum has of which an element is computed.
         digest: of the part; None where only values are stored.
-        reading: "whole", or "rows" for a part of the rows of the global batch; "mean" is a scalar that is a mean over
-            the rows of this rank.
+        reading: "whole", or "rows" for a part of the rows of the global batch, "flat" for several rows for each of
+            them; "mean" is a scalar that is a mean over the rows of this rank; "sum" is a term of a gradient that is a
+            sum over parts of the batch.
+        num_terms: of such a sum.
         is_assumed: nothing says that the part is the whole tensor.
         placements: as text.
         values: bytes of the part, if they were asked for.
@@ -82,6 +85,7 @@ class Line:
     terms: int
     digest: Digest
     reading: str = "whole"
+    num_terms: int = 1
     is_assumed: bool = False
     placements: str = ""
     values: bytes | None = None
@@ -96,6 +100,8 @@ class Line:
         fields |= {"n": self.terms, "h": packed[0], "p": packed[1], "q": packed[2]}
         if self.reading != "whole":
             fields["r"] = self.reading
+        if self.num_terms > 1:
+            fields["w"] = self.num_terms
         if self.is_assumed:
             fields["a"] = 1
         if self.placements:
@@ -131,6 +137,7 @@ class Line:
             fields["n"],
             Digest(*columns),
             str(fields.get("r", "whole")),
+            int(fields.get("w", 1)),
             bool(fields.get("a")),
             str(fields.get("l", "")),
             None if values is None else base64.b64decode(values, validate=True),
@@ -166,10 +173,21 @@ class Writer:
     Args:
         folder: of the record.
         header: versions, rank, plan.
-        max_bytes: bound of the file.
+        max_bytes: bound of the file, with room for the last line.
+
+    Raises:
+        ValueError: it has no room for the header.
     """
 
     def __init__(self, folder: str | os.PathLike[str], header: Mapping[str, Any], *, max_bytes: int) -> None:
+        first = json.dumps({"vescale_record": FORMAT, **header})
+        # names of modules may be in the last line once more, and texts about what is missing
+        self._kept = len(first) + _LAST_LINE
+        if max_bytes < len(first) + self._kept:
+            raise ValueError(
+                f"record: expected max_bytes of at least {len(first) + self._kept} for the names of the modules, got "
+                f"{max_bytes}; a step takes about 500 bytes for each tensor"
+            )
         self.path = Path(folder) / f"rank{header['rank']:05d}.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if header["rank"] == 0:
@@ -179,7 +197,7 @@ class Writer:
         self._file = self.path.open("w", encoding="utf-8")
         self._left = max_bytes
         self.is_full = False
-        self._write(json.dumps({"vescale_record": FORMAT, **header}))
+        self._write(first)
 
     def _write(self, text: str) -> None:
         self._file.write(text + "\n")
@@ -196,7 +214,7 @@ class Writer:
         """
         mark = json.dumps({"step": number, "exact": exact, "complete": is_complete})
         texts = [*(line.to_json() for line in lines), mark]
-        if self.is_full or sum(map(len, texts)) + len(texts) > self._left:
+        if self.is_full or sum(map(len, texts)) + len(texts) > self._left - self._kept:
             self.is_full = True
             return
         for text in texts:
@@ -212,7 +230,12 @@ class Writer:
             silent: names of modules without a recorded call.
         """
         end = "max_bytes" if self.is_full else end
-        self._file.write(json.dumps({"end": end, "missing": dict(missing), "silent": list(silent)}) + "\n")
+        fields = {"end": end, "missing": dict(missing), "silent": list(silent)}
+        text = json.dumps(fields)
+        if len(text) >= self._left:
+            total = sum(missing.values())
+            text = json.dumps({"end": end[:200], "missing": {"what is missing has no room in max_bytes": total}})
+        self._write(text)
         self._file.close()
 
 
@@ -297,8 +320,12 @@ class RankFile:
                 yield number, fields
 
 
-def open_record(folder: str | os.PathLike[str]) -> list[RankFile]:
+def open_record(folder: str | os.PathLike[str], name: str) -> list[RankFile]:
     """Return the files of a record, by rank.
+
+    Args:
+        folder: of the record.
+        name: of the argument that it is, for errors.
 
     Raises:
         RecordError: there is no record, or files of ranks are missing.
@@ -306,8 +333,8 @@ def open_record(folder: str | os.PathLike[str]) -> list[RankFile]:
     paths = sorted(Path(folder).glob("rank*.jsonl")) if Path(folder).is_dir() else []
     if not paths:
         raise RecordError(
-            f"expected a folder with the files rank00000.jsonl, ... of a record, got {os.fspath(folder)!r}; pass the "
-            "folder that vescale.record got"
+            f"compare: {name}: expected a folder with the files rank00000.jsonl, ... of a record, got "
+            f"{os.fspath(folder)!r}; pass the folder that vescale.record got"
         )
     files = [RankFile(path) for path in paths]
     world, ranks = files[0].header["world"], [each.header["rank"] for each in files]

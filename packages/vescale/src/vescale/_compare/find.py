@@ -19,10 +19,10 @@ import torch
 from .digest import NUM_BLOCKS, Digest
 from .file import RankFile
 from .merge import Key, MergedStep, Whole, merged_steps
-from .result import NAMES, Comparison, Difference
-from .tolerance import deviations, digest_error, unit_roundoff, variance
+from .result import NAMES, Comparison, Difference, alike
+from .tolerance import deviations, digest_error, understatement, unit_roundoff, variance
 
-_PREFERRED = ("rows", "whole", "mean")
+_PREFERRED = ("rows", "flat", "whole", "sum", "mean")
 
 
 def find_first(
@@ -75,7 +75,7 @@ def _note_ends(result: Comparison, files: tuple[Sequence[RankFile], Sequence[Ran
             result.uncompared[f"{name}: {text}"] += count
         silent = set(of_ranks[0].silent).intersection(*(file.silent for file in of_ranks))
         for module in [each for each in of_ranks[0].silent if each in silent]:
-            result.uncompared[f"{name}: no call of {module or 'the model'} was seen"] += 1
+            result.uncompared[f"{name}: no call of {alike(module)} was seen"] += 1
 
 
 @dataclass
@@ -117,13 +117,13 @@ class _Walk:
                 if key in a.tensors and key in b.tensors:
                     self._compare(key, a.tensors[key], b.tensors[key], found)
         for name, one, other in ((NAMES[0], a, b), (NAMES[1], b, a)):
-            alone = sum(key not in other.tensors for key in one.tensors)
-            if alone:
-                self._result.uncompared[f"tensor recorded by {name} only"] += alone
-            if one.incomplete:
-                self._result.uncompared[f"{name}: tensor whose parts or layout were not all recorded"] += len(
-                    one.incomplete
-                )
+            for _, fqn, _, _ in (
+                key for key in one.tensors if key not in other.tensors and key not in other.incomplete
+            ):
+                self._result.uncompared[f"tensor of {alike(fqn)} recorded by {name} only"] += 1
+            for _, fqn, _, _ in one.incomplete:
+                text = f"{name}: tensor of {alike(fqn)} whose parts or layout were not all recorded"
+                self._result.uncompared[text] += 1
             if not one.is_complete:
                 self._result.uncompared[f"{name}: step that did not end on every rank"] += 1
         self._before = self._now
@@ -131,18 +131,20 @@ class _Walk:
             self._result.first = _with_others(found)
 
     def _check_calls(self, a: MergedStep, b: MergedStep, found: list[Difference]) -> bool:
-        """Return whether a module was called another number of times."""
+        """Return whether a module was called another number of times, as far as all of its calls are known."""
         counts: list[dict[str, int]] = [{}, {}]
         for number, step in enumerate((a, b)):
             for kind, module, call, _ in step.tensors:
                 if kind in ("input", "output"):
                     counts[number][module] = max(counts[number].get(module, 0), call + 1)
+        unknown = {module for _, module, _, _ in (*a.incomplete, *b.incomplete)}
         if not (a.is_complete and b.is_complete):
             return False
         for module, count in counts[0].items():
             other = counts[1].get(module, count)
-            if other != count:
-                verdict = f"the module was called {count} times in one run and {other} times in the other"
+            if other != count and module not in unknown:
+                times = [f"{_times(each)} in {run}" for run, each in zip(NAMES, (count, other), strict=True)]
+                verdict = f"the module was called {times[0]} and {times[1]}"
                 found.append(Difference(a.number, "input", module, min(count, other), "", "calls", verdict))
                 return True
         return False
@@ -163,12 +165,16 @@ class _Walk:
             found.append(self._difference(key, one, other, "replicas", None))
             return
         measured = self._measure(key, one, other)
+        has_bits = one.has_bits and other.has_bits
+        is_same = has_bits and one.dtype == other.dtype and one.digest.hashes == other.digest.hashes
+        if not is_same and self._may_be_sorted(one, other, measured):
+            self._result.uncompared[f"tensor of {alike(key[1])} whose rows are in another order"] += 1
+            return
         self._note(key, one, other, measured)
-        is_mean = "mean" in (one.reading, other.reading)
-        if not is_mean and one.dtype == other.dtype and one.digest.hashes == other.digest.hashes:
+        if is_same:
             self._equal.append(key)
             return
-        needs_bits = (self._bits and not is_mean) or not unit_roundoff(one.dtype)
+        needs_bits = (self._bits and has_bits) or not unit_roundoff(one.dtype)
         if needs_bits and one.dtype != other.dtype:
             found.append(self._difference(key, one, other, "dtype", measured))
         elif needs_bits or not measured.norm <= measured.allowed:
@@ -177,10 +183,16 @@ class _Walk:
         else:
             self._equal.append(key)
 
+    def _may_be_sorted(self, a: Whole, b: Whole, measured: _Measured) -> bool:
+        """Return whether the same rows may be in another order: tokens by experts, in each part of the batch."""
+        if "flat" not in (a.reading, b.reading) or measured.norm <= measured.allowed:
+            return False
+        return abs(a.digest.norm - b.digest.norm) <= measured.allowed
+
     def _measure(self, key: Key, a: Whole, b: Whole) -> _Measured:
         """Return the norm of the difference of two tensors, and how much of it rounding explains."""
         kind, name, call, _ = key
-        norm = _distance(a.digest, b.digest)
+        norm = _distance(a.digest, b.digest, has_norms=a.has_bits and b.has_bits)
         own = max(a.digest.norm, b.digest.norm)
         dtype = a.dtype if unit_roundoff(a.dtype) >= unit_roundoff(b.dtype) else b.dtype
         self._variance += variance(dtype, max(a.terms, b.terms))
@@ -235,7 +247,8 @@ class _Walk:
                 self._before[name] = (a.digest, b.digest)
             if math.isfinite(measured.allowed):
                 self._drift[name] = measured.allowed
-            self._apart[name] = measured.norm
+            differ = sum(x != y for x, y in zip(a.digest.hashes, b.digest.hashes, strict=True))
+            self._apart[name] = min(measured.allowed, measured.norm * understatement(differ)) if differ else 0.0
         elif kind == "gradient":
             self._doubt[name] = max(self._doubt.get(name, 0.0), measured.allowed / own if own else 1.0)
         elif kind == "output gradient":
@@ -261,10 +274,10 @@ class _Walk:
         blocks = [
             index
             for index in range(NUM_BLOCKS)
-            if what == "values" and _block(a.digest, index) != _block(b.digest, index)
+            if what == "values" and a.digest.hashes[index] != b.digest.hashes[index]
         ]
         rows = None
-        if blocks and a.shape and a.reading != "mean" != b.reading:
+        if blocks and a.shape and a.has_bits and b.has_bits:
             size = a.shape[0]
             rows = -(-blocks[0] * size // NUM_BLOCKS), -(-(blocks[-1] + 1) * size // NUM_BLOCKS)
         scale = max(a.digest.norm, b.digest.norm)
@@ -356,20 +369,16 @@ def _pair(a: list[Whole], b: list[Whole]) -> tuple[tuple[Whole, Whole] | None, s
     clean = [pair for pair in ranked if not (pair[0].conflict or pair[1].conflict)]
     if clean:
         return clean[0], ""
-    if ranked and not any(each.reading == "mean" for pair in ranked for each in pair):
+    if ranked and all(each.has_bits for pair in ranked for each in pair):
         return ranked[0], ""
     is_known = all(each.reading == "whole" and not each.is_assumed for each in (*a, *b))
     return None, "shape" if is_known and not ranked else ""
 
 
-def _distance(a: Digest, b: Digest) -> float:
-    """Return an estimate of the norm of the difference of two tensors."""
+def _distance(a: Digest, b: Digest, *, has_norms: bool = True) -> float:
+    """Return an estimate of the norm of the difference of two tensors, whose norms may be estimates themselves."""
     found = math.sqrt(sum((x - y) ** 2 for x, y in zip(a.projections, b.projections, strict=True)))
-    return max(found, abs(a.norm - b.norm)) if not math.isnan(found) else math.nan
-
-
-def _block(digest: Digest, index: int) -> tuple[int, float]:
-    return digest.hashes[index], digest.projections[index]
+    return max(found, abs(a.norm - b.norm)) if has_norms and not math.isnan(found) else found
 
 
 def _first_index(
@@ -393,6 +402,10 @@ def _first_index(
 
 def _with_others(found: list[Difference]) -> Difference:
     return dataclasses.replace(found[0], others=len(found) - 1)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _words(key: Key) -> str:

@@ -59,6 +59,7 @@ class Holding:
         placements: as text.
         is_assumed: whether nothing says that a plain tensor is the whole tensor.
         missing: why there are no values, or "".
+        mesh: on which it lies as a DTensor, if it does.
     """
 
     shape: tuple[int, ...]
@@ -66,6 +67,7 @@ class Holding:
     placements: str = ""
     is_assumed: bool = False
     missing: str = ""
+    mesh: DeviceMesh | None = None
 
 
 def holding(value: Any, layout: Layout | None = None, *, is_assumed: bool = False) -> Holding:
@@ -95,7 +97,7 @@ def _laid(local: Tensor, layout: Layout) -> Holding:
         found = local_views(local, layout.shape, layout.mesh, layout.placements)
     except (RuntimeError, UnsupportedPlacement, ValueError) as error:
         return Holding(layout.shape, [], str(layout), missing=f"has an unknown layout ({error})")
-    return Holding(layout.shape, [(tuple(box[0]), view) for box, view in found], str(layout))
+    return Holding(layout.shape, [(tuple(box[0]), view) for box, view in found], str(layout), mesh=layout.mesh)
 
 
 def gradient_of(parameter: nn.Parameter) -> Holding | None:

@@ -4,13 +4,14 @@
       rank 0, rank 1: rows 0:4                replicas: equal bits are expected, and one of them counts
       rank 2, rank 3: rows 4:8                the sum of the digests of all boxes is that of the tensor
 
+A mean or a sum over parts of the batch has no bits of one process. Projections are linear: those of the parts add up.
+
 A reading whose boxes do not cover its global shape is not one of this tensor. Replicas that differ are a fault in
 themselves, unless nothing says that a plain tensor is the same on all ranks: then the reading is dropped.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ class Whole:
     """A global tensor under one reading.
 
     Attributes:
-        reading: "rows", "whole" or "mean", as in `Line`.
+        reading: as in `Line`.
         shape: of the tensor.
         digest: of the tensor.
         dtype: name of the dtype.
@@ -53,13 +54,18 @@ class Whole:
     lines: tuple[Line, ...]
 
     @property
+    def has_bits(self) -> bool:
+        """Whether the hashes are those of the tensor: not of a mean or a sum over parts of the batch."""
+        return self.reading in ("rows", "flat", "whole")
+
+    @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
     def values(self) -> Tensor | None:
         """Return the values, if all parts have them."""
-        if any(line.values is None for line in self.lines) or self.reading == "mean":
+        if any(line.values is None for line in self.lines) or not self.has_bits:
             return None
         dtype = getattr(torch, self.dtype)
         found = torch.zeros(self.shape, dtype=dtype)
@@ -137,8 +143,6 @@ def _place(line: Line, stage: int) -> tuple[int, int, int]:
 
 def _whole(reading: str, lines: list[tuple[int, Line]]) -> Whole | None:
     first = lines[0][1]
-    if reading == "mean":
-        return _mean([line for _, line in lines])
     if any(line.shape != first.shape or line.dtype != first.dtype for _, line in lines):
         return None
     boxes: dict[tuple, list[tuple[int, Line]]] = {}
@@ -146,6 +150,8 @@ def _whole(reading: str, lines: list[tuple[int, Line]]) -> Whole | None:
         boxes.setdefault((line.offsets, line.sizes), []).append((rank, line))
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(first.shape):
         return None
+    if reading in ("mean", "sum"):
+        return _combined(reading, [[line for _, line in box] for box in boxes.values()])
     conflict = next(filter(None, map(_conflict, boxes.values())), "")
     is_assumed = any(line.is_assumed for _, line in lines)
     if conflict and is_assumed:
@@ -166,11 +172,16 @@ def _conflict(replicas: list[tuple[int, Line]]) -> str:
     return ""
 
 
-def _mean(lines: list[Line]) -> Whole:
-    """Return a scalar that is the mean of those of the ranks, which have equally many rows."""
-    value = sum(sum(line.digest.projections) for line in lines) / len(lines)
-    zeros = (0.0,) * (NUM_BLOCKS - 1)
-    digest = Digest((0,) * NUM_BLOCKS, (value, *zeros), (value * value, *zeros))
-    first = dataclasses.replace(lines[0], digest=digest, values=None)
-    terms = max(line.terms for line in lines) * len(lines)
-    return Whole("mean", (), digest, first.dtype, terms, "mean over ranks", "", is_assumed=False, lines=(first,))
+def _combined(reading: str, boxes: list[list[Line]]) -> Whole | None:
+    """Return a mean or a sum of terms, of each of which equally many ranks have a replica."""
+    first = boxes[0][0]
+    if any(len(box) % line.num_terms for box in boxes for line in box):
+        return None  # some terms were not recorded
+    totals = [
+        sum(line.digest.projections[block] * line.num_terms / len(box) for box in boxes for line in box)
+        for block in range(NUM_BLOCKS)
+    ]
+    digest = Digest((0,) * NUM_BLOCKS, tuple(totals), tuple(total * total for total in totals))
+    terms = max(line.terms for box in boxes for line in box) * max(map(len, boxes))
+    text = f"{reading} over parts of the batch"
+    return Whole(reading, first.shape, digest, first.dtype, terms, text, "", is_assumed=False, lines=(first,))

@@ -1,21 +1,26 @@
 """The parts that one step has recorded, until it is known which rows of the global batch they are.
 
-A tensor inside of a data-parallel model, or of a micro-batch, has two readings, and nothing in it says which is right::
+A tensor inside of a data-parallel model, or of a micro-batch, has several readings, and nothing says which is right::
 
     rows     its dim 0 is a part of the rows of the global batch         activations
+    flat     its dim 0 is several for each of these rows                 tokens
     whole    it is a tensor of its own, equal on all ranks               position tables, masks, scalars
 
-Both are recorded. A comparison takes the reading under which both runs have the same global shape. A scalar has a third
-one: a mean over the rows of this rank, as losses are.
+All that fit are recorded. A comparison takes the reading under which both runs have the same global shape. A scalar has
+another one: a mean over the rows of this rank, as losses are. The gradient of a whole tensor is a sum over the parts of
+the batch, of which each rank and micro-batch has a term.
 
 The micro-batch of a call follows from the number of calls of its module in a step, which is known at the end of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from .digest import RowSums, block_digests, row_sums
 from .file import Line, bytes_of
@@ -31,12 +36,18 @@ class Rows:
         num_ranks: of that axis.
         rows: of this rank.
         num_microbatches: into which they are divided, the first ones with one row more where they do not divide.
+        ranks: of the data-parallel axis.
     """
 
     coord: int = 0
     num_ranks: int = 1
     rows: int = 0
     num_microbatches: int = 1
+    ranks: tuple[int, ...] = ()
+
+    def are_in(self, mesh: DeviceMesh | None) -> bool:
+        """Whether a DTensor on the mesh has the rows of all ranks, not those of this one."""
+        return mesh is not None and self.num_ranks > 1 and set(self.ranks) <= set(mesh.mesh.flatten().tolist())
 
     @property
     def is_spread(self) -> bool:
@@ -145,7 +156,8 @@ class Step:
                 terms=each.terms,
                 digest=digest,
                 reading=reading.name,
-                is_assumed=each.held.is_assumed,
+                num_terms=reading.num_terms,
+                is_assumed=each.held.is_assumed or reading.is_assumed,
                 placements=each.held.placements + reading.text,
                 values=None if each.values is None else each.values[index],
             )
@@ -161,18 +173,29 @@ class Step:
         per_microbatch = max(1, calls // rows.num_microbatches)
         microbatch, call = divmod(each.call, per_microbatch)
         call += each.forward * per_microbatch
-        whole = _Reading("whole", call, shape, offsets)
-        if not rows.is_spread or calls % rows.num_microbatches:
+        whole = _Reading("whole", call, shape, offsets, is_assumed=rows.is_spread)
+        if rows.are_in(each.held.mesh) and rows.num_microbatches == 1:
+            return [dataclasses.replace(whole, is_assumed=False)]
+        if not rows.is_spread or calls % rows.num_microbatches or rows.are_in(each.held.mesh):
             return [whole]
+        if each.kind == "output gradient":
+            whole = _Reading("sum", call, shape, offsets, num_terms=rows.num_ranks * rows.num_microbatches)
+        elif not shape:
+            return [whole, *[_Reading("mean", call, shape, offsets)] * (rows.rows % rows.num_microbatches == 0)]
         if not shape:
-            return [whole, _Reading("mean", call, shape, offsets)]
+            return [whole]
         first, num_rows = rows.of_microbatch(microbatch)
         factor, rest = divmod(shape[0], num_rows) if num_rows else (0, 1)
         if rest or not factor:
             return [whole]
         spread = (factor * rows.num_ranks * rows.rows, *shape[1:])
         text = f"rows {first}:{first + num_rows} of {rows.num_ranks * rows.rows}"
-        return [whole, _Reading("rows", call, spread, (factor * first + offsets[0], *offsets[1:]), text)]
+        return [
+            whole,
+            _Reading(
+                "rows" if factor == 1 else "flat", call, spread, (factor * first + offsets[0], *offsets[1:]), text
+            ),
+        ]
 
 
 @dataclass(frozen=True)
@@ -184,6 +207,8 @@ class _Reading:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     place: str = ""
+    num_terms: int = 1
+    is_assumed: bool = False
 
     @property
     def start(self) -> int:

@@ -20,6 +20,7 @@ import functools
 import importlib.metadata
 import inspect
 import math
+import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -99,6 +100,7 @@ class record:  # noqa: N801 - a context, as those of torch
         self._handles: list[Any] = []
         self._rows = Rows()
         self._is_repeated = False
+        self._thread = 0
         self._running: list[tuple[str, int, list[tuple[int, ...]]]] = []
         self._seen: set[str] = set()
         self._missing: Counter[str] = Counter()
@@ -131,6 +133,7 @@ class record:  # noqa: N801 - a context, as those of torch
             ]
         if self._optimizer is not None:
             self._handles.append(self._optimizer.register_step_post_hook(lambda *_: self._end_step()))
+        self._thread = threading.get_ident()
         carriers.append(self._carrier)
         return self
 
@@ -199,7 +202,7 @@ class record:  # noqa: N801 - a context, as those of torch
         rows = next((value.shape[0] for value in (*args, *kwargs.values()) if _has_rows(value)), 0)
         axis = self._ddp.data_axes.all
         count = 1 if self._parallel is None else self._parallel.plan.num_microbatches
-        return Rows(axis.coord, axis.size, rows, count)
+        return Rows(axis.coord, axis.size, rows, count, tuple(axis.ranks))
 
     def _end_step(self) -> None:
         if self._step is not None:
@@ -327,8 +330,8 @@ class record:  # noqa: N801 - a context, as those of torch
             wanted = name in self._values
             step.add(kind, name, held, call=where, tensor=place, terms=terms, rows=self._rows, with_values=wanted)
 
-    def _carrier(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        return self._repeating
+    def _carrier(self) -> Callable[[], contextlib.AbstractContextManager[None]] | None:
+        return self._repeating if threading.get_ident() == self._thread else None  # emulated ranks are threads
 
     @contextlib.contextmanager
     def _repeating(self) -> Iterator[None]:

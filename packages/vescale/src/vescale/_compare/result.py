@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+from vescale.plan import Plan
 
 #: What texts call the two runs.
 NAMES = ("A", "B")
 
 _MAX_UNCOMPARED = 12
+_MAX_PLAN = 300
 
 
 @dataclass(frozen=True)
@@ -101,10 +106,28 @@ def _text(result: Comparison) -> str:
     return "\n".join(lines)
 
 
+def alike(fqn: str) -> str:
+    """Return what a text calls modules whose names differ in their numbers alone."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", fqn) or "the model"
+
+
 def _run(name: str, header: dict) -> str:
-    of = f"vescale {header.get('vescale')}, torch {header.get('torch')}, {header.get('world')} ranks"
-    plan = " ".join(str(header.get("plan", "")).split())
-    return f"{name} ({of})" + (f"  {plan[:200]}" if plan else "")
+    world = header.get("world")
+    of = f"vescale {header.get('vescale')}, torch {header.get('torch')}, {world} rank{'' if world == 1 else 's'}"
+    plan = _plan(str(header.get("plan", "")))
+    return f"{name} ({of})" + (f"  {plan}" if plan else "")
+
+
+def _plan(text: str) -> str:
+    """Return the fields of a plan that are not the defaults."""
+    try:
+        fields, defaults = dict(json.loads(text)), json.loads(Plan().to_json())
+        for estimated in ("memory", "limit_bytes", "table"):
+            defaults.pop(estimated, None)
+    except (TypeError, ValueError):
+        return ""
+    told = [f"{name}={value!r}" for name, value in fields.items() if value != defaults.get(name, value)]
+    return f"Plan({', '.join(told)})"[:_MAX_PLAN]
 
 
 def _same(result: Comparison) -> str:

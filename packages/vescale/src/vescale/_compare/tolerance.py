@@ -18,6 +18,9 @@ of the gradients of the module's outputs, times that of its inputs, or the squar
 6 F / (pi k)**2 for the k-th comparison, so all comparisons of any number of steps together have a false alarm with
 probability F.
 
+Differences are estimated by projections, which understate the norm at times. So what accepted differences of
+parameters do to a module's output counts with a factor, which grows as fewer blocks differ.
+
 An optimizer's step may normalize gradients, as Adam does: elements near zero then move by as much as others, in any
 direction. If a gradient may differ by the part t of its norm, elements below about t of it may turn around; of elements
 with a density around zero as a normal distribution's, these move the update by at most 2 sqrt(t) of its norm.
@@ -65,3 +68,16 @@ def digest_error(numel: int) -> float:
 def deviations(count: int) -> float:
     """Return L for the comparison with this number, counted from 1."""
     return math.sqrt(2 * math.log(2 * (math.pi * count) ** 2 / (6 * FALSE_ALARM)))
+
+
+def understatement(blocks: int) -> float:
+    """Return by which factor the norm of a difference may exceed its estimate from the projections of so many blocks.
+
+    Squares of k normal projections have a chi-squared distribution of k degrees of freedom, whose lower tail is about
+    ``(x / 2)**(k / 2) / Gamma(k / 2 + 1)``. The factor is exceeded with probability 0.001.
+
+    Example:
+        >>> round(understatement(8), 1), round(understatement(2), 1)
+        (3.2, 31.6)
+    """
+    return math.sqrt(blocks / (2 * (0.001 * math.gamma(blocks / 2 + 1)) ** (2 / blocks)))

@@ -18,6 +18,9 @@ from .turns import Ranks, is_rank
 
 __all__ = ["emulate"]
 
+#: Each rank is a thread, of which a process has some thousands at most.
+MAX_RANKS = 4096
+
 
 def emulate(plan: Plan | int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run ``function(*args)`` on every rank of a plan, in this process, and return the results by rank.
@@ -38,7 +41,8 @@ def emulate(plan: Plan | int, function: Callable[..., Any], *args: Any) -> list[
         What the function returned on rank 0, 1, ...
 
     Raises:
-        ValueError: the plan is for another device than the CPU, or the number is not positive.
+        TypeError: the function cannot be called, or the plan is neither a plan nor a number.
+        ValueError: the plan is for another device than the CPU, or the number is not from 1 to 4096.
         RuntimeError: this process has a process group already; all ranks wait for each other, with what each waits for.
         BaseException: the first error of a rank, with a note that names the rank.
 
@@ -55,6 +59,11 @@ def emulate(plan: Plan | int, function: Callable[..., Any], *args: Any) -> list[
         [6.0, 6.0, 6.0, 6.0]
     """
     size = _size_of(plan)
+    if not callable(function):
+        raise TypeError(
+            f"emulate: expected a training function for function, got {type(function).__name__}; pass the function "
+            "itself, and its arguments after it"
+        )
     if is_rank():
         raise RuntimeError(
             "emulate: expected a call outside of emulated ranks, got one on a rank; call it once, around"
@@ -74,13 +83,21 @@ def _size_of(plan: Plan | int) -> int:
                 f"emulate: expected a plan for the device 'cpu', got {plan.device!r}; use "
                 "dataclasses.replace(plan, device='cpu')"
             )
-        return plan.world_size
+        return _possible(plan.world_size)
+    if isinstance(plan, bool):
+        raise TypeError(f"emulate: expected a Plan or a number of ranks for plan, got {plan!r}")
     try:
         size = operator.index(plan)
     except TypeError:
-        raise TypeError(f"emulate: expected a Plan or a number of ranks, got {plan!r}") from None
-    if size < 1:
-        raise ValueError(f"emulate: expected a positive number of ranks, got {size}")
+        raise TypeError(f"emulate: expected a Plan or a number of ranks for plan, got {plan!r}") from None
+    return _possible(size)
+
+
+def _possible(size: int) -> int:
+    if not 1 <= size <= MAX_RANKS:
+        raise ValueError(
+            f"emulate: expected a plan of 1 to {MAX_RANKS} ranks, got {size}; each is a thread of this process"
+        )
     return size
 
 
