@@ -3,81 +3,24 @@
 By default a family of each kind; `-m thorough` runs all of them, on four ranks too.
 """
 
-import functools
 import importlib
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.tensor import Shard
 
 import vescale
 from vescale import Plan
 from vescale.dmodule.plans import derive
-from vescale_testing import gather_full, keep_float64, run_ranks
+from vescale_testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-models = importlib.import_module("models")
+training = importlib.import_module("derived_training")
 sys.path.pop(0)
+models, check, train_on_ranks = training.models, training.check, training.train_on_ranks
 
-OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.1)
-STEPS = 2
 ORDINARY = ("falcon with alibi", "falcon of groups", "gpt_oss", "nanogpt", "encoder", "bert", "opt", "deepseek_v3")
-
-
-def train_on_one(family):
-    model = models.build(family)
-    with keep_float64():
-        return record(family, model, model, OPTIMIZER(model.parameters()))
-
-
-def record(family, module, model, optimizer):
-    """Train some steps; return losses, parameters and the random state."""
-    torch.manual_seed(1)
-    found = {}
-    for step in range(STEPS):
-        output = model(**models.example(family, module, step))
-        loss = output if isinstance(output, torch.Tensor) else output.loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found[f"loss {step}"] = gather_full(loss.detach())
-    found |= {name: gather_full(p.detach()) for name, p in module.named_parameters()}
-    return {**found, "random state": torch.get_rng_state().double()}
-
-
-def train_on_ranks(family, plan, module_plan=None):
-    module = models.build(family)
-    with keep_float64():
-        inputs = models.example(family, module, 0)
-        model, optimizer = vescale.parallelize(
-            plan, module, OPTIMIZER, module_plan=module_plan, example_inputs=inputs, row_wise=row_wise(module)
-        )
-        return record(family, module, model, optimizer)
-
-
-def row_wise(module):
-    """Experts select rows by routes."""
-    return [name for name, part in module.named_modules() if name.endswith(".experts")]
-
-
-def assert_equal(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        distance = (actual[name] - value).abs().max() / value.abs().max().clamp(min=1e-3)
-        assert distance < 1e-10, f"{name}: {distance}"
-
-
-def check(family, *plans):
-    expected = train_on_one(family)
-
-    def on_a_rank():
-        return [train_on_ranks(family, plan) for plan in plans]
-
-    for records in run_ranks(on_a_rank, plans[0].world_size, timeout=300):
-        for found in records:
-            assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("family", ORDINARY)

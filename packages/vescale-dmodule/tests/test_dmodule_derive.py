@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from vescale.dmodule import Divided, PlanError, parallelize_module, plans
 from vescale.dtensor import InterleavedShard, deferred_init, init_device_mesh
-from vescale_testing import ranks
+from vescale_testing import keep_float64, ranks
 
 TP = {"tp": Shard(0)}
 WHOLE = [{"tp": Replicate()}]
@@ -25,6 +25,13 @@ class FeedForward(nn.Module):
     def forward(self, x):
         gate, up = self.gate_up(x).chunk(2, -1)
         return x + self.down(gate.sigmoid() * up)
+
+
+class Scored(FeedForward):
+    """Targets, which are no DTensors, beside logits."""
+
+    def forward(self, x, target):
+        return nn.functional.cross_entropy(super().forward(x).flatten(0, 1), target.flatten())
 
 
 class PerHead(nn.Module):
@@ -73,6 +80,14 @@ def test_pairs_and_their_boundaries():
     assert not derived.replicated
     assert derived.num_bytes == 2 * 2 * 8 * 8 * 4  # an activation forward, a gradient backward
     assert str(derived).endswith("communication of a step: 1 KiB of each rank")
+
+
+def test_function_modes_that_see_backward_change_nothing():
+    batch = {"x": torch.ones(2, 5, 8), "target": torch.ones(2, 5, dtype=torch.long)}
+    expected = plans.derive(Scored(), batch, degree=2).plan
+    with keep_float64():
+        assert plans.derive(Scored(), batch, degree=2).plan == expected
+    assert len(expected["parameter"]) == 2
 
 
 def test_heads_that_alternate_are_a_plain_shard():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from vescale.dmodule import PlanError, parallelize_module, plans
+from vescale.dmodule import NotLocalFriendlyError, PlanError, parallelize_module, plans
 from vescale.dtensor import init_device_mesh
 from vescale_testing import ranks
 
@@ -57,3 +57,26 @@ def test_models_train_as_in_one_process(build, train, assert_same_pass):
             assert_same_pass(train(model, tokens=11), expected[name])
 
     on_every_rank()
+
+
+def test_a_missing_boundary_makes_no_other_results(build, train, assert_same_pass):
+    """Eager mode gathers the merged rows of batch and sequence, for one operator; static mode refuses the plan."""
+    plan = plans.derive(build("gpt2"), degree=2, sequence_parallel=True).plan
+    (key,) = (key for key in plan["forward"] if "attn" in key and key.endswith("input"))
+    forward = {name: entry for name, entry in plan["forward"].items() if name != key}
+    expected = train(build("gpt2"))
+
+    @ranks(2, timeout=300)
+    def on_every_rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        assert_same_pass(train(parallelize_module(build("gpt2"), mesh, {**plan, "forward": forward})), expected)
+        with pytest.raises(NotLocalFriendlyError, match=r"module 'transformer\.h\.0\.attn' fails"):
+            train(parallelize_module(build("gpt2"), mesh, {**plan, "forward": forward}, mode="static"))
+
+    on_every_rank()
+
+
+def test_sequences_that_are_guessed_are_long_enough_for_the_ranks():
+    blocks = nn.Sequential(Block(), Block())
+    assert plans.derive(blocks, degree=8, sequence_parallel=True).inputs["input"].shape == (2, 16, 8)
+    assert plans.derive(blocks, degree=8).inputs["input"].shape == (2, 8, 8)

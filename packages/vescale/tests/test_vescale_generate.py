@@ -101,7 +101,7 @@ class Norms(nn.Module):
 def test_a_derived_plan_decides_what_is_counted():
     cluster = vescale.Cluster(2, memory_bytes=GIB, device="cpu")
     plan = vescale.generate_plan(Runs(), cluster, constraints(tp=2))
-    assert (plan.tp, plan.sequence_parallel) == (2, False)
+    assert (plan.tp, plan.sequence_parallel) == (2, True)
     halves, whole = 64 * 16 + 64 + 16 * 64, 16 + 3 * 16 + 3
     assert plan.memory[0].parameters == 4 * 3 * (halves // 2 + whole)
     with pytest.raises(vescale.NoPlanFitsError, match="derived for Norms shards no parameter over tp = 2"):
@@ -132,11 +132,21 @@ def test_degrees_are_derived_only_where_nothing_before_fits(monkeypatch):
     assert asked.count(4) == 1
 
 
-def test_what_a_model_without_a_ready_plan_lacks_is_not_proposed():
+class Flat(Block):
+    """The rows of batch and sequence as one dim, in a matrix of which ranks have shards."""
+
+    def forward(self, x):
+        return x + self.down(self.up(x.flatten(0, 1)).relu()).view_as(x)
+
+
+def test_what_a_derived_plan_cannot_do_is_not_proposed():
     """Sequence parallelism, though the sequence divides; where it is asked for the reason is that of `parallelize`."""
     cluster = vescale.Cluster(2, memory_bytes=GIB, device="cpu")
-    with pytest.raises(ValueError, match="expected sequence_parallel=False for Runs, which has no ready plan"):
-        vescale.generate_plan(Runs(), cluster, constraints(tp=2, sequence_parallel=True))
+    model = Runs()
+    model.layers = nn.ModuleList(Flat() for _ in range(3))
+    assert not vescale.generate_plan(model, cluster, constraints(tp=2)).sequence_parallel
+    with pytest.raises(ValueError, match=r"got a Runs with activations that cannot \(no sum over ranks of shape"):
+        vescale.generate_plan(model, cluster, constraints(tp=2, sequence_parallel=True))
 
 
 class Held(Runs):

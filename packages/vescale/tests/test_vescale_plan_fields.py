@@ -184,7 +184,7 @@ ROWS = {
         2,
     ),
     "sequence_parallel": Row(
-        f"{TENSOR}: the ready plan of the model; a plan of your own says it itself",
+        f"{TENSOR}: the ready or the derived plan of the model; a plan of your own says it itself",
         {"tp": 2, "sequence_parallel": True},
         lambda run: (
             vescale._module_plan._resolve_module_plan(run.model.plan, llama(), None, None)["forward"][

@@ -104,10 +104,10 @@ def build():
         ),
         (
             vescale.Plan(tp=2, sequence_parallel=True),
-            build(),
+            nn.Sequential(nn.Flatten(0, 1), *build()),
             torch.optim.SGD,
             ValueError,
-            "expected sequence_parallel=False for Sequential, which has no ready plan, got True; leave it out, or pass",
+            "for sequence_parallel=True, got a Sequential with activations that cannot (no sum over ranks of shape",
         ),
         (
             vescale.Plan(tp=2, etp=2),

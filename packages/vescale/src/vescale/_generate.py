@@ -135,17 +135,18 @@ class _Facts:
     def _under(self, tp: int) -> ModelProfile:
         """Return the profile under a degree of tensor parallelism, by a derived plan."""
         try:
-            patterns = self._derived_patterns(tp)
+            patterns, lacks = self._derived_patterns(tp)
         except ValueError as error:
             return self._refused(str(error))
         if not patterns:
             return self._refused(f"a plan derived for {type(self.model).__name__} shards no parameter over tp = {tp}")
-        return self._profile(patterns)
+        found = self._profile(patterns)
+        return dataclasses.replace(found, refusals={**found.refusals, **lacks})
 
-    def _derived_patterns(self, tp: int) -> list[str]:
-        """Return regular expressions for the parameters that a derived plan shards.
+    def _derived_patterns(self, tp: int) -> tuple[list[str], dict[str, str]]:
+        """Return regular expressions for the parameters that a derived plan shards, and reasons for what it cannot do.
 
-        Blocks that repeat others get entries as these have, so a model of one block of each kind has to be derived.
+        Blocks that repeat others get entries as these have, so a model of two blocks of each kind has to be derived.
 
         Raises:
             ValueError: no plan can be derived, for the reason in the text.
@@ -153,13 +154,23 @@ class _Facts:
         first = repeated_blocks(self.model)
         for model in (_without_repeats(self.model, first), self.model):
             try:
-                derived = _resolve_module_plan(Plan(tp=tp), model, None, self.inputs)
+                derived, lacks = self._derived(model, tp)
             except ValueError:
                 if model is self.model:
                     raise
                 continue  # code that counts the blocks
-            return _repeated(sharded_patterns(model, derived), self.model, first)
+            return _repeated(sharded_patterns(model, derived), self.model, first), lacks
         raise AssertionError("the loop ends at the model itself")
+
+    def _derived(self, model: nn.Module, tp: int) -> tuple[ModulePlan, dict[str, str]]:
+        """Return the plan that is derived for a model, over the sequence if that is wanted and can be."""
+        lacks = {}
+        if self.constraints.sequence_parallel is not False:
+            try:
+                return _resolve_module_plan(Plan(tp=tp, sequence_parallel=True), model, None, self.inputs), {}
+            except ValueError as error:
+                lacks["sequence_parallel"] = str(error)
+        return _resolve_module_plan(Plan(tp=tp), model, None, self.inputs), lacks
 
     def _refused(self, reason: str) -> ModelProfile:
         whole = self._profile(None)
@@ -203,10 +214,14 @@ def _splits(model: nn.Module) -> bool:
 
 
 def _without_repeats(model: nn.Module, first: Mapping[str, str]) -> nn.Module:
-    """Return a model with the first block of each kind alone, under its name; its tensors are those of the model."""
+    """Return a model with two blocks of each kind alone, under their names; its tensors are those of the model.
+
+    Of one block alone it would not be known what is around blocks.
+    """
     tensors = (*model.parameters(), *model.buffers())
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    kept = set(first.values())
+    seconds = {source: name for name, source in reversed(list(first.items())) if name != source}
+    kept = {*first.values(), *seconds.values()}
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in first):
         blocks = model.get_submodule(owner)
         if type(blocks) not in (nn.ModuleList, nn.Sequential):
@@ -239,7 +254,6 @@ def _repeated(patterns: Sequence[str], model: nn.Module, first: Mapping[str, str
 
 #: Fields of a plan that need a ready plan of the model, with others that they need.
 _ALONE: Mapping[str, Mapping[str, Any]] = {
-    "sequence_parallel": {"tp": 2, "sequence_parallel": True},
     "ep": {"dp": 2, "ep": 2},
 }
 

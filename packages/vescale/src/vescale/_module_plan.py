@@ -74,14 +74,13 @@ def _resolve_module_plan(
 
 def _derived(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None) -> ModulePlan:
     """Return a plan from the dataflow of a model without a ready one."""
-    fields = {"sequence_parallel": False, "ep": 1, "etp": 1}
-    if asked := {name: getattr(plan, name) for name, value in fields.items() if getattr(plan, name) != value}:
+    if asked := {name: getattr(plan, name) for name in ("ep", "etp") if getattr(plan, name) > 1}:
         name = next(iter(asked))
         raise ValueError(
-            f"parallelize: expected {name}={fields[name]} for {type(model).__name__}, which has no ready plan, got "
+            f"parallelize: expected {name}=1 for {type(model).__name__}, which has no ready plan, got "
             f"{asked[name]}; leave it out, or pass module_plan={{...}} of your own"
         )
-    derived = derive(model, inputs, degree=plan.tp)
+    derived = derive(model, inputs, degree=plan.tp, sequence_parallel=plan.sequence_parallel)
     logger.info("derived a plan for %s over tp=%d:\n%s", type(model).__name__, plan.tp, derived)
     return derived.plan
 

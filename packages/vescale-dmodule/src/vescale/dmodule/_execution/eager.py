@@ -38,7 +38,7 @@ from vescale.dtensor import strict
 from vescale.dtensor.extension import exact_num_blocks, map_leaves, tensors_in
 
 from .. import _torch
-from .._boundary.convert import as_dtensor, bring, is_plain, to_plain
+from .._boundary.convert import as_dtensor, bring, to_plain
 from .._boundary.rows_axis import lift, settled
 from .._gradients.sync import GradientSync
 from ..errors import ImplicitRedistributionError
@@ -48,7 +48,7 @@ from .surroundings import surround
 __all__ = ["EagerScope", "hook_scope"]
 
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
-PLAIN = frozenset((Tensor, nn.Parameter))
+PLAIN = frozenset((Tensor, nn.Parameter, _torch.FakeTensor))  # fakes stand for plain tensors in runs without data
 ATOMS = PLAIN | {DTensor, bool, int, float, complex, str, type(None), slice, torch.dtype, torch.device, torch.Size}
 """Types of arguments in which no tensor hides; all others are searched."""
 
@@ -150,7 +150,7 @@ class _Mixing(TorchFunctionMode):
         def wrap(tensor: Tensor) -> Tensor:
             if _is_guarded(type(tensor)):
                 _torch.awaited(tensor)  # a plain parameter again
-            if is_plain(tensor):
+            if type(tensor) in PLAIN:
                 return as_dtensor(tensor, mesh)
             is_narrow = isinstance(tensor, DTensor) and tensor.device_mesh.ndim < mesh.ndim
             return lift(tensor, mesh) if is_narrow and mesh == self.scope.rows else tensor
@@ -203,7 +203,7 @@ def _check_destination(func: Callable, args: tuple, kwargs: dict, where: str) ->
         name.endswith("_") and not name.endswith("__")
     )
     destination = kwargs.get("out", args[0] if in_place and args else None)
-    if not is_plain(destination) or not torch.is_grad_enabled():
+    if type(destination) not in PLAIN or not torch.is_grad_enabled():
         return
     if not any(isinstance(t, DTensor) and t.requires_grad for t in tensors_in((args, kwargs))):
         return

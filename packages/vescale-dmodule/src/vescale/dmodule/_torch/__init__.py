@@ -31,6 +31,7 @@ from vescale.dtensor.extension import group_of_ranks, name_group, waits_of
 
 from .fakes import (
     READS_VALUES,
+    FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     argument_names,
@@ -62,6 +63,7 @@ __all__ = [
     "DIRECT_CALL",
     "READS_VALUES",
     "Collectives",
+    "FakeTensor",
     "FakeTensorMode",
     "StorageWeakRef",
     "TorchDispatchMode",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.distributed import distributed_c10d
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "READS_VALUES",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "argument_names",

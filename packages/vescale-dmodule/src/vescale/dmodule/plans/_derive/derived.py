@@ -28,7 +28,7 @@ from .assemble import Draft, draft_of
 from .choose import Choice, choose
 from .experts import Found, find_experts, find_lists
 from .graph import Graph, kind_of
-from .inputs import guesses
+from .inputs import TOKENS, guesses
 from .pins import pins_of
 from .rehearse import Rehearsed, settle_local_code
 from .repeats import repeat_heads
@@ -124,7 +124,8 @@ def derive(
     """
     num_ranks = 1 if expert_axis else degree
     found = find_experts(model, AXIS, num_ranks)
-    graph, used = _run(model, inputs, found)
+    num_tokens = max(TOKENS, 2 * degree) if sequence_parallel else TOKENS
+    graph, used = _run(model, inputs, found, num_tokens)
     search = _Search(model, graph, used, found, degree, spreads_experts=expert_axis is None)
     search.settle()
     repeated = repeat_heads(model, used, search.rules, search.settled, found, degree)
@@ -139,14 +140,16 @@ def derive(
     return DerivedPlan(search.draft.plan(model, axis, expert_axis), search.replicated(), used, search.num_bytes)
 
 
-def _run(model: nn.Module, inputs: Mapping[str, Any] | None, found: Found) -> tuple[Graph, dict[str, object]]:
-    """Return the run of a module, and its inputs.
+def _run(
+    model: nn.Module, inputs: Mapping[str, Any] | None, found: Found, num_tokens: int
+) -> tuple[Graph, dict[str, object]]:
+    """Return the run of a module, and its inputs, with sequences of ``num_tokens`` if they are guessed.
 
     Raises:
         PlanError: no inputs with which it runs.
     """
     error: Exception | None = None
-    for candidate in guesses(model) if inputs is None else [dict(inputs)]:
+    for candidate in guesses(model, num_tokens) if inputs is None else [dict(inputs)]:
         mode = _torch.fake_tensors()
         copied = shadow(model, mode)
         try:

@@ -282,8 +282,10 @@ class Spread:
         for op in group.sliced:
             boundary: Boundary = op.boundary
             if self.graph.tensors[op.inputs[0]].differentiable and group.slice_of(self.graph, op, self.degree) is None:
-                reason = f"no placement gives each rank its part of a value at {boundary.module!r}"
-                raise Refused(reason, boundary.module)
+                where = f"its part of a value at {boundary.module!r}"
+                is_merged = cuts.placement_of(*reversed(self.cut[op.outputs[0]]), self.degree) is not None
+                why = ", whose dims are merged, for every size of them" if is_merged else ""
+                raise Refused(f"no placement gives each rank {where}{why}", boundary.module)
         group.made = [tensor for tensor in self.made if tensor in self.cut]
         whole = {tensor for tensor, _ in group.entries}
         moved = [op.inputs[0] for op in (*group.reduced, *group.gathered)]
