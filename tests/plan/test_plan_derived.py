@@ -1,6 +1,7 @@
 """`Plan(tp=2)` alone trains models that no ready plan knows as one process does, in eager and in static mode.
 
-By default a family of each kind; `-m thorough` runs all of them, on four ranks too.
+So do `Plan(tp=4)`, and `Plan(dp=2, tp=2)` on the rows of each rank. By default a family of each kind, and few on four
+ranks; `-m thorough` runs all of them.
 """
 
 import functools
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 import vescale
@@ -32,19 +34,33 @@ def train_on_one(family):
         return record(family, model, model, OPTIMIZER(model.parameters()))
 
 
-def record(family, module, model, optimizer):
+def record(family, module, model, optimizer, plan=None):
     """Train some steps; return losses, parameters and the random state."""
     torch.manual_seed(1)
     found = {}
     for step in range(STEPS):
-        output = model(**models.example(family, module, step))
+        output = model(**rows_of_rank(models.example(family, module, step), plan))
         loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found[f"loss {step}"] = gather_full(loss.detach())
+        found[f"loss {step}"] = mean_over_ranks(gather_full(loss.detach()), plan)
     found |= {name: gather_full(p.detach()) for name, p in module.named_parameters()}
     return {**found, "random state": torch.get_rng_state().double()}
+
+
+def rows_of_rank(inputs, plan):
+    if plan is None or plan.dp == 1:
+        return inputs
+    number = dist.get_rank() // plan.tp
+    return {name: v.chunk(plan.dp)[number] if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+
+
+def mean_over_ranks(loss, plan):
+    if plan is None or plan.dp == 1:
+        return loss
+    dist.all_reduce(loss)
+    return loss / plan.world_size
 
 
 def train_on_ranks(family, plan, module_plan=None):
@@ -54,7 +70,7 @@ def train_on_ranks(family, plan, module_plan=None):
         model, optimizer = vescale.parallelize(
             plan, module, OPTIMIZER, module_plan=module_plan, example_inputs=inputs, row_wise=row_wise(module)
         )
-        return record(family, module, model, optimizer)
+        return record(family, module, model, optimizer, plan)
 
 
 def row_wise(module):
@@ -91,10 +107,18 @@ def test_the_other_families_train_as_on_one_process(family):
     check(family, Plan(tp=2), Plan(tp=2, mode="static"))
 
 
+FOUR = (Plan(tp=4), Plan(tp=4, mode="static"), Plan(dp=2, tp=2), Plan(dp=2, tp=2, mode="static"))
+
+
+@pytest.mark.parametrize("family", ["nanogpt", "vit"])
+def test_a_family_on_four_ranks(family):
+    check(family, FOUR[0], FOUR[3])
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["bert", "nanogpt", "opt", "vit"])
-def test_four_ranks(family):
-    check(family, Plan(tp=4), Plan(dp=2, tp=2, mode="static"))
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_all_families_on_four_ranks(family):
+    check(family, *FOUR)
 
 
 def test_a_wrong_placement_is_seen():
