@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import vescale
@@ -32,19 +33,37 @@ def train_on_one(family: str, seed: int = 1) -> dict[str, torch.Tensor]:
         return record(family, model, model, OPTIMIZER(model.parameters()), seed)
 
 
-def record(family: str, module: nn.Module, model: nn.Module, optimizer: Any, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Train some steps; return losses, parameters and the random state."""
+def record(
+    family: str, module: nn.Module, model: nn.Module, optimizer: Any, seed: int = 1, plan: Plan | None = None
+) -> dict[str, torch.Tensor]:
+    """Train some steps, on the rows of this rank under a plan; return losses, parameters and the random state."""
     torch.manual_seed(seed)
     found = {}
     for step in range(STEPS):
-        output = model(**models.example(family, module, step))
+        output = model(**rows_of_rank(models.example(family, module, step), plan))
         loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found[f"loss {step}"] = gather_full(loss.detach())
+        found[f"loss {step}"] = mean_over_ranks(gather_full(loss.detach()), plan)
     found |= {name: gather_full(p.detach()) for name, p in module.named_parameters()}
     return {**found, "random state": torch.get_rng_state().double()}
+
+
+def rows_of_rank(inputs: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
+    """Return the part of the batch of this data-parallel rank."""
+    if plan is None or plan.dp == 1:
+        return inputs
+    number = dist.get_rank() // plan.tp
+    return {name: v.chunk(plan.dp)[number] if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+
+
+def mean_over_ranks(loss: torch.Tensor, plan: Plan | None) -> torch.Tensor:
+    """Return the loss of the whole batch; all losses of ranks weigh alike."""
+    if plan is None or plan.dp == 1:
+        return loss
+    dist.all_reduce(loss)
+    return loss / plan.world_size
 
 
 def train_on_ranks(family: str, plan: Plan, module_plan: Any = None) -> dict[str, torch.Tensor]:
@@ -56,7 +75,7 @@ def train_on_ranks(family: str, plan: Plan, module_plan: Any = None) -> dict[str
             plan, module, OPTIMIZER, module_plan=module_plan, example_inputs=inputs, row_wise=row_wise(module)
         )
         assert any(p.is_shard() for tensor in module.parameters() for p in getattr(tensor, "placements", ()))
-        return record(family, module, model, optimizer)
+        return record(family, module, model, optimizer, plan=plan)
 
 
 def row_wise(module: nn.Module) -> list[str]:

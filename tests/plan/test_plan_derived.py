@@ -1,6 +1,7 @@
 """`Plan(tp=2)` alone trains models that no ready plan knows as one process does, in eager and in static mode.
 
-By default a family of each kind; `-m thorough` runs all of them, on four ranks too.
+So do `Plan(tp=4)`, and `Plan(dp=2, tp=2)` on the rows of each rank. By default a family of each kind, and few on four
+ranks; `-m thorough` runs all of them.
 """
 
 import importlib
@@ -34,10 +35,18 @@ def test_the_other_families_train_as_on_one_process(family):
     check(family, Plan(tp=2), Plan(tp=2, mode="static"))
 
 
+FOUR = (Plan(tp=4), Plan(tp=4, mode="static"), Plan(dp=2, tp=2), Plan(dp=2, tp=2, mode="static"))
+
+
+@pytest.mark.parametrize("family", ["nanogpt", "vit"])
+def test_a_family_on_four_ranks(family):
+    check(family, FOUR[0], FOUR[3])
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["bert", "nanogpt", "opt", "vit"])
-def test_four_ranks(family):
-    check(family, Plan(tp=4), Plan(dp=2, tp=2, mode="static"))
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_all_families_on_four_ranks(family):
+    check(family, *FOUR)
 
 
 def test_a_wrong_placement_is_seen():

@@ -12,6 +12,8 @@ imported for that.
 **Views of uneven shards.** A view that merges a dim with uneven shards and the dims after it is placed `BlockShard`.
 It ``is_shard()``, but ``placement == Shard(dim)`` does not find it, and its parts have other sizes than `chunk` gives.
 
+**Memory of shards.** `in_memory_order` returns a shard whose dims are in memory in a given order.
+
 **Gradients of a parameter.** One `GradientReceiver` per parameter takes all its gradients, full or partial, from
 autograd and from the local tensors that stand in for a DTensor. `attach_gradient_receiver` replaces the receiver;
 `stand_in_for` delivers the gradients of a local leaf. ``vescale.dtensor._gradients`` has the picture and the
@@ -87,6 +89,7 @@ from ._layout.groups import group_of_ranks
 from ._layout.shards import Piece, local_shape, local_views, pieces
 from ._lost_ranks import Failures, first_line
 from ._operators.strict import on_implicit_redistribution
+from ._placements.memory import in_memory_order
 from ._placements.types import BlockShard
 from ._random.global_position import in_batch_window
 from ._random.pipeline import PipelineDraws
@@ -153,6 +156,7 @@ __all__ = [
     "group_of_ranks",
     "has_gradient_hooks",
     "in_batch_window",
+    "in_memory_order",
     "input_facts",
     "is_equal",
     "is_watched",

@@ -78,13 +78,26 @@ class InputBoundary:
         convert = self.phase.step(self.mesh, is_result=False)
         if self.simple is None:
             return self._convert_any(args, kwargs, convert)
+        done: list[tuple[object, object, object]] = []
         for position, name, entry, where in self.simple:
             if position < len(args):
-                value = self._convert(args[position], entry, where, convert)
+                value = self._convert_once(done, args[position], entry, where, convert)
                 args = (*args[:position], value, *args[position + 1 :])
             elif name in kwargs:
-                kwargs = {**kwargs, name: self._convert(kwargs[name], entry, where, convert)}
+                kwargs = {**kwargs, name: self._convert_once(done, kwargs[name], entry, where, convert)}
         return args, kwargs
+
+    def _convert_once(
+        self, done: list[tuple[object, object, object]], value: object, entry: object, where: str, convert: Convert
+    ) -> object:
+        """Convert an argument; a tensor that is passed twice stays one object, as code compares arguments with `is`."""
+        for before, placements, converted in done:
+            if before is value and placements == entry:
+                return converted
+        converted = self._convert(value, entry, where, convert)
+        if isinstance(value, Tensor):
+            done.append((value, entry, converted))
+        return converted
 
     def _convert(self, value: object, entry: object, where: str, convert: Convert) -> object:
         if self.phase.local and type(value) is Tensor and type(entry) is tuple:

@@ -120,12 +120,24 @@ class _Inputs:
         self.arguments = arguments
 
     def __call__(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        done: list[tuple[object, object]] = []
         for position, name, entry, table in self.arguments:
             if position < len(args):
-                args = (*args[:position], _place(args[position], entry, table, ""), *args[position + 1 :])
+                args = (*args[:position], _place_once(done, args[position], entry, table), *args[position + 1 :])
             elif name in kwargs:
-                kwargs = {**kwargs, name: _place(kwargs[name], entry, table, "")}
+                kwargs = {**kwargs, name: _place_once(done, kwargs[name], entry, table)}
         return args, kwargs
+
+
+def _place_once(done: list[tuple[object, object]], value: object, entry: object, table: Table) -> object:
+    """Convert an argument; one without conversions of its own is an earlier one, passed again."""
+    if not table:
+        for before, placed in done:
+            if before is value:
+                return placed
+    placed = _place(value, entry, table, "")
+    done.append((value, placed))
+    return placed
 
 
 def _leaves(entry: object) -> object:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils.hooks import RemovableHandle
 
@@ -42,6 +43,7 @@ from .._boundary.convert import as_dtensor, bring, to_plain
 from .._boundary.rows_axis import lift, settled
 from .._gradients.sync import GradientSync
 from ..errors import ImplicitRedistributionError
+from .heads import attention_of_heads, has_part_of_heads
 from .module_hooks import OwnHook
 from .surroundings import surround
 
@@ -127,6 +129,8 @@ class _Mixing(TorchFunctionMode):
             return func(*args, **kwargs)
         if mixed:
             args, kwargs = self._wrapped(func, args, kwargs, mesh)
+        if func is functional.multi_head_attention_forward and has_part_of_heads((*args, *kwargs.values())):
+            func = attention_of_heads
         # for plain tensors that torch itself makes inside a composite operator
         before = _torch.replicate_plain_operands(allow=True)
         try:

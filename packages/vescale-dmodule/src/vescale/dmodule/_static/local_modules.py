@@ -6,9 +6,10 @@
       tokens            7  2  5  0
       rows 0..3, rank 0 .  v  .  v          rows 4..7, rank 1   v  .  v  .
 
+- ``nn.MultiheadAttention`` whose weights are sharded over heads runs with the heads of this rank.
 - A linear layer whose weight is sharded over its input returns partial sums. Its bias must be added by one rank only.
 
-Both match the operator rules of ``vescale.dtensor`` in eager mode.
+They match the operator rules of ``vescale.dtensor`` in eager mode.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from torch.overrides import TorchFunctionMode
 from vescale.dtensor.extension import chunk
 
 from .. import _torch
+from .._execution.heads import forward_of_heads, has_part_of_heads
 from .._execution.patch import Row, attribute_rows
 
-__all__ = ["local_forward", "local_rows", "silent_axes"]
+__all__ = ["local_forward", "local_rows", "silent_axes", "summed_dim"]
 
 # contracted dim of the weight, by class name: Hugging Face's Conv1D holds the transpose of a linear's weight
 SUMMED_DIM = {"Linear": 1, "Conv1D": 0}
@@ -50,7 +52,7 @@ def silent_axes(module: nn.Module, key: str) -> tuple[int, ...]:
     """Return the axes along which only the first rank adds a parameter: those of the weight for a row-parallel bias."""
     if key != "bias":
         return ()
-    weight, dim = _weight_of(module), _summed_dim(module)
+    weight, dim = _weight_of(module), summed_dim(module)
     if dim is None or not isinstance(weight, DTensor) or weight.ndim != 2:
         return ()
     return tuple(axis for axis, placement in enumerate(weight.placements) if placement.is_shard(dim))
@@ -61,12 +63,15 @@ def _weight_of(module: nn.Module) -> Tensor | None:
     return _torch.tensor_tables(module)[0].get("weight")
 
 
-def _summed_dim(module: nn.Module) -> int | None:
+def summed_dim(module: nn.Module) -> int | None:
+    """Return the dim of its weight over which a linear layer sums; None for other modules."""
     return next((SUMMED_DIM[c.__name__] for c in type(module).__mro__ if c.__name__ in SUMMED_DIM), None)
 
 
 def local_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return the local forward of an embedding with a sharded vocabulary; None for other modules."""
+    """Return the local forward of an embedding with a sharded vocabulary, or of sharded heads; None for others."""
+    if isinstance(module, nn.MultiheadAttention):
+        return forward_of_heads(module) if has_part_of_heads(module.parameters()) else None
     weight = _weight_of(module)
     if not isinstance(module, nn.Embedding) or not isinstance(weight, DTensor):
         return None

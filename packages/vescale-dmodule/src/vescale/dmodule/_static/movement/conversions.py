@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from vescale.dtensor.extension import in_memory_order
+
 from ... import _torch
 from ..._boundary.edges import averaged
 from .collectives import Local, chain, run_step, through_dtensor
@@ -41,12 +43,14 @@ class Conversion:
         source: placements of the value that arrives, one per mesh axis.
         target: placements of the value that leaves.
         gradient: placements of the gradient that arrives in backward; None if there is none.
+        order: dims of the value from the slowest to the fastest in memory; None if they are in order.
     """
 
     shape: tuple[int, ...]
     source: tuple[Placement, ...]
     target: tuple[Placement, ...]
     gradient: tuple[Placement, ...] | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def backward(self) -> tuple[tuple[tuple[Placement, ...], tuple[Placement, ...]], ...]:
@@ -92,6 +96,8 @@ def compile_conversion(conversion: Conversion, mesh: DeviceMesh, *, is_changed: 
     """
     _check_gradient(conversion, mesh)
     forward = _movement(conversion.shape, conversion.source, conversion.target, mesh)
+    if forward is not None and conversion.order is not None:
+        forward = _in_order(forward, conversion.order)
     moves = [_movement(conversion.shape, old, new, mesh) for old, new in conversion.backward]
     scale = averaged(mesh, conversion.target) / averaged(mesh, conversion.source)
     moves += [] if scale == 1 or conversion.gradient is None else [functools.partial(torch.mul, other=scale)]
@@ -135,6 +141,11 @@ def _movement(
     if steps is None:
         return through_dtensor(tuple(shape), mesh, source, target)
     return view.through(chain([run_step(step, mesh) for step in steps]))
+
+
+def _in_order(move: Local, order: tuple[int, ...]) -> Local:
+    """Return a movement whose results have their dims in memory in an order: dropout draws along it."""
+    return lambda tensor: in_memory_order(move(tensor), order)
 
 
 def _plan(

@@ -214,7 +214,7 @@ class RecordedLayouts:
             target = replicated(mesh)
             gradient = None if gradient is None else target
         try:
-            conversion = Conversion(record.shape, record.source, target, gradient)
+            conversion = Conversion(record.shape, record.source, target, gradient, record.order)
             return compile_conversion(conversion, mesh, is_changed=is_changed)
         except ValueError as error:
             raise NotLocalFriendlyError(f"{record.where}: {error}") from error

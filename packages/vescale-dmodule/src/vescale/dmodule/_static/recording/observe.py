@@ -41,6 +41,7 @@ class BoundaryRecord:
         dtype: of the value.
         rows: layout on the axis of rows, if the call runs on the rows of all data-parallel ranks and the value is on
             their mesh. Layouts and shapes are then those of this rank's part (see `_boundary.rows_axis`).
+        order: dims of the value from the slowest to the fastest in memory; None if they are in order.
     """
 
     where: str
@@ -51,6 +52,7 @@ class BoundaryRecord:
     gradient: Placements | None
     dtype: torch.dtype
     rows: OverRows | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def own(self) -> Placement:
@@ -182,11 +184,18 @@ class Observer:
         if is_over_rows(tensor, self.mesh):
             shape, rows = part_of_rows(tensor), OverRows(tensor.placements[0], tensor.shape)
         arriving = tuple(_local(tensor).shape)
-        return BoundaryRecord(where, arriving, tuple(shape), source, target, None, tensor.dtype, rows)
+        order = _memory_order(tensor)
+        return BoundaryRecord(where, arriving, tuple(shape), source, target, None, tensor.dtype, rows, order)
 
     def records(self) -> Iterator[BoundaryRecord]:
         """Yield the records, with the layouts of the gradients that backward computed."""
         return (seen.finished() for seen in self.seen)
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    strides = tensor.stride()
+    order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+    return None if 0 in strides or order == tuple(range(len(strides))) else order
 
 
 @_torch.unseen

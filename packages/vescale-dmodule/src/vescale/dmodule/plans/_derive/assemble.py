@@ -110,14 +110,20 @@ def draft_of(graph: Graph, groups: Sequence[Group], pins: Iterable[Op], degree: 
         for tensor, placement in group.parameters.items():
             draft.parameters |= dict.fromkeys(graph.tensors[tensor].names, placement)
         for op in (*group.reduced, *group.gathered):
-            draft.boundaries[_key(op)] = Replicate()
+            draft.boundaries |= dict.fromkeys(_keys(graph, op), Replicate())
         for op in group.sliced:
             if placement := group.slice_of(graph, op, degree):
-                draft.boundaries[_key(op)] = placement
+                draft.boundaries |= dict.fromkeys(_keys(graph, op), placement)
                 draft.repeats |= {key: sections for key, sections in graph.repeats.items() if key == _key(op)}
     for op in pins:
-        draft.boundaries[_key(op)] = Replicate()
+        draft.boundaries |= dict.fromkeys(_keys(graph, op), Replicate())
     return draft
+
+
+def _keys(graph: Graph, op: Op) -> list[tuple[str, str, Path]]:
+    """Return the boundary of an operator, once for each path of its tensor: entries of one tensor are equal."""
+    module, side, _ = key = _key(op)
+    return [key, *((module, side, path) for path in sorted(graph.paths.get(key, ()), key=str))]
 
 
 def _key(op: Op) -> tuple[str, str, Path]:

@@ -34,10 +34,12 @@ class Choice:
     Attributes:
         groups: in the order of their choice.
         reasons: of matrices that no group takes, by name.
+        of_others: reasons of matrices whose operands they make, by name.
     """
 
     groups: list[Group] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
+    of_others: dict[str, str] = field(default_factory=dict)
 
 
 def choose(rules: Rules, inputs: set[int], degree: int, modules: dict[str, nn.Module]) -> Choice:
@@ -146,6 +148,9 @@ def _pairs(graph: Graph, rules: Rules, degree: int, modules: dict[str, nn.Module
             group = spread(rules, summed[0], degree, modules)
         except Refused as refusal:
             choice.reasons.setdefault(graph.tensors[weight].names[0], str(refusal))
+            reached = (graph.tensors[tensor] for tensor in refusal.reached - {weight})
+            for name in (name for info in reached if info.is_parameter for name in info.names[:1]):
+                choice.of_others.setdefault(name, str(refusal))
             continue
         key = frozenset(group.cut)
         if group.parameters and (group.entries or group.sliced) and key not in seen:

@@ -26,6 +26,7 @@ __all__ = [
     "UNKNOWN",
     "Cut",
     "chunked",
+    "is_even",
     "is_known",
     "local_size",
     "merged",
@@ -64,6 +65,11 @@ def local_size(cut: Cut, rank: int) -> int:
 def is_known(cut: Cut) -> bool:
     """Return whether the rank of every index is known."""
     return all(owner != UNKNOWN for owner, _ in cut)
+
+
+def is_even(cut: Cut) -> bool:
+    """Return whether all ranks have equally many indices."""
+    return len({local_size(cut, owner) for owner, _ in cut}) == 1
 
 
 def merged(one: Cut, other: Cut) -> Cut | None:

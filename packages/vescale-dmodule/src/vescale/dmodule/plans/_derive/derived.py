@@ -26,7 +26,7 @@ from ...errors import PlanError
 from .._build import Plan
 from .assemble import Draft, draft_of
 from .choose import Choice, choose
-from .experts import Found, find_experts, find_lists
+from .experts import Found, bytes_of_experts, find_experts, find_lists
 from .graph import Graph, kind_of
 from .inputs import TOKENS, guesses
 from .pins import pins_of
@@ -48,8 +48,8 @@ class DerivedPlan:
         plan: what :func:`parallelize_module` takes.
         replicated: name of each matrix that every rank has in full -> the reason.
         inputs: the arguments of the run from which it was derived; tensors are on the meta device if they were guessed.
-        num_bytes: of all collectives of a rank in one step with these inputs, forward and backward, without those of
-            experts.
+        num_bytes: of all collectives of a rank over the axis in one step with these inputs, forward and backward. Those
+            of experts that the model calls one by one are not counted: they depend on where tokens are routed.
     """
 
     plan: Plan
@@ -276,6 +276,8 @@ class _Search:
         draft.experts, draft.changes = list(self.found.spread), self.changes
         settle_local_code(Rehearsed(self.model, self.inputs, self.graph, groups, draft, self.degree, self.found.whole))
         self.num_bytes = self._tried(draft).total_bytes if groups else 0
+        if self.spreads_experts:
+            self.num_bytes += bytes_of_experts(self.graph, draft.experts)
         return draft
 
     def _tried(self, draft: Draft) -> CommLog:
@@ -303,5 +305,5 @@ class _Search:
             return of_experts or self.refused[name]
         if name not in used:
             return "the run with the example inputs does not use it"
-        known = self.choice.reasons.get(name)
+        known = self.choice.of_others.get(name) or self.choice.reasons.get(name)
         return known or "it is neither half of a pair of matrices nor a table of as many rows as columns of ids"

@@ -20,7 +20,7 @@ from ..._plan.describe import Axes
 from ...errors import PlanError
 from .graph import Graph
 
-__all__ = ["Found", "find_experts", "find_lists", "install_stand_ins"]
+__all__ = ["Found", "bytes_of_experts", "find_experts", "find_lists", "install_stand_ins"]
 
 
 @dataclass
@@ -61,6 +61,19 @@ def find_lists(module: nn.Module, graph: Graph, found: Found, axis: str, degree:
         items = [f"{name}.{key}" for key, _ in part.named_children()]
         if owner in graph.reads and not any(item in called for item in items) and _are_equal(list(part)):
             _try(found, name, part, axis, degree)
+
+
+def bytes_of_experts(graph: Graph, names: Iterable[str]) -> int:
+    """Return the bytes of a step that modules of experts reduce, all of whose ranks have all tokens.
+
+    Each rank computes with its experts: outputs are summed in forward, gradients of tokens and weights in backward.
+    """
+    tensors = []
+    for op in graph.ops:
+        if op.boundary is not None and op.boundary.module in names:
+            is_output = op.boundary.side == "output"
+            tensors += [t for t in op.inputs if is_output or graph.tensors[t].differentiable]
+    return sum(graph.tensors[tensor].numel * graph.tensors[tensor].itemsize for tensor in tensors)
 
 
 def _are_equal(items: list[nn.Module]) -> bool:

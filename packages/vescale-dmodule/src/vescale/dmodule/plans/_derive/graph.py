@@ -120,6 +120,7 @@ class Graph:
         results: the tensors that the module returned, and their paths.
         reads: names of modules that read values, which the run took as zeros.
         repeats: boundaries (module, side, path) whose heads, in the last dim, are repeated.
+        paths: further paths of the tensors at boundaries: arguments that are one object.
     """
 
     tensors: list[TensorInfo] = field(default_factory=list)
@@ -127,6 +128,11 @@ class Graph:
     results: list[int] = field(default_factory=list)
     reads: set[str] = field(default_factory=set)
     repeats: dict[tuple[str, str, Path], Sections] = field(default_factory=dict)
+    paths: dict[tuple[str, str, Path], set[Path]] = field(default_factory=dict)
+
+    def note_path(self, boundary: Boundary, path: Path) -> None:
+        """Note that the tensor at a boundary has another path, too."""
+        self.paths.setdefault(boundary.key, set()).add(path)
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         return self.tensors[tensor].shape

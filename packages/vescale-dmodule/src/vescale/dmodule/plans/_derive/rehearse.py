@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import _torch
+from ..._execution.heads import install_heads
 from ..._execution.patch import set_attributes
 from ..._plan.attributes import attribute_names
 from .assemble import Draft
@@ -210,6 +211,7 @@ def _rehearse(run: Rehearsed, rank: int, changes: Sequence[str], until: _Failure
         owner = next(o for o in _owners(name) if o in modules)
         value = attribute_names({owner: modules[owner]})[name][2]
         set_attributes(modules[owner], {name[len(owner) + 1 :] if owner else name: value // run.degree})
+    install_heads(module)
     install_stand_ins(module, run.whole)
     _localize(run, module, rank, mode, eager)
     crossing = _Crossing(run, rank, eager, until)

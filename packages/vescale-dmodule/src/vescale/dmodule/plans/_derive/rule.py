@@ -40,12 +40,14 @@ class Rule:
         views: pairs of a tensor and its view, with groups of dims that are split and merged together.
         summed: dims over which the operator sums, those of one sum together.
         free: dims of results that may be cut, whatever the operands are.
+        averages: whether the sums are divided by the number of summands, so that equal parts of a dim may be cut only.
     """
 
     links: dict[Place, list[Link]] = field(default_factory=dict)
     views: list[tuple[int, int]] = field(default_factory=list)
     summed: list[tuple[Place, ...]] = field(default_factory=list)
     free: set[Place] = field(default_factory=set)
+    averages: bool = False
 
     def link(self, one: Place, other: Place, there: Follow | None = None, back: Follow | None = None) -> None:
         """Link two dims; by default with equal cuts."""
@@ -63,7 +65,7 @@ class Rule:
                 found.append(((other, -1 if result is None else result[0]), None if result is None else result[1]))
                 known = True
         for places in self.summed:
-            if (tensor, dim) in places:
+            if (tensor, dim) in places and not (self.averages and not cuts.is_even(cut)):
                 found += [(place, cut) for place in places if place != (tensor, dim)]
                 known = True
         return found if known else None

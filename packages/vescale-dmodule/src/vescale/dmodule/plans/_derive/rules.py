@@ -107,9 +107,10 @@ def _reduction(graph: Graph, op: Op) -> Rule:
     if dims is None:
         dims = range(len(graph.shape(op.inputs[0])))
     rule = _all_but(graph, op, list(dims), keeps=False)
-    if op.name == "aten.sum":
+    if op.name in ("aten.sum", "aten.mean"):
         ndim = len(graph.shape(op.inputs[0]))
         rule.summed += [((op.inputs[0], dim % ndim),) for dim in dims]
+        rule.averages = op.name == "aten.mean"
     return rule
 
 

@@ -22,15 +22,13 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
+from ..._static.local_modules import summed_dim
 from . import cuts
 from .cuts import Cut
 from .graph import Boundary, Graph, Op
 from .rules import SCALES, VIEWS, Rule, rule_of
 
 __all__ = ["Group", "Refused", "Rules", "Spread", "spread"]
-
-BIASED = ("Linear", "Conv1D")
-"""Classes of modules whose bias one rank adds to the sum, see ``_static.local_modules``."""
 
 
 class Refused(Exception):  # noqa: N818 - it is caught here, and its text is a reason
@@ -40,11 +38,15 @@ class Refused(Exception):  # noqa: N818 - it is caught here, and its text is a r
         reason: the text.
         module: the module whose code needs all of a cut dim, if that is the reason.
         tensor: which it needs all of.
+
+    Attributes:
+        reached: the tensors that were cut before.
     """
 
     def __init__(self, reason: str, module: str | None = None, tensor: int | None = None):
         super().__init__(reason)
         self.module, self.tensor = module, tensor
+        self.reached: set[int] = set()
 
 
 class Rules:
@@ -141,6 +143,7 @@ def spread(
             run.go_on()
             return run.finished()
         except Refused as refusal:
+            refusal.reached = set(run.cut)
             first = first or refusal
             if refusal.module is None or refusal.module in whole or not _may_run_whole(modules, refusal.module):
                 raise first from None
@@ -216,6 +219,8 @@ class Spread:
             if is_output and not self.graph.tensors[tensor].differentiable:
                 self.made[tensor] = op
                 return
+            if not cuts.is_known(cut):  # it may need what all ranks have; if not, the whole cut comes here, too
+                return
             reason = f"{self._at(op)} needs all of {self._named(op, tensor)} dim {dim} on every rank"
             raise Refused(reason, op.module, tensor)
         for (other, other_dim), there in followed:
@@ -234,6 +239,8 @@ class Spread:
         """Return whether the cut of a tensor ends at a boundary."""
         boundary: Boundary = op.boundary
         if op.number in self.ends or boundary.key in self.graph.repeats or (not is_output and self.gathers):
+            return True
+        if (boundary.module, boundary.side) == ("", "output"):  # results of the module are whole
             return True
         if boundary.module in self.whole:
             if is_output == (boundary.side == "input"):
@@ -268,7 +275,8 @@ class Spread:
             info = self.graph.tensors[tensor]
             if not cuts.is_known(cut):
                 raise Refused(
-                    f"some part of {self._named(None, tensor)} dim {dim} is used by all ranks, another by one"
+                    f"some part of {self._named(None, tensor)} dim {dim} is used by all ranks, another by one, as in "
+                    "queries with one key-value head beside them; no placement gives ranks both"
                 )
             if info.names:
                 placement = cuts.placement_of(cut, dim, self.degree)
@@ -323,14 +331,19 @@ class Spread:
             if tensor in user.outputs and tensor not in user.inputs:
                 continue
             if user.boundary is not None:
-                if user not in group.reduced:
+                if user not in group.reduced and self._is_used(user):
                     group.reduced.append(user)
             elif self._is_linear(user, tensor) or self._adds_bias(user, tensor):
                 for output in user.outputs:
                     if output != tensor:
                         self._reduce(group, output, user)
             else:
-                raise Refused(f"{self._at(user)} uses a sum over ranks before a boundary")
+                raise Refused(f"{self._at(user)} uses a sum over ranks before a boundary", op.module, tensor)
+
+    def _is_used(self, op: Op) -> bool:
+        """Return whether code uses what crosses a boundary."""
+        (output,) = op.outputs
+        return output in self.graph.results or self.graph.tensors[output].users != [op.number]
 
     def _is_linear(self, op: Op, tensor: int) -> bool:
         """Return whether an operator moves or scales summands, alike on every rank."""
@@ -341,17 +354,20 @@ class Spread:
 
     def _is_added_once(self, op: Op, tensor: int) -> bool:
         """Return whether a whole operand of a product is the bias that one rank adds."""
-        return op.name in ("aten.addmm", "aten.baddbmm") and tensor == op.inputs[0] and self._is_bias(op, tensor)
+        return op.name in ("aten.addmm", "aten.baddbmm") and tensor == op.inputs[0] and self._is_bias(tensor)
 
     def _adds_bias(self, op: Op, tensor: int) -> bool:
         others = [other for other in op.inputs if other != tensor]
-        return op.name in ("aten.add", "aten.add_") and len(others) == 1 and self._is_bias(op, others[0])
+        return op.name in ("aten.add", "aten.add_") and len(others) == 1 and self._is_bias(others[0])
 
-    def _is_bias(self, op: Op, tensor: int) -> bool:
-        """Return whether a tensor is the bias of the module that runs, which has a class with such a bias."""
-        names = self.graph.tensors[tensor].names
-        kinds = {kind.__name__ for kind in type(self.modules[op.module]).__mro__}
-        return f"{op.module}.bias" in names and not kinds.isdisjoint(BIASED)
+    def _is_bias(self, tensor: int) -> bool:
+        """Return whether a tensor is the bias of a layer whose weight is cut over what it sums."""
+        for name in self.graph.tensors[tensor].names:
+            owner, _, key = name.rpartition(".")
+            weight = next((t for t in self.cut if f"{owner}.weight".lstrip(".") in self.graph.tensors[t].names), None)
+            if key == "bias" and weight is not None and self.cut[weight][0] == summed_dim(self.modules[owner]):
+                return True
+        return False
 
     # --------------------------------------------------------------------------------------------- reasons
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Replicate
 
 from ... import _torch
 from ..._boundary.values import fields_of, rebuild_fields, rebuild_sequence
+from ..._execution.heads import install_heads
 from ..._plan.placements import Repeat
 from .experts import install_stand_ins
 from .graph import Boundary, Graph, Op, Path, Ref, Sections, TensorInfo
@@ -67,13 +68,19 @@ class BoundaryHooks:
 
     Args:
         cross: takes a tensor and its boundary, returns the tensor to go on with.
+        again: takes the boundary of a tensor and a further path to it.
 
     Attributes:
         running: names and numbers of the calls in progress, outermost first.
     """
 
-    def __init__(self, module: nn.Module, cross: Callable[[Tensor, Boundary], Tensor]):
-        self._cross = cross
+    def __init__(
+        self,
+        module: nn.Module,
+        cross: Callable[[Tensor, Boundary], Tensor],
+        again: Callable[[Boundary, Path], object] = lambda _boundary, _path: None,
+    ):
+        self._cross, self._again = cross, again
         self._calls: Counter[str] = Counter()
         self.running: list[tuple[str, int]] = []
         for name, part in module.named_modules():
@@ -106,12 +113,15 @@ class BoundaryHooks:
         return before, after
 
     def _crossing(self, name: str, call: int, side: str) -> Callable[[Tensor, Path], Tensor]:
-        same: dict[int, Tensor] = {}  # modules compare their arguments by identity
+        same: dict[int, tuple[Tensor, Boundary]] = {}  # modules compare their arguments by identity
 
         def cross(tensor: Tensor, path: Path) -> Tensor:
             if id(tensor) not in same:
-                same[id(tensor)] = self._cross(tensor, Boundary(name, call, side, path))
-            return same[id(tensor)]
+                boundary = Boundary(name, call, side, path)
+                same[id(tensor)] = self._cross(tensor, boundary), boundary
+            elif same[id(tensor)][1].path != path:
+                self._again(same[id(tensor)][1], path)
+            return same[id(tensor)][0]
 
         return cross
 
@@ -261,9 +271,10 @@ def trace(
         whole: names of modules that are taken as one operator.
         repeats: see :class:`Graph`.
     """
+    install_heads(module)
     install_stand_ins(module, whole)
     recorder = Recorder(repeats)
-    hooks = BoundaryHooks(module, recorder.cross)
+    hooks = BoundaryHooks(module, recorder.cross, recorder.graph.note_path)
     recorder.running = hooks.running
     hooks.running.append(("", 0))
     for name, part in module.named_modules():
