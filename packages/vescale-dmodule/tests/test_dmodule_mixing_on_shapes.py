@@ -68,6 +68,49 @@ def test_a_named_module_treats_rows_alone():
     assert mixing_on_shapes(model, {"input": torch.ones(ROWS, WIDTH)}, row_wise=["1"]) == ()
 
 
+class Experts(nn.Module):
+    """Experts as layers of Hugging Face write them: which tokens each takes depends on values."""
+
+    def __init__(self, is_stack):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+        if is_stack:
+            self.num_experts = 2
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for expert in torch.greater(F.one_hot(top_k_index, 2).sum((0, 1)), 0).nonzero().flatten().tolist():
+            rows, which = torch.where(top_k_index == expert)
+            out.index_add_(0, rows, hidden_states[rows] @ self.weight[expert] * top_k_weights[rows, which, None])
+        return out
+
+
+class Mixture(nn.Module):
+    """Of no family that is known by name."""
+
+    def __init__(self, *, is_stack, has_router_loss):
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 2), Experts(is_stack)
+        self.has_router_loss = has_router_loss
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        weights, index = scores.topk(1, -1)
+        loss = self.experts(x, index, weights).square().mean()
+        return loss + (scores.mean(0) * scores.square().mean(0)).sum() if self.has_router_loss else loss
+
+
+@pytest.mark.parametrize(
+    "is_stack, has_router_loss, found",
+    [(True, False, ()), (True, True, ("mul in the root module",)), (False, False, ("greater in module 'experts'",))],
+)
+def test_stacked_experts_are_known_by_their_structure_and_the_loss_of_their_router_is_seen(
+    is_stack, has_router_loss, found
+):
+    model = Mixture(is_stack=is_stack, has_router_loss=has_router_loss)
+    assert mixing_on_shapes(model, {"x": torch.randn(ROWS, WIDTH)})[: max(1, len(found))] == found
+
+
 def call_with_group():
     loss, text = MIXERS["router"]
     inputs = {"x": torch.randn(ROWS, WIDTH), "target": torch.randint(0, WIDTH, (ROWS,))}

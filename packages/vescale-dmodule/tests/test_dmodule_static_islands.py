@@ -103,6 +103,21 @@ BODIES = [
 ]
 
 
+class Forked(nn.Module):
+    """Splits a whole tensor: one part gets summands of its gradient, the other, by way of an island, all of it."""
+
+    def __init__(self, expands=True):
+        super().__init__()
+        self.fork, self.up, self.down = nn.Linear(6, 7), nn.Linear(6, 12), nn.Linear(12, 6)
+        self.expands = expands
+        self.double()
+
+    def forward(self, x):
+        own, common = self.fork(x).split([6, 1], -1)
+        h = self.up(own)
+        return self.down(h * (common.expand(-1, h.shape[-1]) if self.expands else common))
+
+
 def build(body, **options):
     torch.manual_seed(0)
     return Net(body, **options)
@@ -228,6 +243,23 @@ def test_without_permission_nothing_communicates_on_its_own():
     for body in (center, normalize, normalize_groups, by_size):
         with pytest.raises(RuntimeError, match="allow_implicit=True"):
             parallelize_module(build(body), mesh, PLAN, mode="static")(X)
+
+
+@ranks(2)
+def test_gradients_that_meet_before_a_boundary_are_sums_of_one_kind():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = {"parameter": PLAN["parameter"], "forward": {r"fork\.output": [R], r"down\.output": [R]}}
+
+    def make(expands):
+        torch.manual_seed(0)
+        return Forked(expands)
+
+    for expands in (True, False):  # without the island both are summands anyway
+        model = parallelize_module(make(expands), mesh, plan, mode="static", allow_implicit=True)
+        assert_same(train(model), train(make(True)))
+    whole = {**plan, "forward": {**plan["forward"], r"up\.input": [R]}}  # both have all of it
+    model = parallelize_module(make(True), mesh, whole, mode="static", allow_implicit=True)
+    assert_same(train(model), train(make(True)))
 
 
 @ranks(1)  # a backward in this process would keep ranks from being forked

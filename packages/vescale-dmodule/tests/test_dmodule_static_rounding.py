@@ -31,10 +31,19 @@ class Net(nn.Module):
         return far + far * 2 + far * 4 - 7 * self.large + self.error * y
 
 
-def run(dtype, large, error):
+class Masked(Net):
+    """Takes the best features of some: the others are at infinity."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        best = y.masked_fill(torch.arange(8) % 2 == 0, float("-inf")).topk(2, -1).indices
+        return y.gather(-1, best)
+
+
+def run(dtype, large, error, kind=Net):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallelize_module(Net(large, error).to(dtype), mesh, PLAN, mode="static")
+    model = parallelize_module(kind(large, error).to(dtype), mesh, PLAN, mode="static")
     model(torch.randn(4, 8).to(dtype)).square().mean().backward()
 
 
@@ -49,6 +58,13 @@ def test_cancellation_is_no_difference(dtype, large):
 def test_another_number_is(dtype, large, error):
     with pytest.raises(NotLocalFriendlyError, match="static and eager mode diverge"):
         run(dtype, large, error)
+
+
+@ranks(2)
+def test_infinity_hides_no_difference():
+    run(torch.float64, 0.0, 0.0, Masked)
+    with pytest.raises(NotLocalFriendlyError, match="static and eager mode diverge"):
+        run(torch.float64, 0.0, 1e-8, Masked)
 
 
 @ranks(2)

@@ -81,7 +81,7 @@ def parallelize(
             gradient accumulation: batch statistics, losses of routers, contrasts, means over targets and random numbers
             are those of its rows alone. By default they are those of one device on the whole batch, or an error.
         row_wise: names of modules, or regular expressions for full names, that treat every row alone although their
-            code sorts or selects rows, as a mixture's experts do; those of families with a ready plan are known.
+            code sorts or selects rows, as experts do; stacked ones, and those of ready plans, are known.
         example_inputs: a batch, from which a plan is derived for a model without a ready one, by default from inputs
             that are guessed; for pipelines of models that register modules in another order than that in which they
             run, see ``vescale.pipe.split_units``; and to refuse a model that mixes rows before there is a process group

@@ -1,4 +1,4 @@
-"""Modules of ready families that are known to treat every row alone, although their code sorts or selects rows."""
+"""Modules that are known to treat every row alone, although their code sorts or selects rows: experts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import re
 from torch import nn
 
 from ..plans import FAMILIES
+from ..plans._derive.experts import find_experts
 
 __all__ = ["known_row_wise"]
 
 
 def known_row_wise(module: nn.Module) -> frozenset[str]:
-    """Return the names of the experts of a Hugging Face model with a ready plan; they have no capacity.
+    """Return the names of the experts of a module: of a ready family, or stacked ones, which plans can spread.
+
+    Each token gets the sum of its experts' outputs, whatever other tokens there are: none is dropped. Their router is
+    not among them, nor is a loss of it.
 
     Example:
         >>> known_row_wise(nn.Linear(2, 2))
@@ -22,4 +26,5 @@ def known_row_wise(module: nn.Module) -> frozenset[str]:
     make = FAMILIES.get(getattr(config, "model_type", None))
     patterns = () if make is None else make(config).get("expert", ())
     names = [name for name, _ in module.named_modules()]
-    return frozenset(name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns))
+    ready = (name for name in names if any(re.fullmatch(pattern, name) for pattern in patterns))
+    return frozenset((*ready, *find_experts(module, "ranks", 1).spread))

@@ -105,7 +105,8 @@ class RecordedOperator:
             recorded call has, by their place among all arguments that are no tensors.
         written: places of the operands that an island writes.
         part: the part of the result that local code has, of an island whose result is whole on all ranks.
-        totals: layouts of the gradients of an island's operands, with what other operators add to them; by place.
+        totals: layouts of an island's operands, partial along the axes where what other operators add to their
+            gradients, up to the next boundary, is; by place.
         drawn_on: placements of the DTensors for which its random operators draw, in order; empty ones where this rank's
             part does not follow from them.
         is_seen: whether the operands are as local code had them when the recording was checked, not as recorded.

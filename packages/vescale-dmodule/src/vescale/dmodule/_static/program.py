@@ -354,7 +354,7 @@ class StaticProgram:
 
     def _run(self, run: Run, recorder: CallRecorder, args: tuple, kwargs: dict) -> Recording | None:
         with self._dry_run(State.RECORDING, run):
-            self.model.phase.convert = run.observer.convert
+            self.model.phase.convert, recorder.edges = run.observer.convert, run.observer.edges
             rows = self.model.rows
             if rows is not None and self.call.is_root:
                 args, kwargs = rows.distribute(args, kwargs)

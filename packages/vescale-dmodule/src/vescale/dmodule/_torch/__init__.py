@@ -51,6 +51,7 @@ from .hooks import (
     hook_tables,
     hooks_registered_by,
     module_hook_tables,
+    nodes_before,
     share_hooks,
     without_hooks,
 )
@@ -100,6 +101,7 @@ __all__ = [
     "memory_of",
     "module_hook_tables",
     "no_function_modes",
+    "nodes_before",
     "on_backward_end",
     "ordinary_call",
     "plain_operands_replicated",

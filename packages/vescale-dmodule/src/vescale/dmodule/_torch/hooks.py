@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ __all__ = [
     "hook_tables",
     "hooks_registered_by",
     "module_hook_tables",
+    "nodes_before",
     "share_hooks",
     "without_hooks",
 ]
@@ -45,6 +46,19 @@ def hook_first(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
         del tensor._backward_hooks[key]
     tensor.register_hook(hook)
     tensor._backward_hooks.update(others)
+
+
+def nodes_before(tensor: Tensor, edges: Container[object]) -> list[torch.autograd.graph.Node]:
+    """Return the nodes of autograd that made a tensor, from its own back to some edges, which are left out."""
+    found: dict[torch.autograd.graph.Node, None] = {}
+    waiting = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in edges or node in found or not node.next_functions:
+            continue
+        found[node] = None
+        waiting += [before for before, _ in node.next_functions]
+    return list(found)
 
 
 def gradient_hooks(tensor: Tensor) -> dict[int, Callable]:

@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from ... import _torch
 from ..._boundary.convert import as_dtensor, bring, to_plain
 from ..._boundary.rows_axis import gradient_over_rows, lift, settled, whole_extremes
 from ...errors import NotLocalFriendlyError
+from ..movement.steps import without_partials
 from ..operators import ModuleOperators, Operand, Part, RecordedOperator, Repeat
 from ..parts import Parts, describe, is_inside, ways_out
 from .memory import initialized
@@ -130,6 +131,7 @@ class CallRecorder(TorchFunctionMode):
         mesh: of the recorded layouts.
         log: of collectives, if operators that communicate in their own rules count as communicating.
         is_inner: whether calls are those of the forward of an ``autograd.Function`` (see ``_rows.functions``).
+        edges: the nodes of autograd of values at boundaries, and of results of islands: where gradients have layouts.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class CallRecorder(TorchFunctionMode):
         self.takes_gradients = False
         self.log: Sized = ()
         self.is_inner: Callable[[], bool] = bool
+        self.edges: set[object] = set()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -177,7 +180,7 @@ class CallRecorder(TorchFunctionMode):
         copies: dict[int, Tensor] = {}  # of operands that an island writes, as on local tensors
         if island is not None:
             operator.is_island, operator.constants, operator.part = True, island.constants, island.part
-            _watch_operands(operands, operator, written=island.written)
+            _watch_operands(operands, operator, self.edges, written=island.written)
             copies = {id(operands[i]): operands[i].clone() for i in island.written}
             args, kwargs = _torch.tree_map(lambda leaf: copies.get(id(leaf), _pinned(leaf)), (args, kwargs))
         before, versions = extension.random_position(self.mesh.device_type), [_version(t) for t in operands]
@@ -210,6 +213,7 @@ class CallRecorder(TorchFunctionMode):
         for leaf in (*results, *(copies.get(id(leaf), leaf) for leaf in written)):
             if isinstance(leaf, DTensor):
                 _watch(leaf, operator, self.mesh)
+                self.edges.add(leaf.grad_fn)
         return result
 
     @contextlib.contextmanager
@@ -420,16 +424,28 @@ def _pinned(leaf: object) -> object:
     return bring(leaf, tuple(leaf.placements), leaf.device_mesh)
 
 
-def _watch_operands(operands: Sequence[Tensor], operator: RecordedOperator, *, written: Sequence[int]) -> None:
-    """Note the layouts of the gradients of operands, of which the island gives one summand each."""
+def _watch_operands(
+    operands: Sequence[Tensor], operator: RecordedOperator, edges: Container[object], *, written: Sequence[int]
+) -> None:
+    """Note along which axes the gradients of operands, of which the island gives one summand each, are sums over ranks.
+
+    Others may join it on the way to the boundary or island that gave the operand, as where a tensor was split.
+    """
     for place, operand in enumerate(operands):
         if isinstance(operand, DTensor) and operand.requires_grad and place not in written:
-            operand.register_hook(functools.partial(_note_total, operator, place))
+            note = functools.partial(_note_sums, operator, place)
+            _torch.hook_first(operand, note)
+            for node in _torch.nodes_before(operand, edges):
+                node.register_hook(lambda inputs, outputs, note=note: note(*inputs, *outputs))
 
 
-def _note_total(operator: RecordedOperator, place: int, grad: Tensor) -> None:
-    if isinstance(grad, DTensor):
-        operator.totals[place] = tuple(grad.placements)
+def _note_sums(operator: RecordedOperator, place: int, *grads: object) -> None:
+    own = without_partials(operator.operands[place].placements)
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            ahead = own[: len(own) - grad.device_mesh.ndim]
+            pairs = zip(operator.totals.get(place, own), (*ahead, *grad.placements), strict=True)
+            operator.totals[place] = tuple(new if new.is_partial() else old for old, new in pairs)
 
 
 def _watch(result: DTensor, operator: RecordedOperator, mesh: DeviceMesh) -> None:

@@ -114,12 +114,14 @@ class Observer:
         running: returns the name of the running module.
         changed: boundaries whose results are changed in place by the callers of their modules.
         seen: the records, in the order of the calls.
+        edges: the nodes of autograd of the converted values, where layouts of gradients change.
     """
 
     mesh: DeviceMesh
     running: Callable[[], str]
     changed: frozenset[str] = frozenset()
     seen: list[Seen] = field(default_factory=list)
+    edges: set[object] = field(default_factory=set)
     _results: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
     def convert(self, tensor: Tensor, placements: Placements, where: str, *, is_result: bool) -> DTensor:
@@ -133,6 +135,7 @@ class Observer:
         if is_result and tensor.requires_grad and source == placements and where not in self.changed:
             tensor = _alias(tensor)
         out = bring(tensor, placements, self.mesh, is_result=is_result)
+        self.edges.add(out.grad_fn)
         if is_result:
             self._results.append((where, out, out._version))
         self._note(self._record(where, tensor, source, self._placements(out)), _local(out), out)

@@ -73,4 +73,5 @@ def _moved(tensor: Tensor) -> Tensor:
 
 def _moved_local(local: Tensor) -> Tensor:
     values = local.detach().double()
-    return (values + 2 * torch.finfo(local.dtype).eps * values * torch.cos(1e3 * values)).to(local.dtype)
+    change = 2 * torch.finfo(local.dtype).eps * values * torch.cos(1e3 * values)
+    return (values + torch.nan_to_num(change, 0, 0, 0)).to(local.dtype)  # what masks have put at infinity stays there
