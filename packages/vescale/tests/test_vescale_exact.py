@@ -148,7 +148,11 @@ LAYOUTS = [
     {"dp": 2, "pp": 2, "tp": 2, "zero": 2, "schedule": "zb_h1"},
     {"dp": 4, "pp": 2, "dp_replicate": 2, "zero": 1},
 ]
-UNTIED = [{"dp": 2, "pp": 2, "zero": 3}]  # stages of GPT-2 share a weight
+SPLIT = [["model.embed_tokens"], ["model.layers.0"], ["model.layers.1"], ["model.norm", "lm_head"]]
+DECODERS = [  # not GPT-2, whose stages share a weight
+    {"dp": 2, "pp": 2, "zero": 3},
+    {"dp": 2, "pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2, "split": SPLIT},
+]
 EXPERTS = [
     {"dp": 2, "ep": 2},
     {"dp": 4, "ep": 2, "zero": 1},
@@ -206,7 +210,7 @@ def test_bits_are_those_of_one_process(family, layout):
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_steps_on_every_layout(family, world_size, tmp_path):
-    layouts = LAYOUTS + (EXPERTS if family == "mixtral" else []) + (UNTIED if family != "gpt2" else [])
+    layouts = LAYOUTS + (EXPERTS if family == "mixtral" else []) + (DECODERS if family != "gpt2" else [])
     layouts = [layout for layout in layouts if world_size_of(layout) == world_size]
     expected, store = reference(family), str(tmp_path / "store")
     timeout = 300 * len(layouts)

@@ -230,7 +230,7 @@ def check_rehearsal(kind: type) -> None:
         assert rehearsal.highest([2.0]) == [2.0], "highest: expected the numbers of the only rank"
         with rehearsal.as_they_are():
             module(x)
-    _attribute(rehearsal, "mesh")
+    assert _attribute(rehearsal, "meshes"), "meshes: expected those of its calls, got none"
     assert nn.functional.cross_entropy in _attribute(rehearsal, "counted_means"), (
         "counted_means: expected cross_entropy"
     )
