@@ -258,6 +258,27 @@ def test_the_command_shows_the_first_difference(tmp_path, capsys):
     assert "expected a folder with the files rank00000.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "expected a record of format 1 in line 1, got None; record the run again with this version of vescale"),
+        ("not a record\n", "line 1 is no JSON"),
+        ('{"vescale_record": 7, "rank": 0, "world": 1}\n', "expected a record of format 1 in line 1, got 7"),
+        ('{"vescale_record": 1, "rank": 0, "world": 3}\n', "expected the files of ranks 0 to 2, got those of [0]"),
+    ],
+)
+def test_the_command_names_what_is_no_record(text, message, tmp_path, capsys):
+    a, b = saved(tmp_path / "a", functools.partial(plain, num_steps=1)), tmp_path / "b"
+    b.mkdir()
+    (b / "rank00000.jsonl").write_text(text)
+    assert main(["compare", str(a), str(b)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert str(b) in error
+    assert main(["compare", str(b / "rank00000.jsonl"), str(a)]) == 2
+    assert "compare: a: expected a folder with the files rank00000.jsonl, ... of a record" in capsys.readouterr().err
+
+
 # --- bad records ---
 
 

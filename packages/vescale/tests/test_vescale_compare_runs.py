@@ -244,29 +244,55 @@ def test_names_of_one_version_are_listed_and_the_rest_is_compared(tmp_path):
 # --- runs that end early ---
 
 
-def killed(record):
+def killed(record, at):
     model = build()
     optimizer = adamw(model)
     with record(model, optimizer):
         for step, batch in enumerate(batches(num_steps=3)):
             loss = nn.functional.mse_loss(model(batch["x"]), batch["target"])
-            if step == 2:
+            if step == at:
                 os.kill(os.getpid(), signal.SIGKILL)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
-def test_a_killed_run_has_the_steps_that_it_ended(tmp_path):
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_killed_run_has_the_steps_that_it_ended(at, tmp_path):
     child = os.fork()
     if not child:
-        saved(tmp_path / "a", killed)
+        saved(tmp_path / "a", functools.partial(killed, at=at))
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     comparison = vescale.compare(tmp_path / "a", saved(tmp_path / "b", functools.partial(plain, num_steps=3)))
     assert comparison.is_same
-    assert comparison.steps == [0, 1]
+    assert comparison.steps == list(range(at))
     assert comparison.uncompared["A: the record ends with no last line: the run was ended"] == 1
-    assert comparison.uncompared["step recorded by B only"] == 1
+    assert comparison.uncompared["step recorded by B only"] == 3 - at
+
+
+# --- what computes in fewer bits inside ---
+
+
+class Scaled(nn.Module):
+    """Rounds to float32 inside, where it is told to, or is wrong."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return x.float().double() if self.kind == "rounded" else x * 1.001 if self.kind == "wrong" else x * 1
+
+
+@pytest.mark.parametrize("kind", ["rounded", "wrong"])
+def test_a_difference_as_small_as_a_rounding_to_float32_is_said(kind, tmp_path):
+    for each in ("right", kind):
+        model = Scaled(each)
+        with vescale.record(tmp_path / each, model):
+            model(torch.linspace(1, 2, 64, dtype=torch.float64))
+    first = vescale.compare(tmp_path / "right", tmp_path / kind).first
+    assert (first.kind, first.fqn) == ("output", "")
+    assert ("as small as a rounding to float32" in first.verdict) == (kind == "rounded")
 
 
 # --- many steps ---

@@ -198,6 +198,7 @@ class Writer:
         self._left = max_bytes
         self.is_full = False
         self._write(first)
+        self._file.flush()  # a run that dies in its first step has a record, too
 
     def _write(self, text: str) -> None:
         self._file.write(text + "\n")

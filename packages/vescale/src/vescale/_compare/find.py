@@ -289,7 +289,7 @@ class _Walk:
             call=call,
             tensor=place,
             what=what,
-            verdict=self._verdict(key, a, b, what),
+            verdict=self._verdict(key, a, b, what) + (_of_another_dtype(a, b, measured) if what == "values" else ""),
             size=measured.norm / scale if measured is not None and scale else math.nan,
             allowed=measured.allowed / scale if measured is not None and scale else 0.0,
             norms=(a.digest.norm, b.digest.norm),
@@ -402,6 +402,15 @@ def _first_index(
 
 def _with_others(found: list[Difference]) -> Difference:
     return dataclasses.replace(found[0], others=len(found) - 1)
+
+
+def _of_another_dtype(a: Whole, b: Whole, measured: _Measured | None) -> str:
+    """Return a text if the difference is as small as a rounding to a dtype of fewer bits than that of the tensor."""
+    own = max(unit_roundoff(a.dtype), unit_roundoff(b.dtype))
+    single = unit_roundoff("float32")
+    if measured is None or not 0 < own < single or not measured.norm <= single * measured.scale:
+        return ""
+    return "; it is as small as a rounding to float32, in which a module may compute inside"
 
 
 def _times(count: int) -> str:

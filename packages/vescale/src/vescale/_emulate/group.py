@@ -234,12 +234,15 @@ class EmulatedGroup(_GROUP):
     def _reduce_scatter_base(self, out: Tensor, parts: Tensor, options: Any) -> dist.Work:
         return self.reduce_scatter_tensor_coalesced([out], [parts], options)
 
-    def reduce_scatter(self, *_: object) -> dist.Work:
-        """Refuse lists, which gloo adds in an order of its own."""
-        raise NotImplementedError(
-            "emulate: expected dist.reduce_scatter_tensor, got dist.reduce_scatter of a list, whose order of additions "
-            "is not emulated; torch.cat(list) is the tensor"
-        )
+    def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], options: Any) -> dist.Work:
+        name, combine = _operation(options)
+
+        def reduce(brought: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:  # gloo: an all-reduce of each part
+            for rank, (outs_of_one, _) in enumerate(brought):
+                values = [_flat([parts_of_one[0][rank]]) for _, parts_of_one in brought]
+                _fill(outs_of_one, ring(values, combine))
+
+        return self._meet(f"reduce-scatter ({name}) of lists of {_sizes(parts[0])}", (outs, parts), reduce)
 
     def alltoall_base(
         self, out: Tensor, parts: Tensor, received: Sequence[int], sent: Sequence[int], options: object = None
