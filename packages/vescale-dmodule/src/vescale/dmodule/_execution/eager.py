@@ -127,10 +127,10 @@ class _Mixing(TorchFunctionMode):
         mesh, mixed = _operands(args, kwargs, self.scope.rows)
         if mesh is None:
             return func(*args, **kwargs)
-        if mixed:
-            args, kwargs = self._wrapped(func, args, kwargs, mesh)
         if func is functional.multi_head_attention_forward and has_part_of_heads((*args, *kwargs.values())):
             func = attention_of_heads
+        if mixed:
+            args, kwargs = self._wrapped(func, args, kwargs, mesh)
         # for plain tensors that torch itself makes inside a composite operator
         before = _torch.replicate_plain_operands(allow=True)
         try:

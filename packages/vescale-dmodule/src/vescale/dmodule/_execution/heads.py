@@ -20,9 +20,11 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from .._boundary.edges import unwrapped, wrapped
 
 __all__ = ["WholeHeads", "attention_of_heads", "forward_of_heads", "has_part_of_heads", "install_heads"]
 
@@ -82,8 +84,9 @@ def attention_of_heads(*args: object, **kwargs: object) -> tuple[Tensor, Tensor 
             given.key_padding_mask = given.key_padding_mask.unsqueeze(0)
     query, key, value = _heads(given)
     output, weights = _attend(given, query, key, value)
-    output = output.permute(2, 0, 1, 3).flatten(2)
+    output = output.transpose(1, 2).flatten(2)
     output = functional.linear(output, given.out_proj_weight, given.out_proj_bias)
+    output = _in_order(output.transpose(0, 1))
     if weights is not None and given.average_attn_weights:
         weights = weights.mean(1)
     if is_batched:
@@ -91,29 +94,44 @@ def attention_of_heads(*args: object, **kwargs: object) -> tuple[Tensor, Tensor 
     return output.squeeze(1), None if weights is None else weights.squeeze(0)
 
 
+def _in_order(tensor: Tensor) -> Tensor:
+    """Return a tensor with its dims in order in memory, as that of torch, along which dropout draws.
+
+    Summands stay summands, which DTensor would add first.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.contiguous()
+    placements = tensor.placements
+    gradient = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+    local = unwrapped(tensor, gradient).contiguous()
+    return wrapped(local, tensor.device_mesh, placements, shape=tensor.shape, gradient=gradient)
+
+
 def _heads(given: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values of shape (batch, heads, sequence, head)."""
     query, key, value = _projected(given)
     if given.bias_k is not None:
-        rows = query.shape[1]
-        key = torch.cat([key, given.bias_k.expand(-1, rows, -1)])
-        value = torch.cat([value, given.bias_v.expand(-1, rows, -1)])
+        rows = len(query)
+        key = torch.cat([key, given.bias_k.expand(rows, -1, -1)], 1)
+        value = torch.cat([value, given.bias_v.expand(rows, -1, -1)], 1)
     size = given.embed_dim_to_check // given.num_heads
-    query, key, value = (t.unflatten(-1, (-1, size)).permute(1, 2, 0, 3) for t in (query, key, value))
+    query, key, value = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t in (query, key, value))
     if given.add_zero_attn:
         key, value = (torch.cat([t, torch.zeros_like(t[:, :, :1])], 2) for t in (key, value))
     return query, key, value
 
 
 def _projected(given: SimpleNamespace) -> tuple[Tensor, ...]:
+    """Return queries, keys and values of shape (batch, sequence, features): a sharded batch stays in the first dim."""
     if not given.use_separate_proj_weight and given.query is given.key and given.key is given.value:
-        return functional.linear(given.query, given.in_proj_weight, given.in_proj_bias).chunk(3, -1)
+        return functional.linear(given.query.transpose(0, 1), given.in_proj_weight, given.in_proj_bias).chunk(3, -1)
     if given.use_separate_proj_weight:
         weights = given.q_proj_weight, given.k_proj_weight, given.v_proj_weight
     else:
         weights = given.in_proj_weight.chunk(3)
     biases = (None,) * 3 if given.in_proj_bias is None else given.in_proj_bias.chunk(3)
-    return tuple(map(functional.linear, (given.query, given.key, given.value), weights, biases))
+    operands = (t.transpose(0, 1) for t in (given.query, given.key, given.value))
+    return tuple(map(functional.linear, operands, weights, biases))
 
 
 def _attend(given: SimpleNamespace, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
