@@ -177,9 +177,10 @@ def calls():
                 "degree": 2,
                 "axis": "tp",
                 "expert_axis": None,
+                "batch_axis": None,
                 "sequence_parallel": False,
             },
-            axis | {"inputs": {"None"}, "expert_axis": TEXTS},
+            axis | {"inputs": {"None"}, "expert_axis": TEXTS, "batch_axis": TEXTS},
         ),
         "plans.merge": Call(
             plans.merge,

@@ -154,7 +154,7 @@ ROWS = {
     ),
     "pp": Row(f"the mesh, {PIPELINE}", TWO_STAGES, lambda run: run.model.engine.num_stages == 2, 2),
     "ep": Row(
-        f"the mesh, {TENSOR}: models of a ready plan with experts, and plans that name the axis `ep`",
+        f"the mesh, {TENSOR}: models with experts, and plans that name the axis `ep`",
         {"dp": 2, "ep": 2},
         lambda run: parameter(run, "model.layers.0.mlp.experts.down_proj").to_local().shape[0] == 2,
         2,

@@ -114,7 +114,7 @@ def build():
             build(),
             torch.optim.SGD,
             ValueError,
-            "expected etp=1 for Sequential, which has no ready plan, got 2; leave it out, or pass module_plan={...}",
+            "expected etp=1 for Sequential, which has no ready plan, got 2: a derived plan leaves the matrices of an",
         ),
         (vescale.Plan(module_plan="mixtrl"), build(), torch.optim.SGD, ValueError, "got the name 'mixtrl'; pass"),
         (

@@ -120,17 +120,21 @@ class _Facts:
             self.module_plan = plan_for(self.model)
         if self.module_plan is not None:
             return search(self._profile(sharded_patterns(self.model, self.module_plan)), cluster, self.constraints)
-        alone = {name: reason for name, fields in _ALONE.items() if (reason := self._refusal(fields))}
-        self.refusals = {**alone, **self.refusals}
+        if self._profile(None).experts and "ep" not in self.refusals and (reason := self._refused_experts()):
+            self.refusals["ep"] = reason
         return search(self._profile(None), cluster, self.constraints, tensor_parallel=self._under)
 
-    def _refusal(self, fields: Mapping[str, Any]) -> str:
-        """Return why a model without a ready plan is not parallelized so, before anything is derived."""
-        try:
-            _resolve_module_plan(Plan(**fields), self.model, None, self.inputs)
-        except ValueError as error:
-            return str(error)
-        return ""
+    def _refused_experts(self) -> str:
+        """Return why experts of a model without a ready plan are not spread over ranks, before degrees are tried."""
+        reason = ""
+        for model in (_without_repeats(self.model, repeated_blocks(self.model)), self.model):
+            try:
+                _resolve_module_plan(Plan(dp=2, ep=2), model, None, self.inputs)
+            except ValueError as error:
+                reason = str(error)
+            else:
+                return ""
+        return reason
 
     def _under(self, tp: int) -> ModelProfile:
         """Return the profile under a degree of tensor parallelism, by a derived plan."""
@@ -250,12 +254,6 @@ def _repeated(patterns: Sequence[str], model: nn.Module, first: Mapping[str, str
     for kind, of_kind in kinds.items():
         found += [kind] if all(of_kind.values()) else [re.escape(name) for name, is_one in of_kind.items() if is_one]
     return found
-
-
-#: Fields of a plan that need a ready plan of the model, with others that they need.
-_ALONE: Mapping[str, Mapping[str, Any]] = {
-    "ep": {"dp": 2, "ep": 2},
-}
 
 
 @checked

@@ -1,7 +1,8 @@
 """The module plan of a plan: the sections that `vescale.dmodule.parallelize_module` gets.
 
 tp, sequence_parallel    the ready plan of the model's family, one derived from its dataflow, or the user's
-ep                       experts spread over the axis "ep", over which the batch lies from the tokens to the head
+ep                       experts spread over the axis "ep", over which the batch lies from the tokens to the head: by
+                         the names of a family with a ready plan, or by the dataflow of any other model
 etp = tp                 the matrices of each expert sharded over "tp", instead of experts spread over it
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -64,25 +65,42 @@ def _resolve_module_plan(
         )
     except ValueError as error:
         if has_experts and "expert_axis" in str(error):
-            raise type(error)(
-                f"parallelize: expected a mixture of experts for Plan(ep={plan.ep}, etp={plan.etp}), got "
-                f"{type(model).__name__} of type {name!r}, which has none; leave ep and etp out"
-            ) from None
+            got = f"{type(model).__name__} of type {name!r}, which has none"
+            raise type(error)(_no_experts(plan, got)) from None
         raise type(error)(f"{error} (parallelize takes such a plan as module_plan=plan_for(model, ...))") from None
     return _with_experts(plan, found_plan) if has_experts else found_plan
 
 
 def _derived(plan: Plan, model: nn.Module, inputs: Mapping[str, Any] | None) -> ModulePlan:
     """Return a plan from the dataflow of a model without a ready one."""
-    if asked := {name: getattr(plan, name) for name in ("ep", "etp") if getattr(plan, name) > 1}:
-        name = next(iter(asked))
+    kind = type(model).__name__
+    if plan.etp > 1:
         raise ValueError(
-            f"parallelize: expected {name}=1 for {type(model).__name__}, which has no ready plan, got "
-            f"{asked[name]}; leave it out, or pass module_plan={{...}} of your own"
+            f"parallelize: expected etp=1 for {kind}, which has no ready plan, got {plan.etp}: a derived plan leaves "
+            "the matrices of an expert whole; leave it out, or pass module_plan={...} of your own"
         )
-    derived = derive(model, inputs, degree=plan.tp, sequence_parallel=plan.sequence_parallel)
-    logger.info("derived a plan for %s over tp=%d:\n%s", type(model).__name__, plan.tp, derived)
-    return derived.plan
+    over_ep = "ep" if plan.ep > 1 else None
+    derived = derive(
+        model,
+        inputs,
+        degree=plan.tp,
+        expert_axis=over_ep,
+        batch_axis=over_ep,
+        sequence_parallel=plan.sequence_parallel,
+    )
+    logger.info("derived a plan for %s over tp=%d:\n%s", kind, plan.tp, derived)
+    if over_ep is None:
+        return derived.plan
+    if not derived.plan.get("expert"):
+        raise ValueError(_no_experts(plan, f"{kind}, in which derive finds none"))
+    return {**derived.plan, "expert": _spread(plan, derived.plan["expert"])}
+
+
+def _no_experts(plan: Plan, got: str) -> str:
+    return (
+        f"parallelize: expected a mixture of experts for Plan(ep={plan.ep}, etp={plan.etp}), got {got}; leave ep and "
+        "etp out"
+    )
 
 
 def _with_own_experts(plan: Plan, module_plan: ModulePlan) -> ModulePlan:
@@ -111,18 +129,23 @@ def _with_experts(plan: Plan, module_plan: ModulePlan) -> ModulePlan:
     """
     over_ep = {"ep": Shard(0)} if plan.ep > 1 else {}
     inputs = {"input": dict.fromkeys(_BATCHED, over_ep)} if over_ep else {}
+    spread = _spread(plan, module_plan["expert"])
     if plan.tp == 1:
-        experts = dict.fromkeys(module_plan["expert"], over_ep)
-        return {"expert": experts, "forward": {**inputs, _HEAD: [{"ep": Replicate()}]}}
-    over_tp = {"tp": Shard(0)} if plan.etp == 1 else {}
-    inner: Any = {"gate_up_proj": {"tp": InterleavedShard(1, 2)}, "down_proj": {"tp": Shard(2)}} if plan.etp > 1 else {}
-    placements: dict[str, Placement] = {**over_ep, **over_tp} or {"tp": Replicate()}
-    spread = {name: Experts(placements, parameters=inner) for name in module_plan["expert"]}
+        return {"expert": spread, "forward": {**inputs, _HEAD: [{"ep": Replicate()}]}}
     forward = {
         name: entry if name == _HEAD or not over_ep else _over_batch(entry)
         for name, entry in module_plan["forward"].items()
     }
     return {**module_plan, "expert": spread, "forward": {**forward, **inputs}}
+
+
+def _spread(plan: Plan, names: Iterable[str]) -> dict[str, Experts]:
+    """Return the entries of modules with experts: over "ep", and over "tp" as the plan says."""
+    over_ep = {"ep": Shard(0)} if plan.ep > 1 else {}
+    over_tp = {"tp": Shard(0)} if plan.tp > 1 and plan.etp == 1 else {}
+    inner: Any = {"gate_up_proj": {"tp": InterleavedShard(1, 2)}, "down_proj": {"tp": Shard(2)}} if plan.etp > 1 else {}
+    placements: dict[str, Placement] = {**over_ep, **over_tp} or {"tp": Replicate()}
+    return dict.fromkeys(names, Experts(placements, parameters=inner))
 
 
 _HEAD = r"lm_head\.output"

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from ..._plan.attributes import Divided, attribute_names
 from ..._plan.placements import Repeat
 from .._build import Plan
+from .batch import Batch
 from .graph import Boundary, Graph, Op, Path, Sections, kind_of
 from .spread import Group
 
@@ -35,6 +36,7 @@ class Draft:
         changes: new values of attributes that go with it.
         attributes: names of attributes that hold a part of their value on local tensors.
         eager: modules that run in eager mode inside a static model.
+        batch: where the batch is, if it lies over an axis, too.
     """
 
     parameters: dict[str, Placement] = field(default_factory=dict)
@@ -44,8 +46,9 @@ class Draft:
     changes: dict[str, object] = field(default_factory=dict)
     attributes: list[str] = field(default_factory=list)
     eager: list[str] = field(default_factory=list)
+    batch: Batch | None = None
 
-    def plan(self, module: nn.Module, axis: str, expert_axis: str | None = None) -> Plan:
+    def plan(self, module: nn.Module, axis: str, expert_axis: str | None = None, batch_axis: str | None = None) -> Plan:
         """Return the plan that :func:`parallelize_module` takes."""
         modules = dict(module.named_modules(remove_duplicate=False))
         tensors = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -53,7 +56,7 @@ class Draft:
         sides = [f"{name}.{side}".lstrip(".") for name in modules for side in ("input", "output")]
         plan: Plan = {
             "parameter": keyed({name: {axis: p} for name, p in self.parameters.items()}, tensors),
-            "forward": keyed(self._forward(axis), sides),
+            "forward": keyed(self._forward(axis, batch_axis), sides),
         }
         if self.experts:
             plan["expert"] = keyed({name: {expert_axis or axis: Shard(0)} for name in self.experts}, modules)
@@ -67,18 +70,24 @@ class Draft:
             plan["eager"] = list(keyed(dict.fromkeys(self.eager, True), modules))
         return plan
 
-    def _forward(self, axis: str) -> dict[str, object]:
+    def _forward(self, axis: str, batch_axis: str | None) -> dict[str, object]:
         by_side: dict[str, dict[Path, object]] = {}
-        for (name, side, path), placement in self.boundaries.items():
-            entry: object = {axis: placement}
+        placements = {key: {axis: placement} for key, placement in self.boundaries.items()}
+        if self.batch is not None and batch_axis is not None:
+            for key in (*self.batch.arguments, *self.batch.ends):
+                placements.setdefault(key, {})
+            for key in self.batch.carried & placements.keys():
+                placements[key][batch_axis] = Replicate() if key in self.batch.ends else Shard(0)
+        for (name, side, path), placed in placements.items():
+            entry: object = placed
             if (name, side, path) in self.repeats:
-                entry = _repeat(self.repeats[name, side, path], {axis: placement})
+                entry = _repeat(self.repeats[name, side, path], placed, axis)
             by_side.setdefault(f"{name}.{side}".lstrip("."), {})[path] = entry
         return {name: _entry(paths) for name, paths in by_side.items()}
 
 
-def _repeat(sections: Sections, placements: Mapping[str, Placement]) -> Repeat:
-    dim = next(iter(placements.values())).dim
+def _repeat(sections: Sections, placements: Mapping[str, Placement], axis: str) -> Repeat:
+    dim = placements[axis].dim
     parts, times = zip(*sections, strict=True)
     if len(sections) == 1:
         return Repeat(placements, dim=dim, parts=parts[0], times=times[0])

@@ -25,6 +25,7 @@ from ... import _torch
 from ...errors import PlanError
 from .._build import Plan
 from .assemble import Draft, draft_of
+from .batch import find_batch
 from .choose import Choice, choose
 from .experts import Found, bytes_of_experts, find_experts, find_lists
 from .graph import Graph, kind_of
@@ -87,6 +88,7 @@ def derive(
     degree: Count,
     axis: str = "tp",
     expert_axis: str | None = None,
+    batch_axis: str | None = None,
     sequence_parallel: bool = False,
 ) -> DerivedPlan:
     """Return a tensor-parallel plan for any module, from its structure and dataflow alone.
@@ -103,11 +105,14 @@ def derive(
         degree: number of ranks of the axis.
         axis: mesh axis of the plan.
         expert_axis: mesh axis over which experts are spread; by default ``axis``.
+        batch_axis: mesh axis over which the batch lies, too, in dim 0 of the arguments from which the last module
+            inside is computed, and of all values up to its result, which is whole again; as for ranks that share a
+            batch and spread experts. By default none.
         sequence_parallel: shard activations between pairs of matrices over the sequence, their dim 1.
 
     Raises:
         PlanError: the module does not run with the inputs, or with none that were guessed; or its activations cannot be
-            sharded over the sequence.
+            sharded over the sequence; or no result in it has the rows of the batch, for ``batch_axis``.
 
     Example:
         >>> from torch import nn
@@ -127,8 +132,12 @@ def derive(
     num_tokens = max(TOKENS, 2 * degree) if sequence_parallel else TOKENS
     graph, used = _run(model, inputs, found, num_tokens)
     search = _Search(model, graph, used, found, degree, spreads_experts=expert_axis is None)
-    search.settle()
-    repeated = repeat_heads(model, used, search.rules, search.settled, found, degree)
+    if degree == 1:
+        search.settle_experts()
+        repeated = None
+    else:
+        search.settle()
+        repeated = repeat_heads(model, used, search.rules, search.settled, found, degree)
     if repeated is not None:
         found = find_experts(model, AXIS, num_ranks)
         other = _Search(repeated.module, repeated.graph, used, found, degree, spreads_experts=expert_axis is None)
@@ -137,7 +146,10 @@ def derive(
         search = other if other.is_repeated() and other.numel() > search.numel() else search
     if sequence_parallel:
         search.cut_sequence()
-    return DerivedPlan(search.draft.plan(model, axis, expert_axis), search.replicated(), used, search.num_bytes)
+    if batch_axis is not None:
+        search.draft.batch = find_batch(model, used, graph, found.whole)
+    plan = search.draft.plan(model, axis, expert_axis, batch_axis)
+    return DerivedPlan(plan, search.replicated(), used, search.num_bytes)
 
 
 def _run(
@@ -230,6 +242,11 @@ class _Search:
             except Refused as refusal:
                 self._note(of_kind, str(refusal))
 
+    def settle_experts(self) -> None:
+        """Spread experts alone, where one rank has all of the matrices."""
+        find_lists(self.model, self.graph, self.found, AXIS, self.degree if self.spreads_experts else 1)
+        self.draft = Draft(experts=list(self.found.spread))
+
     def cut_sequence(self) -> None:
         """Shard activations over the sequence in the plan.
 
@@ -290,6 +307,8 @@ class _Search:
     def replicated(self) -> dict[str, str]:
         """Return the matrices that every rank has, and why."""
         found: dict[str, str] = {}
+        if self.degree == 1:
+            return found
         spread = tuple(f"{name}." for name in self.draft.experts)
         used = {name for _, info in self.graph.parameters() for name in info.names}
         for name, parameter in self.model.named_parameters():
