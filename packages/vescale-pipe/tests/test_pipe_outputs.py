@@ -64,7 +64,8 @@ def predict(mesh_of, plan):
         parts = [one(rows, scale=scale).logits for rows in x.chunk(plan.num_microbatches)]
         assert not found.requires_grad
         assert torch.equal(found, torch.cat(parts).detach())
-    assert torch.equal(engine.outputs(x, select=logits_of), one(x).logits)
+    # a kernel may add in another order for another number of rows
+    torch.testing.assert_close(engine.outputs(x, select=logits_of), one(x).logits.detach(), rtol=1e-12, atol=1e-12)
     classes = engine.outputs(x, select=lambda output: output.logits.argmax(-1))
     assert classes.dtype == torch.int64
     assert torch.equal(classes, one(x).logits.argmax(-1))
@@ -137,7 +138,7 @@ def test_what_is_refused(pipeline_mesh):
 def test_functions_of_one_place(pipeline_mesh):
     """A function that is gone may have had the identity of the next one."""
     model, x = build().eval(), torch.randn(8, 6, dtype=torch.float64)
-    one = copy.deepcopy(model)(x).logits
+    one = torch.cat([copy.deepcopy(model)(rows).logits for rows in x.chunk(4)])
     engine = PipelineEngine(model, pipeline_mesh(), PipelinePlan("1f1b", 4))
     for _ in range(4):
         found = [engine.outputs(x, select=eval(f"lambda output: output.logits * {factor}")) for factor in (1, 2)]
