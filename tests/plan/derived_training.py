@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import vescale
@@ -34,36 +33,21 @@ def train_on_one(family: str, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def record(
-    family: str, module: nn.Module, model: nn.Module, optimizer: Any, seed: int = 1, plan: Plan | None = None
+    family: str, module: nn.Module, model: Any, optimizer: Any, seed: int = 1, plan: Plan | None = None
 ) -> dict[str, torch.Tensor]:
     """Train some steps, on the rows of this rank under a plan; return losses, parameters and the random state."""
     torch.manual_seed(seed)
     found = {}
     for step in range(STEPS):
-        output = model(**rows_of_rank(models.example(family, module, step), plan))
+        inputs = models.example(family, module, step)
+        output = model(**(inputs if plan is None else model.local_batch(inputs)))
         loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found[f"loss {step}"] = mean_over_ranks(gather_full(loss.detach()), plan)
+        found[f"loss {step}"] = gather_full(loss.detach() if plan is None else model.global_loss(loss))
     found |= {name: gather_full(p.detach()) for name, p in module.named_parameters()}
     return {**found, "random state": torch.get_rng_state().double()}
-
-
-def rows_of_rank(inputs: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
-    """Return the part of the batch of this data-parallel rank."""
-    if plan is None or plan.dp == 1:
-        return inputs
-    number = dist.get_rank() // plan.tp
-    return {name: v.chunk(plan.dp)[number] if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
-
-
-def mean_over_ranks(loss: torch.Tensor, plan: Plan | None) -> torch.Tensor:
-    """Return the loss of the whole batch; all losses of ranks weigh alike."""
-    if plan is None or plan.dp == 1:
-        return loss
-    dist.all_reduce(loss)
-    return loss / plan.world_size
 
 
 def train_on_ranks(family: str, plan: Plan, module_plan: Any = None) -> dict[str, torch.Tensor]:
