@@ -2,8 +2,9 @@
 
 Each model takes four turns: an ordinary step, a step inside of ``vescale.dtensor.exact`` with 8 blocks, and two
 ordinary steps after that. The first of these finds caches that hold other data; the second shows what the mode leaves
-behind: nothing. A step is forward, backward, clipping and AdamW. One process shows the cost of the forms alone; what they gather on a mesh comes on top. The first two steps, in
-which kernel calls are tested, are warm-up. One thread in all cases.
+behind: nothing. A step is forward, backward, clipping and AdamW. One process shows the cost of the forms alone; what
+they gather on a mesh comes on top. The first two steps, in which kernel calls are tested, are warm-up. One thread in
+all cases.
 """
 
 from __future__ import annotations
