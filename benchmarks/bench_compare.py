@@ -2,8 +2,8 @@
 
 Each model takes four turns: ordinary steps, steps that are recorded, and two turns of a model whose record has ended.
 The first of these finds caches that hold other data; the second shows what a record leaves behind: nothing. A step is
-forward, backward, clipping and AdamW. The losses of all are compared bit for bit. LLaMA and Mixtral run in one process; LLaMA also under plans on two gloo ranks, on the
-modules' own code and as a static program. One thread per rank.
+forward, backward, clipping and AdamW. The losses of all are compared bit for bit. LLaMA and Mixtral run in one process;
+LLaMA also under plans on two gloo ranks, on the modules' own code and as a static program. One thread per rank.
 
 A digest costs by elements, computing by elements times width, so a wider model pays less.
 
