@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import vescale
@@ -40,7 +41,7 @@ def record(
     found = {}
     for step in range(STEPS):
         inputs = models.example(family, module, step)
-        output = model(**(inputs if plan is None else model.local_batch(inputs)))
+        output = model(**rows_of_rank(inputs, plan))
         loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()
         optimizer.step()
@@ -48,6 +49,14 @@ def record(
         found[f"loss {step}"] = gather_full(loss.detach() if plan is None else model.global_loss(loss))
     found |= {name: gather_full(p.detach()) for name, p in module.named_parameters()}
     return {**found, "random state": torch.get_rng_state().double()}
+
+
+def rows_of_rank(inputs: dict[str, Any], plan: Plan | None) -> dict[str, Any]:
+    """Return this rank's part of the batch, with any number of targets; ranks of ep share a part."""
+    if plan is None or plan.dp == plan.ep:
+        return inputs
+    number, parts = dist.get_rank() // (plan.tp * plan.ep), plan.dp // plan.ep
+    return {name: v.chunk(parts)[number] if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
 
 
 def train_on_ranks(family: str, plan: Plan, module_plan: Any = None) -> dict[str, torch.Tensor]:
