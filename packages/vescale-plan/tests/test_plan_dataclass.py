@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 
@@ -121,12 +122,15 @@ def test_bad_fields_are_refused(fields, message):
 
 @pytest.mark.parametrize(
     ("name", "fix"),
-    [("zeros", "did you mean 'zero'?"), ("sequence_paralel", "did you mean"), ("color", "leave it out")],
+    [
+        ("zeros", "did you mean 'zero'?"),
+        ("sequence_paralel", "did you mean 'sequence_parallel'?"),
+        ("color", "leave it out, or use one of dp, tp, pp, "),
+    ],
 )
 def test_a_field_that_does_not_exist_is_refused_with_the_nearest(name, fix):
-    with pytest.raises(TypeError, match=r"Plan: expected an argument out of dp, tp, pp, .*") as info:
+    with pytest.raises(TypeError, match=re.escape(f"Plan: expected the name of an argument, got {name!r}; {fix}")):
         Plan(**{name: 2})
-    assert f"got {name!r}; {fix}" in str(info.value)
 
 
 def test_world_size_is_checked_with_the_way_out():

@@ -188,7 +188,7 @@ def train_all(family, layouts, expected, store):
     """Train by one layout after another on the same ranks, and return those whose bits differ."""
     rank, world_size, wrong = dist.get_rank(), dist.get_world_size(), []
     for number, layout in enumerate(layouts):
-        dist.barrier()  # nobody is still connecting
+        dist.barrier()  # no rank is still connecting
         dist.destroy_process_group()  # and all that were made in it
         own = dist.FileStore(f"{store}.{number}", world_size)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)

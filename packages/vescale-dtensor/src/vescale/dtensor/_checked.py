@@ -167,8 +167,8 @@ def _refuse_unknown(what: str, signature: inspect.Signature, given: Mapping[str,
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else "leave it out"
-            raise TypeError(f"{what}: expected an argument out of {', '.join(known)}, got {name!r}; {fix}")
+            fix = f"did you mean {near[0]!r}?" if near else f"leave it out, or use one of {', '.join(known)}"
+            raise TypeError(f"{what}: expected the name of an argument, got {name!r}; {fix}")
 
 
 @functools.cache
