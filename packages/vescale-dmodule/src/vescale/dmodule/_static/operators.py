@@ -136,7 +136,8 @@ class RecordedOperator:
         own = without_partials(placements)
         total = self.totals.get(place, own)
         total = (*own[: len(own) - len(total)], *total)  # an operand that is lifted to the mesh of rows
-        both = [t if o.is_replicate() and t.is_partial() else o for o, t in zip(own, total, strict=True)]
+        each = zip(placements, own, total, strict=True)
+        both = [t if p.is_replicate() and t.is_partial() else o for p, o, t in each]  # a summand has a whole gradient
         return tuple([gradient_over_rows(placements[0]), *both[1:]] if self.over_rows else both)
 
     @property
