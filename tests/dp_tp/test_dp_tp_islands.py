@@ -32,11 +32,27 @@ class Block(nn.Module):
         return x + self.down(h)
 
 
+class Linear(nn.Linear):
+    """Adds its bias in an operator of its own: in a row-parallel layer a whole value to a summand."""
+
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), Linear(6, 12), Linear(12, 6)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
 class Net(nn.Module):
-    def __init__(self, *, checkpoints):
+    def __init__(self, layer, *, checkpoints):
         super().__init__()
         self.checkpoints = checkpoints
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(layer() for _ in range(2))
         self.double()
 
     def forward(self, x):
@@ -45,9 +61,9 @@ class Net(nn.Module):
         return x
 
 
-def build(*, checkpoints):
+def build(layer=Block, *, checkpoints):
     torch.manual_seed(0)
-    return Net(checkpoints=checkpoints)
+    return Net(layer, checkpoints=checkpoints)
 
 
 def losses(model, optimizer, x):
@@ -62,8 +78,9 @@ def losses(model, optimizer, x):
     return torch.stack(found)
 
 
-def parallel_losses(mesh, *, zero, checkpoints):
-    model = parallelize_module(build(checkpoints=checkpoints), mesh["tp"], PLAN, mode="static", allow_implicit=True)
+def parallel_losses(mesh, layer, *, zero, checkpoints):
+    model = build(layer, checkpoints=checkpoints)
+    model = parallelize_module(model, mesh["tp"], PLAN, mode="static", allow_implicit=True)
     model = DDP(model, mesh["dp"], zero=zero)
     optimizer = DistributedOptimizer(torch.optim.AdamW, model=model, lr=1e-2)
     mine = losses(model, optimizer, X.chunk(2)[mesh["dp"].get_local_rank()])
@@ -71,14 +88,14 @@ def parallel_losses(mesh, *, zero, checkpoints):
     return mine / 2
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize(("layer", "checkpoints"), [(Block, False), (Block, True), (FeedForward, False)])
 @ranks(4)
-def test_losses_are_those_of_one_process(checkpoints):
+def test_losses_are_those_of_one_process(layer, checkpoints):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    alone = build(checkpoints=checkpoints)
+    alone = build(layer, checkpoints=checkpoints)
     expected = losses(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), X)
     for zero in (0, 1, 3):
-        found = parallel_losses(mesh, zero=zero, checkpoints=checkpoints)
+        found = parallel_losses(mesh, layer, zero=zero, checkpoints=checkpoints)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
