@@ -6,6 +6,7 @@
 
 A plan is drawn field by field, or made by ``vescale.generate_plan`` under random constraints for a random number of
 ranks. After two steps of SGD with momentum and a third forward, losses and norms of gradients are those of one process.
+A module plan that is derived twice from one model is the same, so it is derived once, before ranks are forked.
 A case is
 
     right      it trains, and the numbers are those of one process
@@ -30,10 +31,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 import vescale
+from vescale import _module_plan
+from vescale.dmodule import PlanError
+from vescale.dmodule.plans import derive
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 ranks = importlib.import_module("executability_ranks")
@@ -167,6 +172,25 @@ def attempts(
             yield from ((case, *end) for case in runnable[job])
 
 
+class DeriveOnce:
+    """Derive the plan of equal models, for equal inputs and axes, once; or refuse it."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, Any] = {}
+
+    def __call__(self, model: Any, inputs: dict[str, Any] | None, **axes: Any) -> Any:
+        sizes = {name: getattr(value, "shape", value) for name, value in (inputs or {}).items()}
+        key = f"{model.config} {sizes} {axes}"
+        if key not in self._ends:
+            try:
+                self._ends[key] = derive(model, inputs, **axes)
+            except PlanError as error:
+                self._ends[key] = error
+        if isinstance(self._ends[key], PlanError):
+            raise self._ends[key]
+        return self._ends[key]
+
+
 def _plan(case: Case) -> vescale.Plan:
     """Return the plan of a case, without the records of its search."""
     fields = dict(case.fields)
@@ -214,26 +238,34 @@ def main(arguments: Sequence[str], say: Callable[[str], None] = print) -> int:
         model: itertools.islice(cases(model, options.plans, options.seed), options.first, None)
         for model in options.models
     }
-    ended: dict[Job, tuple[str, str]] = {}
-    for _ in range(options.first, options.plans, ROUND):
-        for model, left in waiting.items():
-            begun = time.monotonic()
-            for case, kind, text in attempts(itertools.islice(left, ROUND), ended):
-                counts[model][kind] += 1
-                if kind == "refused":
-                    refusals[text] += 1
-                elif kind != "right":
-                    say(f"{kind}: {case}: {text}")
-                if options.out:
-                    row = {"case": str(case), "kind": kind, "text": text, "seconds": round(time.monotonic() - begun, 1)}
-                    with options.out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+    for model, begun, case, kind, text in _in_rounds(waiting, options.plans - options.first):
+        counts[model][kind] += 1
+        if kind == "refused":
+            refusals[text] += 1
+        elif kind != "right":
+            say(f"{kind}: {case}: {text}")
+        if options.out:
+            row = {"case": str(case), "kind": kind, "text": text, "seconds": round(time.monotonic() - begun, 1)}
+            with options.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        if sum(counts[model].values()) % ROUND == 0:
             say(f"{model}: {_counted(counts[model])}")
     total = sum(counts.values(), collections.Counter())
     say(f"all: {_counted(total)}")
     for text, count in refusals.most_common(5):
         say(f"refused {count} times: {text}")
     return int(any(total[kind] for kind in KINDS if kind not in ("right", "refused")))
+
+
+def _in_rounds(waiting: dict[str, Iterator[Case]], num_plans: int) -> Iterator[tuple[str, float, Case, str, str]]:
+    """Yield a model, when its round began, and what becomes of a case; some cases of a model, then of the next one."""
+    ended: dict[Job, tuple[str, str]] = {}
+    with mock.patch.object(_module_plan, "derive", DeriveOnce()):
+        for _ in range(0, num_plans, ROUND):
+            for model, left in waiting.items():
+                begun = time.monotonic()
+                for case, kind, text in attempts(itertools.islice(left, ROUND), ended):
+                    yield model, begun, case, kind, text
 
 
 def _counted(counts: collections.Counter[str]) -> str:

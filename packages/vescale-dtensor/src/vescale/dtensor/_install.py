@@ -252,6 +252,12 @@ ROWS: tuple[Row, ...] = (
         decisions.identity_of_meshes(),
     ),
     Row(
+        "steps between layouts",
+        "operators",
+        "stock computes them again in each search of a redistribution: seconds of a first call on a mesh of two axes",
+        decisions.steps_between_layouts(),
+    ),
+    Row(
         "loss_parallel",
         "operators",
         "at its end stock removes the handlers of its operators, ours among them",

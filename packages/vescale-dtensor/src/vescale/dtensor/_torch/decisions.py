@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
+from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 
 from .._containers import map_leaves
 from .patches import AttributePatch, Op, PatchGroup
@@ -24,6 +25,7 @@ __all__ = [
     "identity_of_meshes",
     "resharding",
     "shape_argument",
+    "steps_between_layouts",
     "view_sharding",
 ]
 
@@ -177,6 +179,32 @@ def identity_of_meshes() -> PatchGroup:
 def _groups(mesh: DeviceMesh) -> list:
     """Return the process groups of a mesh: none on a rank outside, and of a mesh that only describes a layout."""
     return [mesh.get_group(axis) for axis in range(len(getattr(mesh, "_dim_group_names", ())))]
+
+
+# The kinds of placements that a planner has met in the targets of its searches; not in every version.
+ADDED_BY_TARGETS = ("strided_shard_placements_in_target", "partial_reduce_ops_in_target")
+
+
+def steps_between_layouts() -> AttributePatch:
+    """Return the patch after which the next layouts of a redistribution, and their costs, are computed once.
+
+    For every way to run an operator, stock searches the cheapest redistribution of each operand that merges sharded
+    dims, and computes the same steps again in every search: 13,390 times in the first call of a tiny Gemma-2 over dp 2
+    x tp 2, of which 806 are different (12 of 26 CPU-seconds).
+    """
+
+    def computed_once(stock: Callable) -> Callable:
+        @functools.wraps(stock)
+        def next_states(self: DTensorRedistributePlanner, placements: tuple, order: tuple) -> dict:
+            known = vars(self).setdefault("_vescale_next_states", {})
+            key = placements, order, *(frozenset(getattr(self, name, ())) for name in ADDED_BY_TARGETS)
+            if key not in known:
+                known[key] = stock(self, placements, order)
+            return known[key]
+
+        return next_states
+
+    return AttributePatch((DTensorRedistributePlanner,), "get_next_state", computed_once)
 
 
 def forget_decisions() -> None:
