@@ -54,11 +54,14 @@ class Rules:
 
     Attributes:
         crossings: the boundaries of each call of a module.
+        refused: why a cut cannot be spread from a place, while some modules run whole; the same holds for all places
+            that it has reached. So the matrices around a residual stream refuse its cut once, not layer by layer.
     """
 
     def __init__(self, graph: Graph):
         self.graph = graph
         self._rules: dict[int, Rule] = {}
+        self.refused: dict[tuple[frozenset[str], bool, int, tuple[int, Cut]], Refused] = {}
         self.crossings: dict[tuple[str, int], list[Op]] = {}
         for op in graph.ops:
             if op.boundary is not None:
@@ -133,21 +136,26 @@ def spread(
     Raises:
         Refused: with the reason.
     """
-    whole: set[str] = set()
     first: Refused | None = None
+    whole: frozenset[str] = frozenset()
+    begin = [(tensor, (dim, cuts.chunked(rules.graph.shape(tensor)[dim], degree))) for tensor, dim in seeds]
     while True:
-        run = Spread(rules, degree, modules, whole=whole, gathers=gathers)
-        try:
-            for tensor, dim in seeds:
-                run.assign(tensor, dim, cuts.chunked(rules.graph.shape(tensor)[dim], degree), None)
-            run.go_on()
-            return run.finished()
-        except Refused as refusal:
-            refusal.reached = set(run.cut)
-            first = first or refusal
-            if refusal.module is None or refusal.module in whole or not _may_run_whole(modules, refusal.module):
-                raise first from None
-            whole.add(refusal.module)
+        refusal = rules.refused.get((whole, gathers, *begin[0]))
+        if refusal is None:
+            run = Spread(rules, degree, modules, whole=whole, gathers=gathers)
+            try:
+                for tensor, (dim, cut) in begin:
+                    run.assign(tensor, dim, cut, None)
+                run.go_on()
+                return run.finished()
+            except Refused as refused:
+                refusal = refused
+                refusal.reached = set(run.cut)
+                rules.refused |= {(whole, gathers, *place): refusal for place in run.cut.items()}
+        first = first or refusal
+        if refusal.module is None or refusal.module in whole or not _may_run_whole(modules, refusal.module):
+            raise first from None
+        whole |= {refusal.module}
 
 
 def _may_run_whole(modules: dict[str, nn.Module], name: str) -> bool:
