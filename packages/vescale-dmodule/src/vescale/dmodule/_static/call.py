@@ -11,7 +11,7 @@ from collections.abc import Hashable
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale.dtensor.debug import CommLog
 
@@ -128,21 +128,30 @@ class Call:
         return record
 
     def part_of_whole(self, local: Tensor, where: str) -> DTensor | None:
-        """Return the DTensor over the axis of rows whose part a value is; None if it is no such part.
+        """Return the DTensor whose part a value is; None if it is no such part.
 
-        Code that makes a tensor of the sizes of its input, such as a mask or biases of positions, makes a whole one for
-        the rows of all data-parallel ranks where it is recorded, and the part of this rank on local tensors.
+        Code that makes a tensor of sizes that it reads, such as a mask for its rows or zeros for its heads, makes a
+        whole one where it is recorded, and the part of this rank on local tensors.
         """
-        if isinstance(local, DTensor) or local.requires_grad or self.mesh.ndim == self.plan_mesh.ndim:
+        if isinstance(local, DTensor) or local.requires_grad:
             return None
-        whole = self.layouts.records.whole(where, tuple(local.shape), self.mesh.size(0))
-        if whole is None:
+        num_rows = self.mesh.ndim - self.plan_mesh.ndim
+        found = [
+            (axis < num_rows and dim > 0, axis, dim, shape)  # rows are on dim 0, or else on any that no other axis cuts
+            for axis in range(self.mesh.ndim)
+            for shape, dim in self.layouts.records.whole(where, tuple(local.shape), self.mesh.size(axis))
+        ]
+        if not found:
             return None
-        shape, dim = whole
+        _, axis, dim, shape = min(found)
         if self.observer is not None:
             length = local.shape[dim]
-            self.observer.note_local(local, where, (dim, self.mesh.get_local_rank(0) * length, length))
-        return lift(as_dtensor(local, self.plan_mesh), self.mesh, Shard(dim), shape=shape)
+            self.observer.note_local(local, where, (dim, self.mesh.get_local_rank(axis) * length, length))
+        if axis < num_rows:
+            return lift(as_dtensor(local, self.plan_mesh), self.mesh, Shard(dim), shape=shape)
+        placements = tuple(Shard(dim) if a == axis else Replicate() for a in range(num_rows, self.mesh.ndim))
+        part = wrapped(local, self.plan_mesh, placements, shape=shape)
+        return lift(part, self.mesh) if num_rows else part
 
     def _unknown(self, where: str, local: Tensor) -> NotLocalFriendlyError:
         return NotLocalFriendlyError(
@@ -170,6 +179,8 @@ class Call:
         if isinstance(local, DTensor):  # an eager part left it in an object, such as a cache
             local = self.noted(local, where)
             return to_plain(local) if self.is_root else local
+        if not self.is_root and (part := self.part_of_whole(local, where)) is not None:
+            return part
         record = self.record(where, local)
         local = self.noted(local, where)
         if record.source is None:

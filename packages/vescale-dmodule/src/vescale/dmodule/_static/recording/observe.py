@@ -241,20 +241,19 @@ class BoundaryRecords:
         self._next[where, shape] = number + 1
         return found[number] if number < len(found) else None
 
-    def whole(self, where: str, part: tuple[int, ...], count: int) -> tuple[tuple[int, ...], int] | None:
-        """Return the shape of the plain tensor of which ``count`` ranks have parts of a shape, and the dim that is cut.
+    def whole(self, where: str, part: tuple[int, ...], count: int) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Yield the shapes of plain tensors of which ``count`` ranks have parts of a shape, and the dim that is cut.
 
-        None if the boundary has a record of that shape itself, or none with one dim that is ``count`` times as long.
+        None of them if the boundary has a record of that shape itself. One dim of them is ``count`` times as long.
         """
         if (where, part) in self.known:
-            return None
+            return
         for (boundary, shape), found in self.known.items():
             if boundary != where or len(shape) != len(part) or any(record.source is not None for record in found):
                 continue
             longer = [dim for dim, (whole, own) in enumerate(zip(shape, part, strict=True)) if whole != own]
             if len(longer) == 1 and shape[longer[0]] == count * part[longer[0]]:
-                return shape, longer[0]
-        return None
+                yield shape, longer[0]
 
     def ambiguous(self) -> BoundaryRecord | None:
         """Return a record whose boundary and local shape have several layouts; None if there is none."""
