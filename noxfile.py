@@ -36,8 +36,17 @@ BUILT: set[Path] = set()  # wheels of this run of nox
 RECIPE_REQUIREMENTS = ("matplotlib", "tqdm", "transformers", "zlib-ng")
 
 # One thread per process: the ranks of a test share the machine. No PYTHONPATH: only the environment's packages count.
-# Nothing is fetched from a hub at run time.
-RUN_ENV = {"OMP_NUM_THREADS": "1", "PYTHONPATH": None, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Nothing is fetched from a hub at run time. Bytecode is kept, as `PIP` compiles none.
+RUN_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": None,
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONDONTWRITEBYTECODE": None,
+}
+
+# Most of torch's modules are imported by no test. Those that are, python compiles at their first import, and keeps.
+PIP = ("python", "-m", "pip", "install", "--quiet", "--no-compile")  # not session.install, which `nox -R` leaves out
 
 # A test of ranks takes up to half a minute on a quiet machine, and a time-out says that something hangs, not that the
 # machine is busy.
@@ -117,11 +126,10 @@ def install(session: nox.Session, names: list[str], *requirements: str, constrai
     wanted = {str(wheel): digest(wheel) for wheel in wheels.values()} | dict.fromkeys(requirements, "")
     new = [item for item in wanted if item not in installed]
     changed = [item for item in wanted if item in installed and installed[item] != wanted[item]]
-    pip = ("python", "-m", "pip", "install", "--quiet")  # not session.install, which `nox -R` leaves out
     if new:
-        session.run(*pip, "--constraint", str(constraints), *new)
+        session.run(*PIP, "--constraint", str(constraints), *new)
     if changed:
-        session.run(*pip, "--no-deps", "--force-reinstall", *changed)
+        session.run(*PIP, "--no-deps", "--force-reinstall", *changed)
     record["installed"] = installed | wanted
     stamp.write_text(json.dumps(record, indent=1))
 
@@ -168,7 +176,7 @@ def lint(session: nox.Session) -> None:
     # a type checker reads what is imported: what the packages declare, and what their extras add
     requirements = {r for each in PROJECTS.values() for r in each.requirements}
     requirements |= {r for each in PACKAGES.values() for r in each.optional_requirements}
-    session.install("--quiet", "--constraint", str(CONSTRAINTS), "ruff", "mypy", "pytest", *sorted(requirements))
+    session.run(*PIP, "--constraint", str(CONSTRAINTS), "ruff", "mypy", "pytest", *sorted(requirements))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
@@ -221,7 +229,7 @@ def newest(session: nox.Session) -> None:
     start_environment(session, names, "newest torch")
     (torch,) = {r for project in PROJECTS.values() for r in project.requirements if requirement_name(r) == "torch"}
     # asked each time, since a newer one may be there; on Linux the CUDA build, gigabytes of it, if pip finds no other
-    session.install("--quiet", "--upgrade", "--constraint", str(constraints), torch)
+    session.run(*PIP, "--upgrade", "--constraint", str(constraints), torch)
     install(session, names, *all_test_requirements(), constraints=constraints)
     session.run("python", "tools/check_environment.py", *PACKAGES, env=RUN_ENV)
     session.run("python", "-c", "import torch; print('torch', torch.__version__)", env=RUN_ENV)

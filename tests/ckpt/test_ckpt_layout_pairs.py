@@ -4,7 +4,7 @@
     each layout                     2 steps, save, 3 steps: equal to the reference (below 1e-10)
     each layout, each checkpoint    load, save again: no bit of any tensor differs; 3 steps: equal to the reference
 
-By default each layout goes on from its own checkpoint and from that of one other. All 361 pairs:
+By default each layout of two groups goes on from its own checkpoint and from that of one other. All 361 pairs:
 `nox -s "integration(ckpt)" -- -m thorough -n 0`.
 """
 
@@ -87,13 +87,17 @@ def failures(function, layout, *arguments):
 def test_the_layouts_are_of_all_kinds():
     plans = [layout.plan for layout in LAYOUTS.values()]
     assert len(plans) >= 12
+    assert {*GROUPS} == {"width", "modes", "depth", "shards", "sequence"}
     assert {plan.world_size for plan in plans} == set(range(1, 9))
     assert {plan.zero for plan in plans} == {0, 1, 2, 3}
     assert {plan.schedule for plan in plans} == {"1f1b", "interleaved_1f1b", "zb_v", "dual_pipe_v"}
     assert {plan.mode for plan in plans} == {"eager", "static", "compile"}
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group",
+    ["width", "modes", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("depth", "shards", "sequence"))],
+)
 def test_each_layout_goes_on_from_another(group, expected, tmp_path):
     """From the one before it in a group; and the first one, started anew, from the last."""
     before = {}

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 
+import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
@@ -120,20 +121,23 @@ def distance(actual, expected, mesh=None):
     return max(float((one.double() - other.double()).abs().max()) for one, other in pairs)
 
 
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        pytest.param(("tp", "dp"), {}, marks=pytest.mark.thorough),
+        (("dp", "tp"), {"checkpoints": True, "sequence_parallel": True}),
+    ],
+)
 @ranks(4, timeout=300)
-def test_compiled_blocks_train_as_one_process(compile_with, caplog):
+def test_compiled_blocks_train_as_one_process(axes, options, compile_with, caplog):
     caplog.set_level(logging.WARNING, logger="vescale.dmodule")
     compile_with("aot_eager")
     expected = train(Net())
-    for axes, options in (
-        (("tp", "dp"), {}),
-        (("dp", "tp"), {"checkpoints": True, "sequence_parallel": True}),
-    ):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
-        counters["stats"].clear()
-        compiled = train_in_parallel(mesh, "compile", **options)
-        assert counters["stats"]["unique_graphs"] == 3, "blocks share one in training, evaluation and micro-batches"
-        assert distance(compiled, expected, mesh) < 1e-10, (axes, options)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+    counters["stats"].clear()
+    compiled = train_in_parallel(mesh, "compile", **options)
+    assert counters["stats"]["unique_graphs"] == 3, "blocks share one in training, evaluation and micro-batches"
+    assert distance(compiled, expected, mesh) < 1e-10
     assert "static mode" not in caplog.text
     assert distance(compiled, train_in_parallel(mesh, "eager", **options)) < 1e-10
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale.dmodule import parallelize_module
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import RankFailure, gather_full, run_ranks
+from vescale_testing import RankFailure, gather_full, params_in_halves, run_ranks
 
 TOKENS, WIDTH, STEPS = 6, 8, 3
 WHOLE, COLUMNS = {"tp": Replicate()}, {"tp": Shard(2)}
@@ -211,14 +211,13 @@ def each(shape, kinds, *args, **settings):
     return {kind.__name__: largest_difference(kind, mesh, *args, **settings) for kind in kinds}
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(("mode", "zero"), params_in_halves(["eager", "static"], [0, 3]))
 def test_training_is_that_of_one_device(mode, zero):
     for found in run_ranks(each, 4, (2, 2), MIXING, mode, zero=zero):
         assert max(found.values()) < 1e-10, found
 
 
-@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.thorough), "static"])
 def test_micro_batches(mode):
     for found in run_ranks(each, 4, (2, 2), MIXING, mode, micros=2, zero=1):
         assert max(found.values()) < 1e-10, found

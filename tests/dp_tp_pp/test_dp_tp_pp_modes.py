@@ -19,7 +19,6 @@ PLANS = {
 PLAIN = [
     ("mixtral", "zb_v", "static"),
     ("llama", "interleaved", "static"),
-    ("mixtral", "one stage", "static"),
 ]
 OTHERS = [case for case in itertools.product(("llama", "mixtral"), PLANS, ("static", "compile")) if case not in PLAIN]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from vescale import Plan
-from vescale_testing import assert_same_training, run_ranks
+from vescale_testing import assert_same_training, params_in_halves, run_ranks
 from vescale_testing.training import Training, train_in_parallel, train_on_one
 
 LAYOUTS = {
@@ -18,7 +18,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+IN_OTHER_SUITES = ("dp4_pp2", "tp4", "dp8")  # with other models; these are marked thorough
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.thorough] * (name in IN_OTHER_SUITES)) for name in LAYOUTS]
+)
 def test_mixtral_equals_one_process(layout):
     plan = LAYOUTS[layout]
     training = Training("mixtral", layers=4, batch=24 if plan.num_microbatches == 3 else 8)
@@ -27,8 +32,7 @@ def test_mixtral_equals_one_process(layout):
         assert_same_training(record, expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "tied"), params_in_halves(["llama", "gpt2"], [False, True]))
 def test_dense_models_equal_one_process(family, tied):
     training = Training(family, layers=3, overrides=(("tie_word_embeddings", tied),))
     expected = train_on_one(training)

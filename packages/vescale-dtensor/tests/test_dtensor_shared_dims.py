@@ -39,7 +39,8 @@ def test_two_by_two_ranks(half):
     check((2, 2), half)
 
 
-@in_halves
+@pytest.mark.thorough
+@pytest.mark.parametrize("half", [0, 1])
 @ranks(6)
 def test_two_by_three_ranks(half):
     check((2, 3), half + 1)

@@ -311,7 +311,7 @@ FEW = (
 )
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", ["tp", pytest.param("dp", marks=pytest.mark.thorough)])
 def test_faults_are_found_within_rounding(axis, tmp_path):
     second = functools.partial(by_plan, layout={axis: 2})
     results = run_ranks(functools.partial(find_all, plain, second, possible(axis), tmp_path), 2, timeout=200)[0]
@@ -326,7 +326,7 @@ def check_bits(axis, faults, folder):
     check(results)
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", ["dp", pytest.param("tp", marks=pytest.mark.thorough)])
 def test_faults_are_found_bit_for_bit(axis, tmp_path):
     check_bits(axis, FEW, tmp_path)
 

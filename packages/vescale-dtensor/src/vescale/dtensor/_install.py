@@ -258,6 +258,12 @@ ROWS: tuple[Row, ...] = (
         decisions.steps_between_layouts(),
     ),
     Row(
+        "operands as given",
+        "operators",
+        "stock prices all ways to run an operator, also where it runs on its operands as they are laid out",
+        decisions.operands_as_given(),
+    ),
+    Row(
         "loss_parallel",
         "operators",
         "at its end stock removes the handlers of its operators, ours among them",

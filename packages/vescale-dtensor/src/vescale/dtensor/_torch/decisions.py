@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OutputSharding, RuntimeSchemaInfo
+from torch.distributed.tensor._ops import utils
 from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
 
 from .._containers import map_leaves
@@ -23,6 +26,7 @@ __all__ = [
     "decide",
     "forget_decisions",
     "identity_of_meshes",
+    "operands_as_given",
     "resharding",
     "shape_argument",
     "steps_between_layouts",
@@ -205,6 +209,36 @@ def steps_between_layouts() -> AttributePatch:
         return next_states
 
     return AttributePatch((DTensorRedistributePlanner,), "get_next_state", computed_once)
+
+
+def operands_as_given() -> AttributePatch:
+    """Return the patch after which an operator that can run on its operands as they are laid out is decided at once.
+
+    Stock prices all ways to run the operator, which are a power of those on one axis of the mesh, and then takes the
+    last one that moves nothing, if there is one. Only ways that fit the operands on some axis can be that one.
+    """
+
+    def tried_first(stock: Callable) -> Callable:
+        @functools.wraps(stock)
+        def expand(mesh: DeviceMesh, schema: OpSchema, ways: list, *, input_index: int = 1, **how: object) -> object:
+            given = [each.strategies[0].output_spec.placements for each in schema.args_strategy]
+            fitting = [way for way in ways if tuple(way[input_index:]) in set(zip(*given, strict=False))]
+            if fitting and len(fitting) < len(ways) and not schema.kwargs_strategy:
+                with contextlib.suppress(RuntimeError):  # in place, and none of these keeps the layout
+                    found = stock(mesh, schema, fitting, input_index=input_index, **how)
+                    if any(_moves_nothing(way, given) for way in found.strategies):
+                        return found
+            return stock(mesh, schema, ways, input_index=input_index, **how)
+
+        return expand
+
+    return AttributePatch((utils,), "expand_to_full_mesh_op_strategy", tried_first)
+
+
+def _moves_nothing(way: OpSpec, given: Sequence[tuple[Placement, ...]]) -> bool:
+    """Return whether a way to run an operator takes its operands as they are laid out."""
+    needed = [spec.placements for spec in way.input_specs or ()]
+    return needed == given and not any(itertools.chain.from_iterable(way.redistribute_cost or ()))
 
 
 def forget_decisions() -> None:
