@@ -156,6 +156,10 @@ def keyed(entries: Mapping[str, object], names: Iterable[str]) -> dict[str, obje
     return _alternatives(found)
 
 
+def _ascending(options: list[str]) -> list[str]:
+    return sorted(options, key=int) if all(option.isdigit() for option in options) else options
+
+
 def _alternatives(entries: Mapping[str, object]) -> dict[str, object]:
     """Return entries in which regular expressions that differ in one part, and have equal entries, are one."""
     rows = [(key.split(r"\."), entry) for key, entry in entries.items()]
@@ -175,7 +179,9 @@ def _alternatives(entries: Mapping[str, object]) -> dict[str, object]:
             elif parts[place] not in like[2]:
                 like[2].append(parts[place])
         rows = [
-            ([*parts[:place], f"({'|'.join(options)})", *parts[place + 1 :]] if len(options) > 1 else parts, entry)
+            ([*parts[:place], f"({'|'.join(_ascending(options))})", *parts[place + 1 :]], entry)
+            if len(options) > 1
+            else (parts, entry)
             for parts, entry, options in merged
         ]
     return {r"\.".join(parts): entry for parts, entry in rows}

@@ -6,12 +6,15 @@
 4  rehearse   the module's code with the parameters of one rank: sizes in attributes, modules for eager mode
 5  try        one step of the parallelized copy on DTensors, without data and without other ranks
 
+A module of many layers that are alike is derived with a few of them (``depth``).
 What does not pass 3, 4 or 5 stays replicated, all groups of one kind together, and the others are tried without it.
 Column and row are those of Megatron-LM (Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +30,7 @@ from .._build import Plan
 from .assemble import Draft, draft_of
 from .batch import find_batch
 from .choose import Choice, choose
+from .depth import Shortened, shorten
 from .experts import Found, bytes_of_experts, find_experts, find_lists
 from .graph import Graph, kind_of
 from .inputs import TOKENS, guesses
@@ -127,11 +131,45 @@ def derive(
             input  {'input': {'tp': Replicate()}}
         communication of a step: 1 KiB of each rank
     """
-    num_ranks = 1 if expert_axis else degree
+
+    def search(module: nn.Module) -> _Search:
+        return _search(
+            module,
+            inputs,
+            degree,
+            spreads_experts=expert_axis is None,
+            sequence_parallel=sequence_parallel,
+        )
+
+    short, found = shorten(model), None
+    if short is not None:
+        with contextlib.suppress(PlanError):  # perhaps its code counts on all layers
+            found = search(short.module)
+    if short is None or found is None or not short.stands(found.graph, found.draft):
+        short, found = Shortened(model), search(model)
+    draft = short.draft(found.draft)
+    if batch_axis is not None:  # its ends may be as many as layers, as the scores of routers
+        experts = Found(whole=set(short.names(found.found.whole)))
+        graph, _ = _run(model, found.inputs, experts, TOKENS)
+        draft.batch = find_batch(model, found.inputs, graph, experts.whole)
+    plan = draft.plan(model, axis, expert_axis, batch_axis)
+    return DerivedPlan(plan, short.reasons(found.replicated()), found.inputs, short.total(found.bytes))
+
+
+def _search(
+    model: nn.Module,
+    inputs: Mapping[str, Any] | None,
+    degree: int,
+    *,
+    spreads_experts: bool,
+    sequence_parallel: bool,
+) -> _Search:
+    """Return what is found for a module; the arguments are those of :func:`derive`."""
+    num_ranks = degree if spreads_experts else 1
     found = find_experts(model, AXIS, num_ranks)
     num_tokens = max(TOKENS, 2 * degree) if sequence_parallel else TOKENS
     graph, used = _run(model, inputs, found, num_tokens)
-    search = _Search(model, graph, used, found, degree, spreads_experts=expert_axis is None)
+    search = _Search(model, graph, used, found, degree, spreads_experts=spreads_experts)
     if degree == 1:
         search.settle_experts()
         repeated = None
@@ -140,16 +178,13 @@ def derive(
         repeated = repeat_heads(model, used, search.rules, search.settled, found, degree)
     if repeated is not None:
         found = find_experts(model, AXIS, num_ranks)
-        other = _Search(repeated.module, repeated.graph, used, found, degree, spreads_experts=expert_axis is None)
+        other = _Search(repeated.module, repeated.graph, used, found, degree, spreads_experts=spreads_experts)
         other.changes = repeated.attributes
         other.settle()
         search = other if other.is_repeated() and other.numel() > search.numel() else search
     if sequence_parallel:
         search.cut_sequence()
-    if batch_axis is not None:
-        search.draft.batch = find_batch(model, used, graph, found.whole)
-    plan = search.draft.plan(model, axis, expert_axis, batch_axis)
-    return DerivedPlan(plan, search.replicated(), used, search.num_bytes)
+    return search
 
 
 def _run(
@@ -207,7 +242,7 @@ class _Search:
         self.draft = Draft()
         self.changes: dict[str, object] = {}
         self.refused: dict[str, str] = {}
-        self.num_bytes = 0
+        self.bytes: Counter[str] = Counter()  # of collectives, by the module that needs them
 
     def numel(self) -> int:
         """Return how many elements the sharded parameters have, without experts."""
@@ -292,9 +327,11 @@ class _Search:
         draft = draft_of(self.graph, groups, pins, self.degree)
         draft.experts, draft.changes = list(self.found.spread), self.changes
         settle_local_code(Rehearsed(self.model, self.inputs, self.graph, groups, draft, self.degree, self.found.whole))
-        self.num_bytes = self._tried(draft).total_bytes if groups else 0
+        self.bytes = Counter()
+        for record in self._tried(draft) if groups else ():
+            self.bytes[record.module] += record.num_bytes
         if self.spreads_experts:
-            self.num_bytes += bytes_of_experts(self.graph, draft.experts)
+            self.bytes += bytes_of_experts(self.graph, draft.experts)
         return draft
 
     def _tried(self, draft: Draft) -> CommLog:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,17 +64,18 @@ def find_lists(module: nn.Module, graph: Graph, found: Found, axis: str, degree:
             _try(found, name, part, axis, degree)
 
 
-def bytes_of_experts(graph: Graph, names: Iterable[str]) -> int:
-    """Return the bytes of a step that modules of experts reduce, all of whose ranks have all tokens.
+def bytes_of_experts(graph: Graph, names: Iterable[str]) -> Counter[str]:
+    """Return the bytes of a step that each module of experts reduces, all of whose ranks have all tokens.
 
     Each rank computes with its experts: outputs are summed in forward, gradients of tokens and weights in backward.
     """
-    tensors = []
+    found: Counter[str] = Counter()
     for op in graph.ops:
         if op.boundary is not None and op.boundary.module in names:
             is_output = op.boundary.side == "output"
-            tensors += [t for t in op.inputs if is_output or graph.tensors[t].differentiable]
-    return sum(graph.tensors[tensor].numel * graph.tensors[tensor].itemsize for tensor in tensors)
+            tensors = [graph.tensors[t] for t in op.inputs]
+            found[op.boundary.module] += sum(t.numel * t.itemsize for t in tensors if is_output or t.differentiable)
+    return found
 
 
 def _are_equal(items: list[nn.Module]) -> bool:

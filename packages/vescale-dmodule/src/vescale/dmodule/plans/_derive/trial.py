@@ -6,6 +6,7 @@ later, so an operator that would communicate on its own, or has no rule, is foun
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from vescale.dtensor.debug import CommLog, comm_log
-from vescale.dtensor.extension import tensors_in
+from vescale.dtensor.extension import aligned_gradient, attach_gradient_receiver, tensors_in
 
 from ... import _torch
 from ..._plan.describe import largest_shard
@@ -58,6 +59,9 @@ def try_plan(
         resolved = resolve(copied, mesh, plan, allow_empty=True)
         _place(copied, mesh, resolved.tensors)
         execute(copied, mesh, resolved)
+        for parameter in copied.parameters():
+            if isinstance(parameter, DTensor):
+                attach_gradient_receiver(parameter, _OneByOne(parameter))
         with comm_log(copied, mesh=mesh) as log:
             result = copied(**without_values(inputs, mode))
             ends = [t for t in tensors_in(result, dataclasses=True) if t.requires_grad]
@@ -84,6 +88,17 @@ class Values(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return read_as_zeros(func, args, kwargs or {})
+
+
+class _OneByOne:
+    """Sums the gradient of a parameter when it comes, so that the log has the parameter's name."""
+
+    def __init__(self, parameter: DTensor):
+        self.parameter = weakref.ref(parameter)
+
+    def receive(self, local: Tensor, placements: tuple[Placement, ...]) -> None:
+        """Sum a gradient."""
+        aligned_gradient(self.parameter(), local, placements)
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, tuple[Placement, ...]]) -> None:
