@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 
-from vescale_testing import half_of, params_in_halves
+from vescale_testing import half_of
+
+pytest_plugins = ["pytester"]
 
 FACTORS = (list("abcd"), [1, 2, 3], [True, False])
 
@@ -37,8 +39,25 @@ def test_every_second_of_the_product_has_not():
     assert {last for *_, last in every_second} == {True}
 
 
-def test_parameters_of_the_rest_are_marked():
-    params = params_in_halves(*FACTORS)
-    assert [param.values for param in params if not param.marks] == half_of(0, *FACTORS)
-    assert [param.values for param in params if param.marks] == half_of(1, *FACTORS)
-    assert {mark.name for param in params for mark in param.marks} == {"thorough"}
+SOURCE = """
+import pytest
+from vescale_testing import halved
+@halved
+@pytest.mark.parametrize("letter, capital", list(zip("abcd", "ABCD")))
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize(("flag",), [(True,), (False,)])
+def test_cases(letter, capital, number, flag): pass
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_whole(number): pass
+"""
+
+
+@pytest.mark.parametrize(("half", "expression", "num_whole"), [(0, "not thorough", 3), (1, "thorough", 0)])
+def test_the_rest_of_the_cases_is_thorough(half, expression, num_whole, pytester):
+    pytester.makepyfile(SOURCE)
+    options = ("-p", "vescale_testing.plugin", "-p", "no:cacheprovider", "--strict-markers", "-v", "-m", expression)
+    result = pytester.runpytest_inprocess(*options)
+    result.assert_outcomes(passed=12 + num_whole, deselected=15 - num_whole)
+    found = {line.partition("[")[2].partition("]")[0] for line in result.stdout.lines if "test_cases[" in line}
+    wanted = {f"{flag}-{number}-{letter}-{letter.upper()}" for letter, number, flag in half_of(half, *FACTORS)}
+    assert found == wanted

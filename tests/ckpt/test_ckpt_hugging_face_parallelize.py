@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import vescale
-from vescale_testing import run_ranks
+from vescale_testing import halved, run_ranks
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "use_cache": False}
 LLAMA = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
@@ -37,6 +37,7 @@ def load_and_save(kind, plan, original, weights):
     vescale.checkpoint.save_hf(weights, model)
 
 
+@halved
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back(tmp_path, kind, plan):

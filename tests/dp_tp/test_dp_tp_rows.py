@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from vescale.dmodule import parallelize_module
 from vescale.dtensor import Replicate, Shard, init_device_mesh
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import RankFailure, gather_full, params_in_halves, run_ranks
+from vescale_testing import RankFailure, gather_full, halved, run_ranks
 
 TOKENS, WIDTH, STEPS = 6, 8, 3
 WHOLE, COLUMNS = {"tp": Replicate()}, {"tp": Shard(2)}
@@ -211,7 +211,9 @@ def each(shape, kinds, *args, **settings):
     return {kind.__name__: largest_difference(kind, mesh, *args, **settings) for kind in kinds}
 
 
-@pytest.mark.parametrize(("mode", "zero"), params_in_halves(["eager", "static"], [0, 3]))
+@halved
+@pytest.mark.parametrize("mode", ["eager", "static"])
+@pytest.mark.parametrize("zero", [0, 3])
 def test_training_is_that_of_one_device(mode, zero):
     for found in run_ranks(each, 4, (2, 2), MIXING, mode, zero=zero):
         assert max(found.values()) < 1e-10, found
@@ -242,6 +244,7 @@ def of_inputs(kind, shape, mode):
     return (gather_full(mine.grad) / size - whole.grad.chunk(size)[coord]).abs().max().item()
 
 
+@halved
 @pytest.mark.parametrize("mode", ["eager", "static"])
 @pytest.mark.parametrize("kind", [Statistics, Router, Contrast])
 def test_gradients_of_inputs_are_those_of_one_device(kind, mode):

@@ -13,7 +13,7 @@ from vescale.dtensor import init_device_mesh, random
 from vescale.optim import DDP, DistributedOptimizer
 from vescale.pipe import PipelineEngine, PipelineError, PipelinePlan, Schedule
 from vescale.pipe._run import draws, rows
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 WIDTH, ROWS, STEPS = 6, 8, 3
 SCHEDULES = ["1f1b", "gpipe", "zb_h1", "interleaved_1f1b", "zb_v", "dual_pipe_v"]
@@ -109,12 +109,14 @@ def check_equal(plan, *, stream="torch", per_microbatch=False, **options):
         assert torch.equal(parameter, parameters[name]), name
 
 
+@halved
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 4), (4, 2)])
 def test_schedules(schedule, num_ranks, num_microbatches):
     ranks(num_ranks)(check_equal)(PipelinePlan(schedule, num_microbatches))
 
 
+@halved
 @pytest.mark.parametrize("per_microbatch", [False, True])
 @pytest.mark.parametrize("stream", ["torch", "philox"])
 @pytest.mark.parametrize("num_ranks, num_microbatches", [(1, 4), (2, 1), (3, 4)])
@@ -123,6 +125,7 @@ def test_streams(num_ranks, num_microbatches, stream, per_microbatch):
     ranks(num_ranks)(check_equal)(plan, stream=stream, per_microbatch=per_microbatch)
 
 
+@halved
 @pytest.mark.parametrize("stream", ["torch", "philox"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zb_v"])
 @ranks(2)
@@ -142,6 +145,7 @@ def test_any_order_of_the_actions():
     check_equal(PipelinePlan(Schedule.parse(text), 2))
 
 
+@halved
 @pytest.mark.parametrize("stream", ["torch", "philox"])
 @pytest.mark.parametrize(
     "num_ranks, schedule, num_rows", [(1, "1f1b", 8), (1, "1f1b", 7), (2, "zb_v", 10), (3, "1f1b", 9)]
@@ -168,6 +172,7 @@ def test_the_whole_batch(num_ranks, schedule, num_rows, stream):
     check()
 
 
+@halved
 @pytest.mark.parametrize("stream", ["torch", "philox"])
 @pytest.mark.parametrize("schedule, num_rows", [("1f1b", 8), ("zb_h1", 8), ("zb_h1", 14)])
 @ranks(4)

@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import vescale
 from vescale.dtensor import deferred_init
-from vescale_testing import params_in_halves, run_ranks
+from vescale_testing import halved, run_ranks
 
 PLANS = {
     "tp pp": vescale.Plan(tp=2, pp=2, num_microbatches=2),
@@ -52,7 +52,9 @@ def dry(rank, plan, kind, *, deferred=False):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("plan, is_deferred", params_in_halves(PLANS, [False, True]))
+@halved
+@pytest.mark.parametrize("is_deferred", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
 def test_a_rank_has_what_it_has_in_the_real_world(plan, is_deferred, layers_class):
     plan = PLANS[plan]
     every_third = range(0, plan.world_size, 3)

@@ -6,7 +6,7 @@ import torch
 from vescale.dmodule import parallelize_module
 from vescale.dtensor import init_device_mesh
 from vescale.pipe import PipelineEngine, PipelinePlan
-from vescale_testing import gather_full, ranks
+from vescale_testing import gather_full, halved, ranks
 
 ROWS = 8
 
@@ -37,6 +37,7 @@ def train(kind, mesh, mode, *, is_last, **options):
     return losses, {name: gather_full(p.grad) for name, p in model.named_parameters()}
 
 
+@halved
 @pytest.mark.parametrize("options", [{}, {"per_microbatch": True}], ids=["parts of a batch", "per micro-batch"])
 @pytest.mark.parametrize("mode", ["eager", "static"])
 @ranks(4)

@@ -3,7 +3,7 @@
 import pytest
 
 from vescale import Plan
-from vescale_testing import assert_same_training, params_in_halves, run_ranks
+from vescale_testing import assert_same_training, halved, run_ranks
 from vescale_testing.training import Training, train_in_parallel, train_on_one
 
 LAYOUTS = {
@@ -32,7 +32,9 @@ def test_mixtral_equals_one_process(layout):
         assert_same_training(record, expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize(("family", "tied"), params_in_halves(["llama", "gpt2"], [False, True]))
+@halved
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_dense_models_equal_one_process(family, tied):
     training = Training(family, layers=3, overrides=(("tie_word_embeddings", tied),))
     expected = train_on_one(training)

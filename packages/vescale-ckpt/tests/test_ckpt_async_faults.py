@@ -15,7 +15,7 @@ import torch.distributed as dist
 from vescale.ckpt import CheckpointError, latest, load, read_manifest, save, verify, wait
 from vescale.ckpt._lost_ranks import Failures
 from vescale.ckpt._save.staging import Staging
-from vescale_testing import RankFailure, ranks, run_ranks
+from vescale_testing import RankFailure, halved, ranks, run_ranks
 
 
 def state(value: int) -> dict:
@@ -114,6 +114,7 @@ def test_no_memory_for_the_copy_of_one_rank(tmp_path, monkeypatch):
     assert read_manifest(path[0] / "c").leaves["step"] == 3
 
 
+@halved
 @pytest.mark.parametrize("killed", [0, 1, 2])
 @pytest.mark.parametrize("phase", ["copy", "write", "flush"])
 def test_a_rank_killed_in_any_phase_leaves_the_earlier_checkpoint(tmp_path, monkeypatch, phase, killed):

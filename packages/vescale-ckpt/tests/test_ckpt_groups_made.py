@@ -16,7 +16,7 @@ from vescale.ckpt import CheckpointError, _background, load, save, verify, wait
 from vescale.ckpt._control import own_group
 from vescale.ckpt._load import shared
 from vescale.ckpt._lost_ranks import Failures
-from vescale_testing import RankFailure, ranks, run_ranks
+from vescale_testing import RankFailure, halved, ranks, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +63,7 @@ def fail(*_args, **_kwargs):
     raise OSError("too many open files")
 
 
+@halved
 @pytest.mark.usefixtures("on_hosts")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("lost", [0, 3])

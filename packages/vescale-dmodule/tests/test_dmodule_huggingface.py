@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale.dmodule import no_sync, parallelize_module, plans
 from vescale.dtensor import Replicate, disabled, init_device_mesh
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 ALL = list(itertools.product(("eager", "sdpa"), (0.0, 0.1), (False, True)))
 SOME = [("eager", 0.1, True)]
@@ -19,6 +19,7 @@ def parallel(model, **options):
     return parallelize_module(model, mesh, plans.plan_for(model, degree=mesh.size(), **options))
 
 
+@halved
 @pytest.mark.parametrize(("world", "cases"), [(2, ALL), (4, SOME)], ids=["tp2", "tp4"])
 @pytest.mark.parametrize("family", ["mixtral", "llama", "gpt2"])
 def test_training_equals_one_process(family, world, cases, build, train, assert_same_pass):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from vescale.dmodule import parallelize_module
 from vescale.dtensor import Replicate, Shard, disabled
 from vescale.dtensor.extension import Failures
-from vescale_testing import RankFailure, ranks, run_ranks
+from vescale_testing import RankFailure, halved, ranks, run_ranks
 
 PLAN = {
     "parameter": {r"blocks\.\d\.up\.weight": [Shard(0)], r"blocks\.\d\.down\.weight": [Shard(1)]},
@@ -76,6 +76,7 @@ def errors_of(program, world_size, *arguments, lost):
     return {rank: str(error) for rank, error in failure.value.exceptions.items()}
 
 
+@halved
 @pytest.mark.parametrize("mode", ["eager", "static", "compile"])
 @pytest.mark.parametrize(("world_size", "lost", "when"), [(2, 1, "forward"), (4, 2, "forward"), (3, 0, "backward")])
 @pytest.mark.usefixtures("graphs")

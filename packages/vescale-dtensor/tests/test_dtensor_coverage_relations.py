@@ -110,6 +110,7 @@ def test_a_planted_operator_is_found(name, function, label, variant):
     assert kinds == ["right", "wrong"]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_what_follows_from_samples_holds():
     plans = []

@@ -197,6 +197,7 @@ def test_a_planted_program_gets_its_verdict(kind):
     assert hunt.replay(planted).kind == kind.split()[0]
 
 
+@pytest.mark.thorough
 def test_a_finding_is_a_script_that_runs(tmp_path):
     path = tmp_path / "example.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]

@@ -47,7 +47,7 @@ def check_equal_one_device(assert_equals_one_device):
             assert num_cases == (1 + len(of_a)) * (1 + len(of_b)), (function.__name__, of_a, of_b)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_equal_one_device(world_size, assert_equals_one_device):
     run_ranks(check_equal_one_device, world_size, assert_equals_one_device)
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from vescale.dtensor.extension import Failures
 from vescale.optim import DDP, DistributedOptimizer, _torch
 from vescale.optim._ranks.axis import IN_PLACE_BYTES, Axis, Pending
-from vescale_testing import assert_same_training, ranks, run_ranks
+from vescale_testing import assert_same_training, halved, ranks, run_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
@@ -38,6 +38,7 @@ class Calls:
         return counted
 
 
+@halved
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("more", [-1, 0, 5])
 def test_every_size_and_dtype_is_gathered(world_size, more):

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.dtensor import deferred_init, is_deferred
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import ranks, run_ranks
+from vescale_testing import halved, ranks, run_ranks
 
 
 class Model(nn.Module):
@@ -48,6 +48,7 @@ def test_the_module_shows_through():
         _ = model.missing
 
 
+@halved
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 @ranks(3)

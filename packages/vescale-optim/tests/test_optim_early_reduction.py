@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from vescale.dtensor.extension import gradient_receiver
 from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
-from vescale_testing import run_ranks
+from vescale_testing import halved, run_ranks
 
 SGD = {"lr": 0.1, "momentum": 0.9}  # not Adam, which hides factors of gradients
 
@@ -212,6 +212,7 @@ def train_in_two_axes(zero, rounds):
         return {fqn: p.detach().full_tensor() for fqn, p in model.named_parameters()}
 
 
+@halved
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("zero", [0, 2])
 def test_partial_sums_over_other_axes(zero, rounds):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import assert_same_training, run_ranks
+from vescale_testing import assert_same_training, halved, run_ranks
 
 SETTINGS = {"lr": 0.01}
 OPTIMIZERS = {
@@ -27,6 +27,7 @@ def train(problem, optimizer_class, settings, *, zero, bucket_bytes=25 * 2**20, 
     return problem.train(model, optimizer, coord=dist.get_rank(), size=dist.get_world_size(), no_sync=no_sync)
 
 
+@halved
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_any_number_of_ranks(problem, world_size, zero):
@@ -36,6 +37,7 @@ def test_any_number_of_ranks(problem, world_size, zero):
         assert_same_training(record, expected, rtol=1e-12)
 
 
+@halved
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_elementwise_optimizer(problem, name, zero):
@@ -45,6 +47,7 @@ def test_any_elementwise_optimizer(problem, name, zero):
         assert_same_training(record, expected, rtol=1e-12)
 
 
+@halved
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 1000])
 def test_any_bucket_size(problem, bucket_bytes, zero):
@@ -54,6 +57,7 @@ def test_any_bucket_size(problem, bucket_bytes, zero):
         assert_same_training(record, expected, rtol=1e-12)
 
 
+@halved
 @pytest.mark.parametrize("no_sync", [True, False])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_gradient_accumulation(accumulating_problem, zero, no_sync):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from vescale.dtensor import check_ranks
 from vescale.optim import DDP
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 IGNORED = -100
 
@@ -55,6 +55,7 @@ class _Caught(logging.Handler):
         self.texts.append(record.getMessage())
 
 
+@halved
 @pytest.mark.parametrize("loss", [words, pixels, scores])
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @ranks(2)

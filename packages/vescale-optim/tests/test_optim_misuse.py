@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 SHARDED = r"the gradient of '\S+' is sharded by DDP\(zero=1, 2 or 3\), so .* cannot read param.grad. Use vescale.optim"
 
@@ -21,6 +21,7 @@ def backward(model):
     model(torch.ones(4, 3)).sum().backward()
 
 
+@halved
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("zero", [1, 2])
@@ -54,6 +55,7 @@ READS = {
 }
 
 
+@halved
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("zero", [1, 2])
 @ranks(2)
@@ -71,6 +73,7 @@ def test_a_sharded_gradient_can_be_printed():
     assert repr(model.module[1].bias.grad) == "ShardedGradient('1.bias', shape=(2,), part=(0, 2))"
 
 
+@halved
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("act", ["step", "clip"])
 @ranks(2)

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import ranks, run_ranks
+from vescale_testing import halved, ranks, run_ranks
 
 
 class Net(nn.Module):
@@ -45,6 +45,7 @@ def on_ranks(recompute, zero):
     return updated(model, DistributedOptimizer(torch.optim.SGD, model=model, lr=0.1))
 
 
+@halved
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("recompute", [0, 1, 2, "all"])
 def test_checkpointed_blocks(recompute, zero):

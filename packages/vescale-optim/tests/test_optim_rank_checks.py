@@ -9,7 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from vescale.dtensor import check_ranks
 from vescale.optim import DDP, DistributedOptimizer, clip_grad_norm_
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 
 def mesh_of(*shape):
@@ -73,6 +73,7 @@ def test_classes_and_groups_that_differ():
         DistributedOptimizer(torch.optim.SGD, model=model, param_groups=groups, lr=0.1)
 
 
+@halved
 @pytest.mark.parametrize("find_unused", [True, False])
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @ranks(2)
@@ -212,6 +213,7 @@ def train_but_skip(zero, steps_anyway, clip):
         optimizer.zero_grad()
 
 
+@halved
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("steps_anyway, clip", [(True, None), (True, 1.0), (False, None)])
 @pytest.mark.usefixtures("quick_failures")

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import run_ranks
+from vescale_testing import halved, run_ranks
 
 TOKENS, WIDTH, STEPS = 6, 8, 3
 
@@ -211,6 +211,7 @@ def each(kinds, *args, **settings):
     return {kind.__name__: largest_difference(kind, *args, **settings) for kind in kinds}
 
 
+@halved
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
 @pytest.mark.parametrize("zero", [0, 3])
 def test_training_is_that_of_one_device(zero, shape):

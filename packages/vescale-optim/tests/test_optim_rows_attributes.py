@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP
-from vescale_testing import RankFailure, run_ranks
+from vescale_testing import RankFailure, halved, run_ranks
 
 ROWS, WIDTH, STEPS = 4, 6, 3
 
@@ -148,6 +148,7 @@ def _largest(actual, expected):
     return max(((actual[name] - expected[name]).abs().max().item() for name in expected), default=0.0)
 
 
+@halved
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_those_of_one_device(kind, size):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP
-from vescale_testing import RankFailure, run_ranks
+from vescale_testing import RankFailure, halved, run_ranks
 
 ROWS, WIDTH = 4, 6
 
@@ -119,6 +119,7 @@ def difference(kind, norm, **settings):
     return max((one - other).abs().max().item() for one, other in zip(actual, expected, strict=True))
 
 
+@halved
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("kind", [Forces, Reversed])

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP
-from vescale_testing import run_ranks
+from vescale_testing import halved, run_ranks
 
 TOKENS, WIDTH = 5, 8
 
@@ -144,6 +144,7 @@ def compared(kind, num_rows, rates=(0.5, 0.5), **settings):
     return on_dtensors, max((one - other).abs().max().item() for one, other in pairs)
 
 
+@halved
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_draws_for_rows_on_dim_0_run_on_local_tensors(kind, size):
@@ -241,6 +242,7 @@ class Branching(OnRows):
         return x
 
 
+@halved
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", [Shifted, Branching])
 def test_numbers_that_belong_to_no_row(kind, size):

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from vescale.optim import DDP
-from vescale_testing import run_ranks
+from vescale_testing import halved, run_ranks
 
 ROWS, TOKENS, WIDTH = 4, 3, 6
 
@@ -243,6 +243,7 @@ def differences(cases, norm, **settings):
     return {name: difference(*case, norm, **settings) for name, case in cases.items()}
 
 
+@halved
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("norm", [False, True])
 def test_gradients_are_those_of_one_device(norm, size):

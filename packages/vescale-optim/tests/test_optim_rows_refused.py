@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from vescale.optim import DDP
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 WAY_OUT = "if results need not be those of one device, pass per_rank=True to DDP: then every rank is a world of its own"
 
@@ -57,6 +57,7 @@ def numpy_draws(_, x):
     return x * np.random.rand()
 
 
+@halved
 @pytest.mark.parametrize(
     "function, reason",
     [

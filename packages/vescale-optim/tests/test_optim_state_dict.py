@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from vescale.dtensor import InterleavedShard, distribute_tensor
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import assert_same_training, gather_state, ranks, run_ranks
+from vescale_testing import assert_same_training, gather_state, halved, ranks, run_ranks
 
 ADAMW = {"lr": 0.01, "betas": (0.8, 0.99)}
 
@@ -105,6 +105,7 @@ def test_state_of_each_rank_is_a_share_of_the_whole():
         assert max(held) < 1.1 * total / 4
 
 
+@halved
 @pytest.mark.parametrize(
     "optimizer_class, settings",
     [
@@ -129,6 +130,7 @@ def test_asking_for_state_before_the_first_step_changes_nothing(zero, optimizer_
         assert torch.equal(models[1].state_dict()[fqn], value)
 
 
+@halved
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @ranks(2)

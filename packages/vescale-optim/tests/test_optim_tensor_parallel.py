@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import TrainingRecord, assert_same_training, run_ranks
+from vescale_testing import TrainingRecord, assert_same_training, halved, run_ranks
 
 #: Rows of 7 over 2 ranks are uneven; a vector of 1 leaves the second rank of tp with nothing.
 PLACEMENTS = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1), "gain": Shard(0)}
@@ -90,6 +90,7 @@ def one_process(clip):
     return TrainingRecord.collect(model, optimizer, grad_norms=norms)
 
 
+@halved
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize(
     "shape, names", [((2, 2), ("dp", "tp")), ((2, 2), ("tp", "dp")), ((1, 2), ("dp", "tp")), ((3, 1), ("dp", "tp"))]

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import ranks, run_ranks
+from vescale_testing import halved, ranks, run_ranks
 
 
 class Branches(nn.Module):
@@ -65,6 +65,7 @@ def on_two_ranks(zero, steps, **kwargs):
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
+@halved
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_the_result_is_that_of_one_process(zero, overlap):

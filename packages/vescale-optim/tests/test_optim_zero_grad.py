@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale.optim import DDP, DistributedOptimizer
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 
 def build():
@@ -50,6 +50,7 @@ def train(model, optimizer, clear):
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
+@halved
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_clearing(way, zero):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vescale.pipe import PipelineEngine, PipelinePlan
-from vescale_testing import RankFailure, run_ranks
+from vescale_testing import RankFailure, halved, run_ranks
 
 WORDS, WIDTH, LENGTH, ROWS = 11, 6, 5, 8
 SPLIT = ("blocks.1", "blocks.2", "blocks.3")
@@ -96,6 +96,7 @@ def alone(function):
     return result
 
 
+@halved
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.schedule)
 def test_each_rank_has_what_it_has_in_the_real_pipeline(plan, device):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelinePlan, SplitError, split_units
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 transformers = pytest.importorskip("transformers")
 TOKENS = {"vocab_size": 40, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
@@ -81,6 +81,7 @@ def test_much_smaller_blocks_are_none():
         split_units(Pair(), PipelinePlan(), 6, example_inputs=example)
 
 
+@halved
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
 @pytest.mark.parametrize("family", MAKERS)
 @ranks(2)

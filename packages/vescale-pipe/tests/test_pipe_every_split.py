@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelinePlan
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 CHANNELS, SIZE = 4, 8
 WORDS, WIDTH, HEADS, LENGTH = 11, 8, 2, 6
@@ -136,6 +136,7 @@ def test_two_stages(kind, train_one_process, pipeline_mesh, differences):
     check_every_split(kind, "1f1b", 2, train_one_process, pipeline_mesh(), differences)
 
 
+@halved
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
 @pytest.mark.parametrize("kind", [UNet, NanoGPT], ids=lambda kind: kind.__name__)
 @ranks(2)

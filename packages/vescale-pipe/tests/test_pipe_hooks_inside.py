@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelinePlan, Stub
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 transformers = pytest.importorskip("transformers")
 MIXTRAL = (transformers.MixtralConfig, transformers.MixtralForCausalLM)  # imported once, before the ranks are forked
@@ -116,6 +116,7 @@ def train(model, plan, mesh, *, steps=3):
     return engine, losses
 
 
+@halved
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("store", STORES)
 @ranks(2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vescale.pipe import PipelineEngine, PipelinePlan
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,6 +66,7 @@ def helpers(train_one_process, pipeline_mesh, differences):
     return train_one_process, pipeline_mesh, differences
 
 
+@halved
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["mixtral", "llama", "gpt2"])
 @ranks(2)

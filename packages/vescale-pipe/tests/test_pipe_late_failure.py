@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelinePlan
-from vescale_testing import RankFailure, run_ranks
+from vescale_testing import RankFailure, halved, run_ranks
 
 
 class Block(nn.Module):
@@ -50,6 +50,7 @@ def train(mesh_of, plan, stage, in_backward):
         raise RuntimeError(f"after {seconds} s: {type(error).__name__}: {error}") from None
 
 
+@halved
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     ("world_size", "plan", "stage", "rank"),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelinePlan
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 NUM_MICROBATCHES = 3
 
@@ -24,6 +24,7 @@ def losses_of(model, loss_fn, x, target):
     return torch.stack([loss_fn(model(rows), wanted) for rows, wanted in parts]).detach()
 
 
+@halved
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_v"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @ranks(2)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelineError, PipelinePlan
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 
 class Inner(nn.Module):
@@ -81,6 +81,7 @@ def test_training_is_that_of_one_process(schedule, train_one_process, pipeline_m
         assert not differences(model, expected)
 
 
+@halved
 @pytest.mark.parametrize(
     ("changes", "what"),
     [

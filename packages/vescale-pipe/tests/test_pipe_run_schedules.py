@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale.pipe import Costs, PipelineEngine, PipelinePlan, Schedule, from_csv, search_schedule
 from vescale.pipe._run import backward
-from vescale_testing import params_in_halves, ranks
+from vescale_testing import halved, ranks
 
 ONE = ["1f1b", "gpipe", "zb_h1", "zb_h2"]
 LOOPED = ["interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs"]
@@ -129,7 +129,9 @@ def helpers(train_one_process, pipeline_mesh, differences):
 WORLDS = [(1, 3), (2, 5), (3, 1), (4, 2)]  # ranks and micro-batches
 
 
-@pytest.mark.parametrize("schedule, world", params_in_halves(ONE + LOOPED + V_SHAPED, WORLDS))
+@halved
+@pytest.mark.parametrize("schedule", ONE + LOOPED + V_SHAPED)
+@pytest.mark.parametrize("world", WORLDS)
 def test_named_schedules(schedule, world, helpers):
     num_ranks, num_microbatches = world
     ranks(num_ranks)(check_equal)(PipelinePlan(schedule, num_microbatches), helpers)
@@ -138,7 +140,9 @@ def test_named_schedules(schedule, world, helpers):
 LOOPS = [(1, 4), (2, 1), (2, 3), (2, 4)]  # ranks and stages per rank
 
 
-@pytest.mark.parametrize("schedule, loop", params_in_halves(LOOPED, LOOPS))
+@halved
+@pytest.mark.parametrize("schedule", LOOPED)
+@pytest.mark.parametrize("loop", LOOPS)
 def test_stages_per_rank(schedule, loop, helpers):
     num_ranks, stages_per_rank = loop
     plan = PipelinePlan(schedule, 4, stages_per_rank=stages_per_rank)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelinePlan, simulate
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 STAGES_AND_MICROBATCHES = [(2, 1), (2, 3), (2, 8), (3, 2), (3, 4), (4, 1), (4, 5), (4, 8)]
 
@@ -61,6 +61,7 @@ def helpers(train_one_process, pipeline_mesh, differences):
     return train_one_process, pipeline_mesh, differences
 
 
+@halved
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("num_stages, num_microbatches", STAGES_AND_MICROBATCHES)
 def test_equal_to_one_process(num_stages, num_microbatches, schedule, helpers):

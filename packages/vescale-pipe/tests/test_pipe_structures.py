@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from vescale.pipe import PipelineEngine, PipelinePlan
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 WIDTH = 4
 
@@ -228,6 +228,7 @@ def loss_of(model, x):
     return output["loss"] if isinstance(output, dict) else output
 
 
+@halved
 @pytest.mark.parametrize("schedule, num_microbatches", [("1f1b", 4), ("gpipe", 2)])
 @pytest.mark.parametrize("kind", THREE, ids=lambda kind: kind.__name__)
 @ranks(3)

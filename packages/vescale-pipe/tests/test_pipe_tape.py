@@ -17,7 +17,7 @@ from vescale.pipe import PipelineEngine, PipelineError, PipelinePlan
 from vescale.pipe._run import step
 from vescale.pipe._run.sources import Sources
 from vescale.pipe._run.tape import Tape
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 NUM_MICROBATCHES = 3
 SETTINGS = {"factor": 1.0}
@@ -351,6 +351,7 @@ def check_equal(kind, mesh, schedule, **options):
     return model
 
 
+@halved
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from vescale.pipe import PipelineEngine, PipelineError, PipelinePlan, split_units
 from vescale.pipe._run.ties import TiedWeights
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 WORDS, WIDTH, LENGTH, ROWS = 11, 6, 5, 8
 MICROBATCHES = 4
@@ -125,6 +125,7 @@ def difference(model, one):
     return max(float((p - expected[name]).abs().max()) for name, p in model.named_parameters() if p.requires_grad)
 
 
+@halved
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule, stages", [("1f1b", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("zb_h1", 1)])
 @ranks(2)

@@ -12,7 +12,7 @@ from torch import nn
 
 import vescale
 from vescale.dtensor import Replicate, Shard
-from vescale_testing import ranks
+from vescale_testing import halved, ranks
 
 ROUNDS = 3
 MODULE_PLAN = {
@@ -81,6 +81,7 @@ def differs(found, dp):
     return max(float((value - expected[name]).abs().max()) for name, value in found.items())
 
 
+@halved
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize(
     "layout",

@@ -11,7 +11,7 @@ import vescale
 from vescale.dtensor import Replicate, Shard
 from vescale.pipe import PipelinePlan
 from vescale.pipe.plan import SCHEDULES
-from vescale_testing import params_in_halves, ranks
+from vescale_testing import halved, ranks
 
 MODULE_PLAN = {
     "parameter": {
@@ -123,7 +123,9 @@ def words(value):
     return " ".join(f"{key}={each}" for key, each in value.items()) if isinstance(value, dict) else str(value)
 
 
-@pytest.mark.parametrize("layout, dropout", params_in_halves(LAYOUTS, [0.0, 0.2]), ids=words)
+@halved
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=words)
 @ranks(4)
 def test_layout_trains_as_one_process(layout, dropout, compile_with):
     compile_with("aot_eager")

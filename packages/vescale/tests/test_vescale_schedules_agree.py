@@ -12,7 +12,9 @@ from vescale.plan._schedules import microbatches_in_flight, rank_of_stage, stage
 LOOPED = ("interleaved_1f1b", "interleaved_zero_bubble", "looped_bfs")
 
 
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[pytest.mark.thorough] * (name == "auto")) for name in ALL_SCHEDULES]
+)
 def test_no_rank_keeps_more_than_the_memory_model_counts(schedule):
     excess = []
     # a search takes long

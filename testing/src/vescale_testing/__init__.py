@@ -3,7 +3,7 @@
 from vescale_testing.compare import TrainingRecord, assert_same_training
 from vescale_testing.float64 import created_dtypes, keep_float64
 from vescale_testing.gather import gather_full, gather_named, gather_state
-from vescale_testing.halves import half_of, in_halves, params_in_halves
+from vescale_testing.halves import half_of, halved, in_halves
 from vescale_testing.late import ask_again, begin_late
 from vescale_testing.memory import held_bytes, settled_bytes
 from vescale_testing.ranks import RankFailure, ranks, run_ranks
@@ -20,10 +20,10 @@ __all__ = [
     "gather_named",
     "gather_state",
     "half_of",
+    "halved",
     "held_bytes",
     "in_halves",
     "keep_float64",
-    "params_in_halves",
     "ranks",
     "run_ranks",
     "settled_bytes",

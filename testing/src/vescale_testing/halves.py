@@ -8,10 +8,13 @@ value each. So a fault that one value or one pair causes is found by either half
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
+
+#: Mark all but the first half of the cases of a test, the product of its `parametrize`, as `thorough`.
+halved = pytest.mark.halved
 
 #: Give a test the parameter `half`: 0, and 1 if it is marked `thorough`.
 in_halves = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.thorough)], ids=["half", "rest"])
@@ -34,12 +37,22 @@ def half_of(half: int, *factors: Iterable[Any]) -> list[tuple]:
     ]
 
 
-def params_in_halves(*factors: Iterable[Any]) -> list:
-    """Return all combinations of a product for `pytest.mark.parametrize`, half of them marked `thorough`.
+def mark_the_rest(item: pytest.Item) -> None:
+    """Mark a case of a test under `halved` as thorough, if it is not in the first half of the test's cases."""
+    if item.get_closest_marker("halved") is None:
+        return
+    params = item.callspec.params  # type: ignore[attr-defined]
+    if sum(_position(mark, params) for mark in item.iter_markers("parametrize")) % 2:
+        item.add_marker("thorough")
 
-    Example:
-        >>> [len(param.marks) for param in params_in_halves("ab", (1, 2))]
-        [0, 0, 1, 1]
-    """
-    rest = [pytest.param(*combination, marks=pytest.mark.thorough) for combination in half_of(1, *factors)]
-    return [*(pytest.param(*combination) for combination in half_of(0, *factors)), *rest]
+
+def _position(mark: pytest.Mark, params: Mapping[str, object]) -> int:
+    """Return the place of a case's values among those of one factor."""
+    given_names, factor = mark.args
+    is_one = isinstance(given_names, str) and "," not in given_names
+    names = [name.strip() for name in given_names.split(",")] if isinstance(given_names, str) else given_names
+    for position, given in enumerate(factor):
+        values = given.values if hasattr(given, "marks") else (given,) if is_one else given
+        if all(params[name] is value for name, value in zip(names, values, strict=True)):
+            return position
+    raise ValueError(f"halved: expected factors that give the same objects again, such as lists, got {factor!r}")

@@ -5,7 +5,7 @@
 - `--ranks-timeout SECONDS`, the time-out of rank tests that name none (60);
 - the marker `gpu`: such tests are skipped, with a reason, where there is no CUDA device;
 - the marker `ranks`, given to every test decorated with `ranks`, so that `-m "not ranks"` selects the quick rest;
-- the marker `thorough`, for what the plain run leaves out (`vescale_testing.halves`);
+- the markers `thorough`, for what the plain run leaves out, and `halved` (`vescale_testing.halves`);
 - the fixture `compile_with`, which chooses a backend of `torch.compile` that is ready sooner than generated kernels;
 - one torch thread in the parent, so that its results do not depend on the machine and a fork copies no worker threads.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from vescale_testing.halves import mark_the_rest
 from vescale_testing.ranks import default_timeout
 
 
@@ -36,17 +37,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers and limit torch to one thread."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped with a reason elsewhere")
     config.addinivalue_line("markers", "thorough: takes long; the plain run of a project may leave it out")
+    config.addinivalue_line("markers", "halved: every second of its cases is thorough, as the fields of a chessboard")
     config.addinivalue_line("markers", "ranks: runs on several processes; set by the decorator of that name")
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests decorated with `ranks`, and skip `gpu` tests where there is no GPU."""
+    """Mark tests decorated with `ranks` and the rest of those that are `halved`; skip `gpu` tests without a GPU."""
     # device_count() asks NVML; is_available() would start CUDA, which does not survive a fork.
     no_gpu = torch.cuda.device_count() == 0
     for item in items:
         if hasattr(getattr(item, "function", None), "world_size"):
             item.add_marker("ranks")
+        mark_the_rest(item)
         if no_gpu and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
 

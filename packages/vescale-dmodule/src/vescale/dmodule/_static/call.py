@@ -155,9 +155,9 @@ class Call:
 
     def _unknown(self, where: str, local: Tensor) -> NotLocalFriendlyError:
         return NotLocalFriendlyError(
-            f"{where}: no conversion for local shape {tuple(local.shape)}; recorded are "
-            f"{self.layouts.records.shapes(where)}. The shape depends on data, or on state that is not in the "
-            "arguments; keep the modules around it in eager mode"
+            f"{where}: expected a local tensor of a recorded shape, {self.layouts.records.shapes(where)}, got "
+            f"{tuple(local.shape)}, which depends on data, or on state that is not in the arguments; keep the modules "
+            "around it in eager mode"
         )
 
     def localize(self, tensor: Tensor, where: str) -> Tensor:
