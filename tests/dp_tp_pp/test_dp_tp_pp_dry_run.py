@@ -49,7 +49,12 @@ def dry(rank, kind, *args, **options):
 
 @pytest.mark.parametrize(
     ("zero", "schedule", "mode"),
-    [(0, "1f1b", "eager"), (2, "zb_v", "static"), (3, "interleaved_1f1b", "eager"), (3, "1f1b", "static")],
+    [
+        (0, "1f1b", "eager"),
+        pytest.param(2, "zb_v", "static", marks=pytest.mark.thorough),
+        (3, "interleaved_1f1b", "eager"),
+        (3, "1f1b", "static"),
+    ],
 )
 def test_each_rank_has_what_it_has_in_the_real_world(zero, schedule, mode, layers_class):
     expected = run_ranks(lambda: step(layers_class, mesh_of_eight(), zero, schedule, mode), 8)

@@ -25,7 +25,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", ["V", *(pytest.param(n, marks=pytest.mark.thorough) for n in WHOLE if n != "V")])
 def test_training_with_one_micro_batch(name):
     training, plan = Training("mixtral", layers=4, overrides=ROUTER), WHOLE[name]
     expected = train_on_one(training)
@@ -65,7 +65,7 @@ def losses_in_parallel(training, plan):
     return losses
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", ["dp_tp", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("dp", "zero3"))])
 def test_losses_of_parts_of_a_batch(name):
     """Each micro-batch on each rank balances its own tokens, as in Megatron."""
     training, plan = Training("mixtral", layers=4, overrides=ROUTER), PARTS[name]

@@ -18,11 +18,11 @@ LAYOUTS = {
 }
 
 
-IN_OTHER_SUITES = ("dp4_pp2", "tp4", "dp8")  # with other models; these are marked thorough
+IN_OTHER_TESTS = ("dp4_pp2", "tp4", "dp8", "pp2_tp2_sp_gpipe", "axes_in_another_order")  # with other models
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.thorough] * (name in IN_OTHER_SUITES)) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[pytest.mark.thorough] * (name in IN_OTHER_TESTS)) for name in LAYOUTS]
 )
 def test_mixtral_equals_one_process(layout):
     plan = LAYOUTS[layout]

@@ -38,7 +38,7 @@ def test_the_other_families_train_as_on_one_process(family):
 FOUR = (Plan(tp=4), Plan(tp=4, mode="static"), Plan(dp=2, tp=2), Plan(dp=2, tp=2, mode="static"))
 
 
-@pytest.mark.parametrize("family", ["nanogpt", "vit", "encoder"])
+@pytest.mark.parametrize("family", ["vit"])
 def test_a_family_on_four_ranks(family):
     check(family, FOUR[0], FOUR[3])
 
