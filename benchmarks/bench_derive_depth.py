@@ -26,7 +26,7 @@ MODELS = {
         transformers.MixtralConfig(num_hidden_layers=n, **SIZES, **EXPERTS)
     ),
 }
-DEPTHS = (4, 16, 64)
+DEPTHS = (4, 32)
 
 
 @dataclass(frozen=True)
