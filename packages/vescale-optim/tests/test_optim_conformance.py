@@ -225,17 +225,21 @@ def check(table, *, dp, tp=1, bitwise=True, reduction, **kwargs):
     run_ranks(compare, math.prod(dp if isinstance(dp, tuple) else (dp,)) * tp, expected, table, timeout=1800, **options)
 
 
-@pytest.mark.parametrize("dp", [1, 2, 3, 4])
+def thoroughly(value):
+    return pytest.param(value, marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("dp", [thoroughly(1), 2, 3, thoroughly(4)])
 def test_ordered_reduction(dp):
     check([*(MOST if dp == 2 else SOME), CLIPPED], dp=dp, reduction="ordered")
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [thoroughly(1), 2])
 def test_the_reduction_of_the_backend_on_up_to_two_ranks(dp):
     check(SOME, dp=dp, reduction="backend")
 
 
-@pytest.mark.parametrize("dp", [3, 4])
+@pytest.mark.parametrize("dp", [3, thoroughly(4)])
 def test_the_reduction_of_the_backend_on_more_ranks_up_to_the_order_of_additions(dp):
     check([(Training(**ACCUMULATIONS[1]), SOME_ROWS)], dp=dp, reduction="backend", bitwise=False)
 
@@ -247,7 +251,7 @@ def test_hybrid_sharding():
 TENSOR_PARALLEL = tuple((Training(name, accumulation=3, clip=0.05), EACH_ZERO) for name in ("adamw", "sgd"))
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [thoroughly(1), 2])
 def test_tensor_parallel_modules(dp):
     check(TENSOR_PARALLEL, dp=dp, tp=2, reduction="ordered")
 

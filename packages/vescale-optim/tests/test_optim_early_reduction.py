@@ -148,7 +148,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("size", "options"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("size", "options"), [*LAYOUTS[::2], *(pytest.param(*each, marks=pytest.mark.thorough) for each in LAYOUTS[1::2])]
+)
 def test_training_equals_one_process(problem, size, options):
     needs_unused = ["a penalty in a backward before"]
     uses = [use for use in USES if options.get("find_unused_parameters", True) or use not in needs_unused]

@@ -106,7 +106,7 @@ def check_any_stage():
             assert differs(values_of(model), expected) < 1e-10, (change.__name__, zero)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(size, marks=pytest.mark.thorough) for size in (1, 4))])
 def test_any_stage(world_size):
     run_ranks(check_any_stage, world_size)
 
