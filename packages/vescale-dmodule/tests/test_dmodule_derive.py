@@ -152,6 +152,23 @@ def test_it_derives_without_memory_and_leaves_the_module_alone():
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
+class Permuted(nn.Module):
+    """A pair of matrices, and a parameter of integers, which has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.order = nn.Parameter(torch.arange(8), requires_grad=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x.index_select(-1, self.order))))
+
+
+def test_a_parameter_without_a_gradient_stays_whole():
+    derived = plans.derive(Permuted(), degree=2)
+    assert {"up\\.(bias|weight)", "down\\.weight"} == set(derived.plan["parameter"])
+
+
 def test_inputs_that_do_not_run_are_refused():
     class Odd(nn.Module):
         def forward(self, x):

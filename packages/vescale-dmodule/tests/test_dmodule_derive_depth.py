@@ -172,6 +172,21 @@ def test_the_module_stays_as_it_is():
     assert dict(model.named_parameters()) == parameters
 
 
+class OfExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(9))
+
+    def forward(self, x):
+        return sum(expert(x) for expert in self.experts)
+
+
+def test_lists_inside_of_layers_stay_whole():
+    assert shorten(Net([OfExperts(), OfExperts()])) is None
+    kept = shorten(Net([OfExperts() for _ in range(6)])).module.layers
+    assert [len(layer.experts) for layer in kept] == [9] * 4
+
+
 def test_layers_that_are_placed_unlike_stand_for_none():
     model = Net([nn.Linear(16, 16) for _ in range(9)])
     short = shorten(model)

@@ -96,10 +96,11 @@ def shorten(module: nn.Module) -> Shortened | None:
     """Return a module without layers of which there are many; None if it has none."""
     uses = Counter(id(tensor) for _, tensor in module.named_parameters(remove_duplicate=False))
     short = Shortened(module)
-    left_out: dict[str, list[str]] = {}  # of each list
+    left_out: dict[str, list[str]] = {}  # of each list that is in no other one, as lists of experts are
     for name, part in module.named_modules():
         if not isinstance(part, nn.ModuleList) or any(name.startswith(f"{owner}.") for owner in left_out):
             continue
+        left_out[name] = []
         kinds: dict[Hashable, list[str]] = {}
         for key, kind in _kinds(part, uses).items():
             kinds.setdefault(kind, []).append(key)
@@ -107,7 +108,7 @@ def shorten(module: nn.Module) -> Shortened | None:
             kept = {keys[place] for place in KEPT if place < len(keys)}
             rest = [key for key in keys if key not in kept]
             if rest:
-                left_out.setdefault(name, []).extend(rest)
+                left_out[name] += rest
                 short.like |= dict.fromkeys((f"{name}.{key}" for key in rest), f"{name}.{keys[1]}")
                 short.pairs.append((f"{name}.{keys[1]}", f"{name}.{keys[2]}"))
     if not short.like:

@@ -60,7 +60,7 @@ def try_plan(
         _place(copied, mesh, resolved.tensors)
         execute(copied, mesh, resolved)
         for parameter in copied.parameters():
-            if isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
                 attach_gradient_receiver(parameter, _OneByOne(parameter))
         with comm_log(copied, mesh=mesh) as log:
             result = copied(**without_values(inputs, mode))
