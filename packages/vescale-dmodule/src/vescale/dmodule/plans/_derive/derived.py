@@ -131,22 +131,13 @@ def derive(
             input  {'input': {'tp': Replicate()}}
         communication of a step: 1 KiB of each rank
     """
-
-    def search(module: nn.Module) -> _Search:
-        return _search(
-            module,
-            inputs,
-            degree,
-            spreads_experts=expert_axis is None,
-            sequence_parallel=sequence_parallel,
-        )
-
+    options = {"spreads_experts": expert_axis is None, "sequence_parallel": sequence_parallel}
     short, found = shorten(model), None
     if short is not None:
         with contextlib.suppress(PlanError):  # perhaps its code counts on all layers
-            found = search(short.module)
+            found = _search(short.module, inputs, degree, **options)
     if short is None or found is None or not short.stands(found.graph, found.draft):
-        short, found = Shortened(model), search(model)
+        short, found = Shortened(model), _search(model, inputs, degree, **options)
     draft = short.draft(found.draft)
     if batch_axis is not None:  # its ends may be as many as layers, as the scores of routers
         experts = Found(whole=set(short.names(found.found.whole)))
